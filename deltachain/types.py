@@ -1,0 +1,126 @@
+"""Words everything uses: wire dtypes, tensor specs, versions and state digests.
+
+Weights are handled as *bits*: a tensor of any dtype is a flat array of unsigned integers of the
+same width, so that -0.0, NaN payloads and integers survive exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.errors import ConfigError
+
+Version: TypeAlias = int
+"""Position in a chain, counted from 0."""
+
+Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
+"""Flat array of uint8, uint16, uint32 or uint64: one unsigned integer an element."""
+
+Indices: TypeAlias = npt.NDArray[np.int64]
+"""Flat indices into a full tensor, strictly increasing."""
+
+WIRE_DTYPES: Final[dict[str, int]] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+}
+"""Bytes an element, by safetensors dtype name."""
+
+BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
+"""Unsigned integer dtype, by bytes an element."""
+
+MAX_NUMEL: Final = 1 << 48
+"""No tensor has more elements: flat indices and byte counts then stay far inside int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, wire dtype and shape of one tensor, as in the Hugging Face checkpoint.
+
+    Raises:
+        ConfigError: The dtype has no wire form, or a dimension is negative or too large.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in WIRE_DTYPES:
+            raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} has no wire form")
+        if any(dim < 0 for dim in self.shape) or math.prod(self.shape) > MAX_NUMEL:
+            raise ConfigError(f"tensor {self.name!r}: shape {self.shape} is out of range")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return WIRE_DTYPES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def bits_dtype(self) -> np.dtype[Any]:
+        return BITS_DTYPES[self.itemsize]
+
+
+_LANE: Final = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigest:
+    """Two 64-bit lanes that add up over elements, tensors, shards and ranks (FORMAT.md 6).
+
+    Addition and subtraction are modulo 2**64 a lane, so ``result - base`` of an update is the
+    sum over the changed elements alone.
+    """
+
+    lane0: int = 0
+    lane1: int = 0
+
+    def __add__(self, other: StateDigest) -> StateDigest:
+        return StateDigest((self.lane0 + other.lane0) % _LANE, (self.lane1 + other.lane1) % _LANE)
+
+    def __sub__(self, other: StateDigest) -> StateDigest:
+        return StateDigest((self.lane0 - other.lane0) % _LANE, (self.lane1 - other.lane1) % _LANE)
+
+    def __str__(self) -> str:
+        return f"{self.lane0:016x}{self.lane1:016x}"
+
+    @classmethod
+    def parse(cls, text: str) -> StateDigest:
+        """Read the 32 hexadecimal digits that ``str`` writes.
+
+        Raises:
+            ConfigError: ``text`` is anything else.
+        """
+        if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
+            raise ConfigError(f"{text!r} is not a state digest: 32 hexadecimal digits")
+        return cls(int(text[:16], 16), int(text[16:], 16))
