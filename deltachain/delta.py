@@ -1,0 +1,155 @@
+"""A delta: what became of some elements of some tensors between two versions.
+
+A :class:`TensorDelta` gives, for each changed element, either the *step* ``new - old`` of its bits,
+wrapping in the element's width, or its *absolute* new bits. Steps are what the wire carries by
+default; they add up, so deltas fold into one without the weights. Absolute bits need no base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.errors import MalformedError
+from deltachain.types import Bits, Indices, TensorSpec
+
+Mask = npt.NDArray[np.bool_]
+
+STEP: Mask = np.array(False)  # noqa: FBT003 - a 0-d array: every element is a step
+ABSOLUTE: Mask = np.array(True)  # noqa: FBT003 - a 0-d array: every element is absolute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TensorDelta:
+    """The changed elements of one tensor.
+
+    Attributes:
+        spec: Which tensor, in Hugging Face checkpoint coordinates.
+        indices: ``(nnz,)`` int64, flat and strictly increasing; ``None`` when dense.
+        values: ``(nnz,)`` unsigned integers of the element's width, or ``(numel,)`` when dense.
+        absolute: Boolean, shape ``()`` or ``(nnz,)``: whether a value is the new bits, or a step.
+    """
+
+    spec: TensorSpec
+    indices: Indices | None
+    values: Bits
+    absolute: Mask = field(default_factory=lambda: STEP)
+
+    @classmethod
+    def dense(cls, spec: TensorSpec, bits: Bits) -> TensorDelta:
+        """All elements, absolute."""
+        return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.indices is None
+
+    @property
+    def nnz(self) -> int:
+        return int(self.values.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory the arrays take."""
+        return int(self.values.nbytes + (0 if self.indices is None else self.indices.nbytes))
+
+    def validate(self) -> TensorDelta:
+        """Return self when every promise of the class holds.
+
+        Raises:
+            MalformedError: Wrong width or length, an index out of range or order, an empty step.
+        """
+        name, spec = self.spec.name, self.spec
+        if self.values.dtype != spec.bits_dtype or self.values.ndim != 1:
+            raise MalformedError(
+                f"{name}: values are {self.values.dtype}{self.values.shape}, "
+                f"expected flat {spec.bits_dtype}"
+            )
+        if self.absolute.shape not in ((), self.values.shape):
+            raise MalformedError(f"{name}: the mask has shape {self.absolute.shape}")
+        if self.indices is None:
+            if self.nnz != spec.numel or not self.absolute.all():
+                raise MalformedError(f"{name}: dense with {self.nnz} of {spec.numel} elements")
+            return self
+        if self.indices.shape != self.values.shape or self.indices.dtype != np.int64:
+            raise MalformedError(f"{name}: {self.indices.shape} indices, {self.nnz} values")
+        _check_order(name, self.indices, spec.numel)
+        if bool(np.any(~self.absolute & (self.values == 0))):
+            raise MalformedError(f"{name}: a step of zero changes nothing")
+        return self
+
+    def new_bits(self, old: Bits) -> Bits:
+        """New bits of the changed elements, given their old ones (same shape as ``values``)."""
+        if self.absolute.ndim == 0:
+            return self.values if self.absolute else old + self.values
+        return np.where(self.absolute, self.values, old + self.values)
+
+
+def _check_order(name: str, indices: Indices, numel: int) -> None:
+    if not indices.size:
+        return
+    if indices[0] < 0 or indices[-1] >= numel:
+        raise MalformedError(f"{name}: index {indices[0]}..{indices[-1]} outside {numel} elements")
+    if bool(np.any(indices[1:] <= indices[:-1])):
+        raise MalformedError(f"{name}: indices are not strictly increasing")
+
+
+def fold(older: TensorDelta, newer: TensorDelta) -> TensorDelta:
+    """One delta that does what ``older`` and then ``newer`` do.
+
+    Steps add up index by index, and those that cancel disappear; absolute bits win over what came
+    before them; dense absorbs everything. Exact for every mixture.
+    """
+    if newer.indices is None:
+        return newer
+    if older.indices is None:
+        values = older.values.copy()
+        values[newer.indices] = newer.new_bits(values[newer.indices])
+        return TensorDelta.dense(newer.spec, values)
+    indices = np.union1d(older.indices, newer.indices)
+    at_older = np.searchsorted(indices, older.indices)
+    at_newer = np.searchsorted(indices, newer.indices)
+    values = np.zeros(indices.size, newer.values.dtype)
+    values[at_older] = older.values
+    values[at_newer] = newer.new_bits(values[at_newer])
+    absolute = np.zeros(indices.size, np.bool_)
+    absolute[at_older] = older.absolute
+    absolute[at_newer] |= newer.absolute
+    if not absolute.any():
+        kept = values != 0
+        return TensorDelta(spec=newer.spec, indices=indices[kept], values=values[kept])
+    return _whole(newer.spec, indices, values, absolute)
+
+
+def _whole(spec: TensorSpec, indices: Indices, values: Bits, absolute: Mask) -> TensorDelta:
+    """The simplest form: no empty steps, dense when everything is given, a 0-d mask if it can."""
+    kept = absolute | (values != 0)
+    indices, values, absolute = indices[kept], values[kept], absolute[kept]
+    if not absolute.all():
+        return TensorDelta(spec=spec, indices=indices, values=values, absolute=absolute)
+    if indices.size == spec.numel:
+        return TensorDelta.dense(spec, values)
+    return TensorDelta(spec=spec, indices=indices, values=values, absolute=ABSOLUTE)
+
+
+def fold_all(deltas: Iterable[TensorDelta]) -> TensorDelta:
+    """Fold one or more deltas of the same tensor, oldest first."""
+    first, *rest = deltas
+    for newer in rest:
+        first = fold(first, newer)
+    return first
+
+
+def density(nnz: int, numel: int) -> float:
+    """Changed share of all elements, in [0, 1]; 0 when there are none."""
+    return nnz / numel if numel else 0.0
+
+
+def changes(spec: TensorSpec, old: npt.NDArray[Any], new: npt.NDArray[Any]) -> TensorDelta:
+    """The steps from ``old`` to ``new``, two flat bit arrays of all elements."""
+    indices = np.flatnonzero(old != new)
+    return TensorDelta(spec=spec, indices=indices, values=new[indices] - old[indices])

@@ -1,0 +1,153 @@
+"""What every kernel computes, in the plainest numpy: the definition the others are held to.
+
+Arrays are flat; *bits* are unsigned integers of the element's width. Functions whose name ends in
+``_`` write into their first argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
+
+PHI: Final = 0x9E3779B97F4A7C15
+"""Odd multiplier of the element's position (2**64 divided by the golden ratio)."""
+MIX_A: Final = 0xD6E8FEB86659FD93
+MIX_B: Final = 0xA0761D6478BD642F
+"""Odd multipliers of the finaliser."""
+CHUNK: Final = 1 << 16
+"""Elements hashed at a time, so that temporaries stay in cache."""
+
+
+class Changes(NamedTuple):
+    """Elements whose bits differ: ``(nnz,)`` flat int64 indices, old bits and new bits."""
+
+    indices: Indices
+    old: Bits
+    new: Bits
+
+
+class SplitSteps(NamedTuple):
+    """Wrapping steps taken apart into what compresses well.
+
+    Attributes:
+        negative: ``(nnz,)`` bool, the step's top bit.
+        exception: ``(nnz,)`` bool, the step's magnitude is not 1.
+        magnitude: ``(exceptions,)`` uint8, the magnitude, or 255 when it does not fit below 255.
+        wide: ``(wide,)`` bits, the whole step of each magnitude of 255.
+    """
+
+    negative: npt.NDArray[np.bool_]
+    exception: npt.NDArray[np.bool_]
+    magnitude: npt.NDArray[np.uint8]
+    wide: Bits
+
+
+def diff_(snapshot: Bits, current: Bits) -> Changes:
+    """Find the elements of ``current`` whose bits differ from ``snapshot``, and copy them there."""
+    indices = np.flatnonzero(snapshot != current)
+    changed = Changes(indices, snapshot[indices], current[indices])
+    snapshot[indices] = changed.new
+    return changed
+
+
+def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
+    """bf16 bits of fp32 values, round to nearest even; a NaN stays one, quiet, with its sign."""
+    bits = np.asarray(master).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(is_nan, quiet, rounded).astype(np.uint16)
+
+
+def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
+    """:func:`diff_` of ``cast_bf16(master)``."""
+    return diff_(snapshot, cast_bf16(master))
+
+
+def mix(key: int, indices: npt.NDArray[Any], bits: Bits) -> npt.NDArray[np.uint64]:
+    """Contribution of each element to one lane of the state digest."""
+    x = (np.uint64(key) + indices.astype(np.uint64) * np.uint64(PHI)) ^ bits.astype(np.uint64)
+    x *= np.uint64(MIX_A)
+    x ^= x >> np.uint64(32)
+    x *= np.uint64(MIX_B)
+    return x ^ (x >> np.uint64(29))
+
+
+def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
+    """Contributions of the elements at ``indices``, summed."""
+    lane0 = int(mix(key[0], indices, bits).sum(dtype=np.uint64))
+    lane1 = int(mix(key[1], indices, bits).sum(dtype=np.uint64))
+    return StateDigest(lane0, lane1)
+
+
+def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
+    """Contributions of consecutive elements, the first of which has flat index ``start``."""
+    total = StateDigest()
+    for at in range(0, bits.size, CHUNK):
+        window = bits[at : at + CHUNK]
+        total += digest_at(key, np.arange(start + at, start + at + window.size), window)
+    return total
+
+
+def encode_gaps(offsets: Indices, width: int) -> Bits:
+    """Distances between changes of one segment, one unsigned integer of ``width`` bytes each.
+
+    An entry below the maximum advances past that many unchanged elements to a changed one; the
+    maximum advances past that many and names none.
+
+    Args:
+        offsets: ``(nnz,)`` strictly increasing offsets from the segment's start.
+        width: 1 or 2.
+    """
+    limit = (1 << 8 * width) - 1
+    gap = np.diff(offsets, prepend=-1) - 1
+    escapes = gap // limit
+    ends = np.cumsum(escapes + 1)
+    out = np.full(int(ends[-1]) if gap.size else 0, limit, BITS_DTYPES[width])
+    out[ends - 1] = gap - escapes * limit
+    return out
+
+
+def decode_gaps(gaps: Bits) -> Indices:
+    """Offsets from the segment's start of the changes that ``gaps`` names."""
+    limit = np.iinfo(gaps.dtype).max
+    escape = gaps == limit
+    advance = np.cumsum(gaps.astype(np.int64) + ~escape)
+    return advance[~escape] - 1
+
+
+def split_steps(steps: Bits) -> SplitSteps:
+    """Take wrapping steps apart (FORMAT.md 4)."""
+    negative = (steps >> np.array(8 * steps.itemsize - 1, steps.dtype)).astype(np.bool_)
+    magnitudes = np.where(negative, -steps, steps)
+    exception = magnitudes != 1
+    beyond = magnitudes[exception]
+    magnitude = np.minimum(beyond, np.array(255, steps.dtype)).astype(np.uint8)
+    return SplitSteps(negative, exception, magnitude, steps[exception][magnitude == 255])
+
+
+def join_steps(split: SplitSteps) -> Bits:
+    """Inverse of :func:`split_steps`."""
+    dtype = split.wide.dtype
+    beyond = split.magnitude.astype(dtype)
+    negative = split.negative[split.exception]
+    beyond = np.where(negative, -beyond, beyond)
+    beyond[split.magnitude == 255] = split.wide
+    one = np.array(1, dtype)
+    steps = np.where(split.negative, -one, one)
+    steps[split.exception] = beyond
+    return steps
+
+
+def gather(weights: Bits, indices: Indices) -> Bits:
+    """Bits at ``indices``."""
+    return weights[indices]
+
+
+def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
+    """Write ``bits`` at ``indices``."""
+    weights[indices] = bits
