@@ -1,0 +1,6 @@
+"""Deltas to bytes and back: the payload parts of FORMAT.md."""
+
+from deltachain.codec.decode import Part
+from deltachain.codec.encode import Change, EncodedPart, encode_part
+
+__all__ = ["Change", "EncodedPart", "Part", "encode_part"]

@@ -1,0 +1,309 @@
+"""The bytes of one part to deltas, every byte hostile until proven (FORMAT.md 3 and 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.codec import directory as d
+from deltachain.codec.container import Buffer, Entry, Header, ReadAt, read_header, reader_of
+from deltachain.codec.encode import FORMAT
+from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.digest import object_digest
+from deltachain.errors import DigestMismatchError, MalformedError, UnsupportedFormatError
+from deltachain.kernels import host
+from deltachain.kernels.reference import SplitSteps
+from deltachain.types import BITS_DTYPES, Bits, Indices, TensorSpec
+
+MAX_DIRECTORY: Final = 1 << 28
+"""Bytes a directory may inflate to."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A row, its segments, and where it begins in each stream of its bucket."""
+
+    row: d.TensorRow
+    segments: tuple[d.Segment, ...]
+    at: Mapping[str, int]
+
+
+class Part:
+    """One payload object, opened: its directory is proven, its tensors are read on demand.
+
+    Only the frames that a tensor needs are read, verified and inflated. Not for use by several
+    threads at once; opening it twice is cheap.
+
+    Args:
+        read_at: Reads a range of the object.
+        nbytes: Length of the object.
+        key: Names the object in errors.
+
+    Raises:
+        MalformedError: It violates FORMAT.md.
+        UnsupportedFormatError: It was written by a newer deltachain.
+        DigestMismatchError: The front of the file is not what its digest says.
+    """
+
+    def __init__(self, read_at: ReadAt, nbytes: int, *, key: str = "") -> None:
+        self.key = key
+        header = read_header(read_at, nbytes, key=key)
+        self.compressed = _check_metadata(header, key)
+        self.digest = _check_front(header, read_at, key)
+        self.directory = _read_directory(header, read_at, compressed=self.compressed, key=key)
+        self._tensors = _place(self.directory, key)
+        self._streams = {
+            row.name: StreamReader(frames, read_at, compressed=self.compressed, key=key)
+            for row, frames in _frames(self.directory, header, key)
+        }
+        _check_streams(self.directory, self._tensors, self._streams, key)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, *, key: str = "") -> Part:
+        """Open an object that is in memory or mapped."""
+        return cls(reader_of(data), len(data), key=key)
+
+    @property
+    def rows(self) -> Mapping[str, d.TensorRow]:
+        """The rows of the directory, by tensor name."""
+        return MappingProxyType({name: tensor.row for name, tensor in self._tensors.items()})
+
+    @property
+    def nnz(self) -> int:
+        return sum(row.nnz for row in self.directory.tensors)
+
+    def verify(self) -> None:
+        """Prove every byte of the object.
+
+        Raises:
+            DigestMismatchError: A frame differs from the one the directory names.
+            MalformedError: A tensor does not decode.
+        """
+        for row in self.directory.streams:
+            for number in range(len(row.stored)):
+                self._streams[row.name].check(number)
+        for name in self._tensors:
+            self.read(name)
+
+    def __iter__(self) -> Iterator[TensorDelta]:
+        return (self.read(name) for name in self._tensors)
+
+    def read(self, name: str) -> TensorDelta:
+        """Decode one tensor; the result keeps every promise of :class:`TensorDelta`.
+
+        Raises:
+            DigestMismatchError: A frame differs from the one the directory names.
+            MalformedError: The streams contradict the directory.
+        """
+        tensor = self._tensors[name]
+        spec, encoding = tensor.row.spec, tensor.row.encoding
+        if encoding in d.UNCOMPRESSED:
+            return self._read_raw(tensor.row, spec)
+        if encoding == d.DENSE:
+            return _dense(spec, tensor.segments, self._planes(tensor, "dense", spec.itemsize))
+        indices = self._indices(tensor)
+        if encoding == d.OVERWRITE:
+            values, absolute = self._planes(tensor, "value", spec.itemsize), ABSOLUTE
+        else:
+            values, absolute = self._steps(tensor, spec.itemsize), STEP
+        return TensorDelta(spec=spec, indices=indices, values=values, absolute=absolute).validate()
+
+    def _units(self, tensor: _Tensor, stream: str) -> npt.NDArray[np.uint8]:
+        """A tensor's share of one stream: bytes, or one byte of 0 or 1 for each bit."""
+        count = d.stream_lengths(tensor.row, tensor.segments)[stream]
+        at, name = tensor.at[stream], d.stream_name(tensor.row.bucket, stream)
+        if not count:
+            return np.empty(0, np.uint8)
+        if not d.in_bits(stream):
+            return np.frombuffer(self._streams[name].read(at, at + count), np.uint8)
+        packed = self._streams[name].read(at // 8, (at + count + 7) // 8)
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        return bits[at % 8 : at % 8 + count]
+
+    def _planes(self, tensor: _Tensor, stream: str, width: int) -> Bits:
+        planes = [self._units(tensor, f"{stream}.{k}") for k in range(width)]
+        if width == 1:
+            return planes[0]
+        elements = np.empty((planes[0].size, width), np.uint8)
+        for k, plane in enumerate(planes):
+            elements[:, k] = plane
+        return elements.reshape(-1).view(BITS_DTYPES[width])
+
+    def _indices(self, tensor: _Tensor) -> Indices:
+        if tensor.row.gap == 1:
+            gaps: Bits = self._units(tensor, "gap8")
+        else:
+            gaps = self._planes(tensor, "gap16", 2)
+        out = np.empty(tensor.row.nnz, np.int64)
+        at, filled = 0, 0
+        for segment in tensor.segments:
+            offsets = host.decode_gaps(gaps[at : at + segment.gaps])
+            if offsets.size != segment.nnz or (offsets.size and offsets[-1] >= segment.length):
+                raise MalformedError(f"{self.key}: {tensor.row.name!r}: gaps leave the segment")
+            out[filled : filled + segment.nnz] = offsets
+            out[filled : filled + segment.nnz] += segment.start
+            at, filled = at + segment.gaps, filled + segment.nnz
+        return out
+
+    def _steps(self, tensor: _Tensor, width: int) -> Bits:
+        split = SplitSteps(
+            negative=self._units(tensor, "sign").astype(np.bool_),
+            exception=self._units(tensor, "exception").astype(np.bool_),
+            magnitude=self._units(tensor, "magnitude"),
+            wide=self._planes(tensor, "wide", width),
+        )
+        if not _is_canonical(split):
+            raise MalformedError(f"{self.key}: {tensor.row.name!r}: steps are not canonical")
+        return host.join_steps(split)
+
+    def _read_raw(self, row: d.TensorRow, spec: TensorSpec) -> TensorDelta:
+        if row.encoding == d.PLAIN:
+            values = self._array(spec.name).view(spec.bits_dtype)
+            return TensorDelta.dense(spec, values).validate()
+        indices = self._array(f"{spec.name}.indices")
+        wide = indices.view("<i4" if spec.numel < 1 << 31 else "<i8").astype(np.int64)
+        values = self._array(f"{spec.name}.values").view(spec.bits_dtype)
+        return TensorDelta(spec=spec, indices=wide, values=values, absolute=ABSOLUTE).validate()
+
+    def _array(self, stream: str) -> npt.NDArray[np.uint8]:
+        reader = self._streams[stream]
+        return np.frombuffer(bytes(reader.read(0, reader.nbytes)), np.uint8)
+
+
+def _is_canonical(split: SplitSteps) -> bool:
+    """Whether there is exactly one way to write these steps, and this is it."""
+    escaped = split.magnitude == 255
+    if int(np.count_nonzero(split.exception)) != split.magnitude.size:
+        return False
+    if int(np.count_nonzero(escaped)) != split.wide.size or bool(np.any(split.magnitude < 2)):
+        return False
+    again = host.split_steps(split.wide)
+    signs = split.negative[split.exception][escaped]
+    return bool(np.all(again.magnitude == 255)) and np.array_equal(again.negative, signs)
+
+
+def _dense(spec: TensorSpec, segments: tuple[d.Segment, ...], values: Bits) -> TensorDelta:
+    """Dense when the segments cover the tensor; else absolute bits of the windows they cover."""
+    if values.size == spec.numel:
+        return TensorDelta.dense(spec, values).validate()
+    windows = [np.arange(s.start, s.start + s.length) for s in segments]
+    indices = np.concatenate([np.empty(0, np.int64), *windows])
+    return TensorDelta(spec=spec, indices=indices, values=values, absolute=ABSOLUTE).validate()
+
+
+def _check_metadata(header: Header, key: str) -> bool:
+    """Format number and compression; whether streams are compressed."""
+    version = header.metadata.get("deltachain")
+    if version is None:
+        raise MalformedError(f"{key}: not a deltachain part: no format number", key=key)
+    if version != FORMAT:
+        raise UnsupportedFormatError(f"{key}: format {version}, this reads {FORMAT}", key=key)
+    compression = header.metadata.get("compression")
+    if compression not in ("zstd", "none"):
+        raise UnsupportedFormatError(f"{key}: compression {compression!r}", key=key)
+    return compression == "zstd"
+
+
+def _entry(header: Header, name: str, position: int, key: str) -> Entry:
+    names = list(header.entries)
+    if len(names) <= position or names[position] != name:
+        raise MalformedError(f"{key}: entry {position} is not {name!r}", key=key)
+    return header.entries[name]
+
+
+def _check_front(header: Header, read_at: ReadAt, key: str) -> str:
+    """Prove header and directory against the digest stored behind them."""
+    _entry(header, "directory", 0, key)
+    entry = _entry(header, "digest", 1, key)
+    if entry.nbytes != 32:
+        raise MalformedError(f"{key}: digest of {entry.nbytes} bytes", key=key)
+    expected = bytes(read_at(entry.start, 32)).hex()
+    actual = object_digest(read_at(0, entry.start))
+    if actual != expected:
+        raise DigestMismatchError(f"{key}: directory", expected=expected, actual=actual, key=key)
+    return actual
+
+
+def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: str) -> d.Directory:
+    entry = _entry(header, "directory", 0, key)
+    data = read_at(entry.start, entry.nbytes)
+    claimed = header.metadata.get("directory_nbytes", "")
+    if not (claimed.isascii() and claimed.isdigit() and int(claimed) <= MAX_DIRECTORY):
+        raise MalformedError(f"{key}: directory of {claimed!r} bytes", key=key)
+    try:
+        document = inflate(data, int(claimed), key=key) if compressed else data
+        return msgspec.json.decode(document, type=d.Directory)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise MalformedError(f"{key}: directory: {exc}", key=key) from exc
+
+
+def _place(directory: d.Directory, key: str) -> dict[str, _Tensor]:
+    """Give each tensor its segments and its place in every stream, checking both."""
+    try:
+        segments = tuple(d.segments_of(directory.segments))
+    except ValueError as exc:
+        raise MalformedError(f"{key}: segment columns differ in length", key=key) from exc
+    tensors: dict[str, _Tensor] = {}
+    reached: dict[int, dict[str, int]] = {}
+    used = 0
+    for row in directory.tensors:
+        if row.segments < 0 or row.name in tensors:
+            raise MalformedError(f"{key}: row of {row.name!r} is repeated or negative", key=key)
+        mine = segments[used : used + row.segments]
+        used += row.segments
+        d.check_row(row, mine, key)
+        at = reached.setdefault(row.bucket, {})
+        lengths = {} if row.encoding in d.UNCOMPRESSED else d.stream_lengths(row, mine)
+        tensors[row.name] = _Tensor(row, mine, {name: at.get(name, 0) for name in lengths})
+        for name, length in lengths.items():
+            at[name] = at.get(name, 0) + length
+    if used != len(segments):
+        raise MalformedError(f"{key}: {len(segments)} segments, {used} are used", key=key)
+    return tensors
+
+
+def _frames(
+    directory: d.Directory, header: Header, key: str
+) -> Iterator[tuple[d.StreamRow, Frames]]:
+    """Pair every stream row with its entry, in file order."""
+    entries = list(header.entries.values())[2:]
+    if [entry.name for entry in entries] != [row.name for row in directory.streams]:
+        raise MalformedError(f"{key}: the directory lists other streams than the header", key=key)
+    for entry, row in zip(entries, directory.streams, strict=True):
+        fits = len(row.stored) == len(row.raw) == len(row.digests)
+        fits = fits and sum(row.stored) == entry.nbytes and all(n > 0 for n in row.stored)
+        if not fits or any(not 0 < n <= FRAME for n in row.raw):
+            raise MalformedError(f"{key}: frames of {row.name!r} do not add up", key=key)
+        yield row, Frames(entry.start, row.stored, row.raw, row.digests)
+
+
+def _check_streams(
+    directory: d.Directory,
+    tensors: Mapping[str, _Tensor],
+    streams: Mapping[str, StreamReader],
+    key: str,
+) -> None:
+    """Every stream has exactly the length its tensors need, and nobody's stream is there."""
+    needed: dict[str, int] = {}
+    for tensor in tensors.values():
+        row = tensor.row
+        if row.encoding == d.PLAIN:
+            needed[row.name] = row.spec.nbytes
+        elif row.encoding == d.RAW:
+            needed[f"{row.name}.indices"] = row.nnz * (4 if row.spec.numel < 1 << 31 else 8)
+            needed[f"{row.name}.values"] = row.nnz * row.spec.itemsize
+        else:
+            for stream, units in d.stream_lengths(row, tensor.segments).items():
+                end = tensor.at[stream] + units
+                size = (end + 7) // 8 if d.in_bits(stream) else end
+                needed[d.stream_name(row.bucket, stream)] = size
+    found = {name: reader.nbytes for name, reader in streams.items()}
+    if found != {name: size for name, size in needed.items() if size or name in found}:
+        raise MalformedError(f"{key}: streams and tensors do not match", key=key)
