@@ -1,0 +1,77 @@
+"""Places that keep the objects of a chain: one ``Store`` protocol, a URL scheme each."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Final
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from deltachain.errors import ConfigError
+from deltachain.store.base import Buffer, Capabilities, ObjectInfo, Store, check_key
+from deltachain.store.file import FileStore
+from deltachain.store.memory import MemoryStore
+
+__all__ = [
+    "Buffer",
+    "Capabilities",
+    "FileStore",
+    "MemoryStore",
+    "ObjectInfo",
+    "Store",
+    "check_key",
+    "open_store",
+]
+
+# One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
+_URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
+_COMING: Final = ("s3", "hf", "gs", "az")
+_KNOWN: Final = "file:///folder, memory://name, or the path of a folder"
+
+
+def open_store(url: str | os.PathLike[str]) -> Store:
+    """Open the store at a URL, or in the folder of a path.
+
+    ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
+    are folders of a file system, made by the first write. No other scheme is supported yet.
+
+    Raises:
+        ConfigError: The scheme is not supported, or the URL has no place in it.
+    """
+    text = os.fspath(url)
+    if not text or "\0" in text:
+        raise ConfigError("a store needs a URL or a path", hint=f"give {_KNOWN}")
+    match = _URL.match(text)
+    if match is None:
+        return FileStore(text)
+    scheme = match["scheme"].lower()
+    # Only the scheme is ever shown: what follows it may hold credentials.
+    if scheme not in ("file", "memory"):
+        later = " by this version of deltachain" if scheme in _COMING else ""
+        raise ConfigError(
+            f"store URLs that begin with {scheme}:// are not supported{later}",
+            hint=f"give {_KNOWN}",
+        )
+    parts = urlsplit(text)
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            f"{scheme}:// store URLs have no query and no fragment",
+            hint="write ? as %3F and # as %23 in a URL, or give a plain path",
+        )
+    return _open_file(parts) if scheme == "file" else _open_memory(parts)
+
+
+def _open_file(parts: SplitResult) -> FileStore:
+    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
+        raise ConfigError(
+            "file:// store URLs name a folder of this machine",
+            hint="three slashes: file:///absolute/folder",
+        )
+    path = unquote(parts.path)
+    if "\0" in path:
+        raise ConfigError("file:// store URLs can not hold a NUL")
+    return FileStore(path)
+
+
+def _open_memory(parts: SplitResult) -> MemoryStore:
+    return MemoryStore.named(f"{parts.netloc}{parts.path}".rstrip("/"))

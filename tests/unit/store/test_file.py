@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltachain.errors import (
+    ConfigError,
+    ObjectNotFoundError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from deltachain.store import FileStore, Store
+from deltachain.testing.store import StoreContract
+
+
+class TestFileStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> FileStore:
+        return FileStore(tmp_path / "chain")
+
+    @pytest.fixture
+    def reopen(self, tmp_path: Path) -> Callable[[], Store]:
+        return lambda: FileStore(tmp_path / "chain")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return FileStore(tmp_path / "chain")
+
+
+def root(store: FileStore) -> Path:
+    return Path(store.url.removeprefix("file://"))
+
+
+def files(store: FileStore) -> set[str]:
+    """Everything on disk that is not a folder, hidden or not."""
+    return {
+        str(path.relative_to(root(store))) for path in root(store).rglob("*") if not path.is_dir()
+    }
+
+
+# Order of the steps
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent"])
+def test_bytes_are_on_disk_before_the_name_and_the_name_before_the_return(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    steps: list[str] = []
+    fsync, replace, link = os.fsync, os.replace, os.link
+
+    def synced(file: int) -> None:
+        status = os.fstat(file)
+        is_folder = stat.S_ISDIR(status.st_mode)
+        steps.append(f"sync folder {status.st_ino}" if is_folder else "sync file")
+        fsync(file)
+
+    def named(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: str, **kwargs: int) -> None:
+            steps.append("name")
+            call(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named(replace))
+    monkeypatch.setattr(os, "link", named(link))
+    getattr(store, method)("a/b", b"data")
+
+    def sync(folder: Path) -> str:
+        return f"sync folder {folder.stat().st_ino}"
+
+    made = [sync(root(store).parent), sync(root(store))]
+    assert steps == [*made, "sync file", "name", sync(root(store) / "a")]
+
+
+def test_folder_removed_under_a_write_is_made_again(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = 3
+
+    def remove(_nbytes: int) -> str:
+        nonlocal left
+        if left:
+            left -= 1
+            (root(store) / "a").rmdir()
+        return "0"
+
+    monkeypatch.setattr("secrets.token_hex", remove)
+    store.put("a/b", b"data")
+    assert left == 0
+    assert store.get("a/b") == b"data"
+
+
+def test_folder_that_keeps_vanishing_ends_in_an_error(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(_nbytes: int) -> str:
+        (root(store) / "a").rmdir()
+        return "0"
+
+    monkeypatch.setattr("secrets.token_hex", remove)
+    with pytest.raises(StoreUnavailableError, match="kept vanishing"):
+        store.put("a/b", b"data")
+
+
+def test_deleting_the_last_object_removes_its_folders(store: FileStore) -> None:
+    store.put("a/b/c", b"data")
+    store.put("a/d", b"data")
+    store.delete("a/b/c")
+    assert [path.name for path in (root(store) / "a").iterdir()] == ["d"]
+    store.delete("a/d")
+    assert list(root(store).iterdir()) == []
+
+
+def test_other_users_may_read_as_the_umask_allows(store: FileStore) -> None:
+    old = os.umask(0o022)
+    try:
+        store.put("a", b"data")
+        store.put_if_absent("b", b"data")
+    finally:
+        os.umask(old)
+    assert {stat.S_IMODE((root(store) / key).stat().st_mode) for key in "ab"} == {0o644}
+
+
+def test_no_descriptor_is_leaked(store: FileStore) -> None:
+    store.put("a/b/c", b"data")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for key in ("a/b/c", "a/b", "a/b/c/d", "x/y"):
+        for call in (store.get, store.find, store.delete, lambda key: store.put(key, b"")):
+            try:
+                call(key)
+            except (StoreError, ConfigError):
+                continue
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+# What else may lie in the folder
+
+
+def test_symbolic_links_do_not_lead_out_of_the_root(store: FileStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    store.put("a", b"data")
+    (root(store) / "folder").symlink_to(outside)
+    (root(store) / "file").symlink_to(outside / "secret")
+
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("folder/secret"),
+        lambda: store.get_range("folder/secret", 0, 1),
+        lambda: store.find("folder/secret"),
+        lambda: store.put("folder/new", b"data"),
+        lambda: store.put_if_absent("folder/new", b"data"),
+        lambda: store.delete("folder/secret"),
+        lambda: list(store.list("folder/")),
+        lambda: store.get("file"),
+        lambda: store.find("file"),
+    ]
+    for call in calls:
+        with pytest.raises(StorePermissionError) as caught:
+            call()
+        assert "symbolic links" in caught.value.hint
+    assert [found.key for found in store.list()] == ["a"]
+
+    store.put("file", b"data")
+    assert store.get("file") == b"data"
+    store.delete("folder")
+    assert not (root(store) / "folder").exists()
+    assert [(path.name, path.read_bytes()) for path in outside.iterdir()] == [("secret", b"secret")]
+
+
+def test_root_may_be_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "chain").symlink_to(tmp_path / "disk")
+    store = FileStore(tmp_path / "chain")
+    store.put("a", b"data")
+    assert (tmp_path / "disk/a").read_bytes() == b"data"
+    assert [found.key for found in store.list()] == ["a"]
+
+
+def test_other_things_in_the_folder_are_not_objects(store: FileStore) -> None:
+    store.put("a", b"data")
+    (root(store) / "lost+found").mkdir()
+    (root(store) / ".nfs0001").write_bytes(b"")
+    (root(store) / "ä").write_bytes(b"")
+    os.mkfifo(root(store) / "fifo")
+    assert [found.key for found in store.list()] == ["a"]
+    assert store.find("fifo") is None
+    with pytest.raises(ObjectNotFoundError):
+        store.get("fifo")
+
+
+def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "chain").write_bytes(b"")
+    store = FileStore(tmp_path / "chain")
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("a"),
+        lambda: store.find("a"),
+        lambda: list(store.list()),
+        lambda: store.put("a", b""),
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="not a folder"):
+            call()
+
+
+def test_key_that_continues_another_is_refused(store: FileStore) -> None:
+    store.put("a/b", b"data")
+    for key in ("a/b/c", "a"):
+        with pytest.raises(ConfigError, match="in the place of a folder"):
+            store.put(key, b"data")
+    assert files(store) == {"a/b"}
+
+
+def test_object_that_is_truncated_while_it_is_read(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("a", b"data")
+    monkeypatch.setattr(os, "pread", lambda *_args: b"")
+    with pytest.raises(Exception, match="expected at least 4 bytes, found 0"):
+        store.get("a")
+
+
+def test_listing_while_objects_come_and_go(store: FileStore) -> None:
+    store.put("stays/a", b"data")
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for number in range(10):
+                store.put(f"goes/{number}/x", b"data")
+            for number in range(10):
+                store.delete(f"goes/{number}/x")
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(100):
+            keys = [found.key for found in store.list()]
+            assert keys == sorted(keys)
+            assert "stays/a" in keys
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from deltachain.errors import ConfigError
+from deltachain.store import MemoryStore, Store
+from deltachain.testing.store import StoreContract
+
+
+class TestMemoryStore(StoreContract):
+    @pytest.fixture
+    def store(self) -> MemoryStore:
+        return MemoryStore()
+
+    @pytest.fixture
+    def reopen(self, store: MemoryStore) -> Callable[[], Store]:
+        return lambda: store
+
+
+def test_named_store_is_one_for_everybody_and_survives_close() -> None:
+    first = MemoryStore.named("test-memory-shared")
+    first.put("a", b"data")
+    first.close()
+    assert MemoryStore.named("test-memory-shared").get("a") == b"data"
+    assert first.url == "memory://test-memory-shared"
+
+
+def test_unnamed_stores_are_apart() -> None:
+    first, second = MemoryStore(), MemoryStore()
+    first.put("a", b"data")
+    assert second.find("a") is None
+    assert first.url != second.url
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../a"])
+def test_bad_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        MemoryStore.named(name)
