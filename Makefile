@@ -1,0 +1,52 @@
+# Everything a developer or CI runs. `make venv` needs nothing but python3.11 or newer.
+PYTHON ?= python3
+# The GPU targets run without .venv: such machines bring their own torch, built for their driver.
+GPU_PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: venv demo test test-long check fix bench test-gpu bench-gpu clean help
+
+venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
+
+# torch first and pinned: everybody tests on the same one, and pip resolves the rest around it.
+# pip is upgraded because --group came with 25.1, later than some python3.11.
+.venv/stamp: pyproject.toml
+	$(PYTHON) -m venv .venv && $(BIN)/pip install -q -U pip
+	$(BIN)/pip install -q torch==2.13.0
+	$(BIN)/pip install -q -e ".[torch,fast,trl,plot]" --group dev && touch $@
+
+demo: venv  ## train, publish and follow a small model in one terminal
+	$(BIN)/deltachain demo
+
+test: venv  ## the tests that need no GPU and take seconds
+	$(BIN)/pytest
+
+test-long: venv  ## the tests that take minutes
+	$(BIN)/pytest -m "slow and not gpu"
+
+check: venv  ## format, lint, spelling, types, layers, file length
+	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/codespell
+	$(BIN)/mypy && $(BIN)/lint-imports --no-logo
+	@git ls-files -co --exclude-standard '*.py' | xargs wc -l | awk '$$2 != "total" && $$1 > 400 {print "over 400 lines:", $$0; bad = 1} END {exit bad}'
+
+fix: venv  ## repair what ruff can
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+bench: venv  ## speed and size on this CPU
+	$(BIN)/deltachain bench codec
+	$(BIN)/deltachain bench detect
+	$(BIN)/deltachain bench apply
+
+test-gpu:  ## the GPU tests, with the system's python3 and torch
+	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test
+
+bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
+	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench
+
+clean:  ## remove .venv, builds and caches
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -1,0 +1,104 @@
+"""Rules of the house that a machine can check."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ("deltachain", "vllm_ext", "sglang_ext", "tests")
+ENTRY_POINTS = {
+    ("console_scripts", "deltachain"): "deltachain.cli:main",
+    ("vllm.general_plugins", "deltachain"): "deltachain_vllm:register",
+    ("vllm.endpoint_plugins", "deltachain_http"): "deltachain_vllm:EndpointPlugin",
+    ("sglang.srt.plugins", "deltachain"): "deltachain_sglang:register",
+}
+
+
+def run_python(code: str) -> str:
+    """Standard output of ``code`` in a fresh interpreter, which has imported nothing yet."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def contract(name: str) -> dict[str, Any]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts: list[dict[str, Any]] = settings["tool"]["importlinter"]["contracts"]
+    return next(c for c in contracts if c["name"] == name)
+
+
+def test_import_takes_less_than_300_ms() -> None:
+    code = (
+        "import time; start = time.perf_counter(); import deltachain; "
+        "print(time.perf_counter() - start)"
+    )
+    assert min(float(run_python(code)) for _ in range(3)) < 0.3
+
+
+def test_import_loads_no_torch() -> None:
+    assert run_python("import sys, deltachain; print('torch' in sys.modules)").strip() == "False"
+
+
+def test_torch_free_modules_load_no_torch() -> None:
+    # The import contract lets them reach torch through a lazy import, which only running shows.
+    modules = contract("torch stays at the ends")["source_modules"]
+    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    assert run_python(code).strip() == "False"
+
+
+def test_no_file_is_above_400_lines() -> None:
+    files = [path for source in SOURCES for path in (ROOT / source).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): path.read_bytes().count(b"\n") for path in files}
+    assert len(files) > len(SOURCES)
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
+
+
+def test_import_contracts_hold() -> None:
+    lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
+    done = subprocess.run([lint], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_module_has_a_layer() -> None:
+    layers = contract("layers point down")["layers"]
+    placed = {module.strip() for layer in layers for module in layer.split("|")}
+    found = {
+        f"deltachain.{path.stem}"
+        for path in (ROOT / "deltachain").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert found - placed == {"deltachain.__init__", "deltachain.testing"}
+
+
+def test_entry_points_are_the_ones_engines_look_for() -> None:
+    found = importlib.metadata.distribution("deltachain").entry_points
+    assert {(e.group, e.name): e.value for e in found} == ENTRY_POINTS
+    assert all(callable(e.load()) for e in found)
+
+
+@pytest.mark.parametrize("module", ["deltachain_vllm", "deltachain_sglang"])
+def test_register_is_light_and_may_be_called_twice(module: str) -> None:
+    code = (
+        f"import sys, {module} as plugin; plugin.register(); plugin.register(); "
+        "print({'torch', 'vllm', 'sglang'} & sys.modules.keys())"
+    )
+    assert run_python(code).strip() == "set()"
+
+
+def test_endpoint_plugin_has_the_shape_vllm_expects() -> None:
+    # vLLM: a factory without arguments, whose product is named as VLLM_PLUGINS names it.
+    code = (
+        "import asyncio, sys, deltachain_vllm; plugin = deltachain_vllm.EndpointPlugin(); "
+        "plugin.attach_router(object()); "
+        "asyncio.run(plugin.init_state(None, object(), object())); "
+        "print(plugin.name, plugin.required_tasks, 'vllm' in sys.modules)"
+    )
+    assert run_python(code).split() == ["deltachain_http", "None", "False"]
