@@ -1,0 +1,49 @@
+"""Ship the bits that an optimizer step changed, and write them into live inference weights.
+
+>>> import deltachain
+>>> deltachain.attach(model, optimizer, url="/mnt/policy")          # doctest: +SKIP
+>>> deltachain.Subscriber("/mnt/policy", model).update()            # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from deltachain.chain import Chain as Chain
+    from deltachain.errors import DeltaChainError as DeltaChainError
+    from deltachain.publish import DeltaChainCallback as DeltaChainCallback
+    from deltachain.publish import PublishConfig as PublishConfig
+    from deltachain.publish import Publisher as Publisher
+    from deltachain.publish import PublishReceipt as PublishReceipt
+    from deltachain.publish import attach as attach
+    from deltachain.store import open_store as open_store
+    from deltachain.subscribe import ApplyReceipt as ApplyReceipt
+    from deltachain.subscribe import SubscribeConfig as SubscribeConfig
+    from deltachain.subscribe import Subscriber as Subscriber
+
+__version__: Final = "0.1.0"
+
+_HOME: Final = {
+    "ApplyReceipt": "deltachain.subscribe",
+    "Chain": "deltachain.chain",
+    "DeltaChainCallback": "deltachain.publish",
+    "DeltaChainError": "deltachain.errors",
+    "PublishConfig": "deltachain.publish",
+    "PublishReceipt": "deltachain.publish",
+    "Publisher": "deltachain.publish",
+    "SubscribeConfig": "deltachain.subscribe",
+    "Subscriber": "deltachain.subscribe",
+    "attach": "deltachain.publish",
+    "open_store": "deltachain.store",
+}
+"""Where each public name lives; it is imported when first used, so that torch stays at the edges."""
+
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - the names are strings
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public object
+    if name not in _HOME:
+        raise AttributeError(f"module 'deltachain' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -1,0 +1,401 @@
+"""The chain in a store: an append-only log of manifests, and the edges between its versions.
+
+A manifest *is* the commit of its version. It is created with put-if-absent, so of racing publishers
+one commits; manifests are contiguous from 0 and never deleted, so the head is found by probing and
+nobody needs to list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from deltachain import keys
+from deltachain.codec import ENCODINGS
+from deltachain.digest import object_digest
+from deltachain.errors import (
+    AlreadyExistsError,
+    BrokenChainError,
+    ChainMismatchError,
+    DigestMismatchError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+    PublisherFencedError,
+    StoreUnavailableError,
+)
+from deltachain.manifest import (
+    WINDOW,
+    Edge,
+    EdgeRecord,
+    EdgeSummary,
+    Head,
+    Identity,
+    Manifest,
+    ObjectRef,
+    Table,
+    dump,
+    parse,
+    read_state,
+    seal,
+    summarise,
+    unseal,
+)
+from deltachain.plan import Plan, make_plan
+from deltachain.store import Store
+from deltachain.types import StateDigest, Version
+
+ANCHORS_LISTED: Final = 2
+"""Edges from nothing that every manifest lists, however old they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A manifest that is in the store, and the blake3 of its exact bytes."""
+
+    manifest: Manifest
+    digest: str
+
+    @property
+    def version(self) -> Version:
+        return self.manifest.version
+
+    @property
+    def state(self) -> StateDigest:
+        return StateDigest.parse(self.manifest.state)
+
+
+class Chain:
+    """One chain in one store. Holds no state but the identity; every call asks the store.
+
+    Attributes:
+        store: Where it lies.
+        identity: Its id and the digest of its table.
+        table: Its tensors.
+    """
+
+    def __init__(self, store: Store, identity: Identity, table: Table) -> None:
+        self.store = store
+        self.identity = identity
+        self.table = table
+
+    @classmethod
+    def create(
+        cls, store: Store, table: Table, *, chain_id: str, time: float, assets: Mapping[str, bytes]
+    ) -> Chain:
+        """Make the chain, or open the one that is there if it is of the same model.
+
+        Of racing callers with equal tables all get the same chain.
+
+        Raises:
+            ChainMismatchError: The URL holds the chain of another model.
+        """
+        document = dump(table)
+        try:
+            store.put_if_absent(keys.TABLE_KEY, document)
+        except AlreadyExistsError:
+            if store.get(keys.TABLE_KEY) != document:
+                raise _another_model(store, table) from None
+        refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
+        digest = object_digest(document)
+        identity = Identity(chain=chain_id, created=time, table=digest, assets=refs)
+        try:
+            store.put_if_absent(keys.CHAIN_KEY, dump(identity))
+        except AlreadyExistsError:
+            return cls.open(store)
+        return cls(store, identity, table)
+
+    @classmethod
+    def open(cls, store: Store) -> Chain:
+        """Open the chain at a store.
+
+        Raises:
+            ObjectNotFoundError: There is none yet.
+            FormatError: It is not readable by this version, or not what it says.
+        """
+        try:
+            data = store.get(keys.CHAIN_KEY)
+        except ObjectNotFoundError as exc:
+            exc.hint = "no publisher has made a chain here yet; check the URL"
+            raise
+        identity = parse(data, Identity, key=keys.CHAIN_KEY)
+        document = store.get(keys.TABLE_KEY)
+        _check(document, identity.table, keys.TABLE_KEY)
+        table = parse(document, Table, key=keys.TABLE_KEY)
+        try:
+            table.specs()
+        except ValueError as exc:
+            raise MalformedError(f"{keys.TABLE_KEY}: {exc}", key=keys.TABLE_KEY) from exc
+        return cls(store, identity, table)
+
+    def assets(self) -> Iterator[tuple[str, bytes]]:
+        """The small files of the checkpoint, verified."""
+        for ref in self.identity.assets:
+            data = self.store.get(ref.key)
+            _check(data, ref.blake3, ref.key)
+            yield ref.key.rsplit("/", 1)[-1], data
+
+    def read(self, version: Version) -> Committed:
+        """Read the manifest of a version.
+
+        Raises:
+            ObjectNotFoundError: It is not committed.
+            FormatError: It is not readable, or of another chain or version.
+        """
+        key = keys.manifest_key(version)
+        data = self.store.get(key)
+        manifest = unseal(data, Manifest, key=key)
+        if manifest.chain != self.identity.chain or manifest.version != version:
+            raise MalformedError(
+                f"{key}: is version {manifest.version} of chain {manifest.chain}", key=key
+            )
+        read_state(manifest.state, key=key)
+        return Committed(manifest, object_digest(data))
+
+    def find(self, version: Version) -> Committed | None:
+        """Read the manifest of a version, if it is committed."""
+        try:
+            return self.read(version)
+        except ObjectNotFoundError:
+            return None
+
+    def head(self) -> Committed | None:
+        """The newest committed version; ``None`` before the first commit.
+
+        Takes a handful of probes: the hint says where to begin, and a doubling search goes on from
+        there. A hint that is wrong costs probes, never the truth.
+        """
+        low = self._hint().version
+        if self.store.find(keys.manifest_key(low)) is None:
+            low = 0
+            if self.store.find(keys.manifest_key(low)) is None:
+                return None
+        stride = 1
+        while self.store.find(keys.manifest_key(low + stride)) is not None:
+            low, stride = low + stride, stride * 2
+        high = low + stride  # the first known to be absent
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.store.find(keys.manifest_key(middle)) is None:
+                high = middle
+            else:
+                low = middle
+        return self.read(low)
+
+    def history(self, first: Version, last: Version) -> Iterator[Committed]:
+        """Manifests of ``first`` to ``last``, each proven to be the parent of the next.
+
+        Raises:
+            BrokenChainError: One is missing, or names another parent.
+        """
+        parent: Committed | None = None
+        for version in range(first, last + 1):
+            committed = self.find(version)
+            if committed is None:
+                raise BrokenChainError(f"manifest of version {version} is missing", version=version)
+            if parent is not None and committed.manifest.parent != parent.digest:
+                raise BrokenChainError(
+                    f"version {version} names {committed.manifest.parent} as its parent, "
+                    f"version {parent.version} is {parent.digest}",
+                    version=version,
+                )
+            yield committed
+            parent = committed
+
+    def commit(self, manifest: Manifest) -> Committed:
+        """Make a version visible, exactly once.
+
+        When the reply to our own put is lost, reading the manifest back and finding our commit id
+        in it is success. On a store without conditional puts that read-back is always made.
+
+        Raises:
+            PublisherFencedError: Another publisher has committed this version.
+            StoreUnavailableError: The store did not take it; the version is not committed, or it
+                can not be told whether it is.
+        """
+        key, data = keys.manifest_key(manifest.version), seal(manifest)
+        try:
+            self.store.put_if_absent(key, data)
+            if self.store.capabilities.conditional_put:
+                return Committed(manifest, object_digest(data))
+        except AlreadyExistsError:
+            pass
+        except StoreUnavailableError:
+            if self.store.find(key) is None:
+                raise
+        found = self.read(manifest.version)
+        if found.manifest.commit_id != manifest.commit_id:
+            raise PublisherFencedError(
+                f"version {manifest.version} was committed by another publisher "
+                f"(commit {found.manifest.commit_id}, epoch {found.manifest.epoch}; "
+                f"ours was {manifest.commit_id}, epoch {manifest.epoch})",
+                version=manifest.version,
+            )
+        return found
+
+    def add_edge(self, committed: Committed, edge: Edge, base_state: str) -> EdgeSummary:
+        """Record another way to a committed version; the one that is there first stays.
+
+        Raises:
+            MalformedError: The one that is there leads to another state.
+        """
+        manifest = committed.manifest
+        record = EdgeRecord(
+            chain=self.identity.chain,
+            version=manifest.version,
+            manifest=committed.digest,
+            base_state=base_state,
+            state=manifest.state,
+            edge=edge,
+        )
+        key, data = keys.edge_key(manifest.version, edge.kind, edge.base), seal(record)
+        try:
+            self.store.put_if_absent(key, data)
+        except AlreadyExistsError:
+            data = self.store.get(key)
+            record = unseal(data, EdgeRecord, key=key)
+            if record.state != manifest.state:
+                raise MalformedError(f"{key}: leads to another state", key=key) from None
+        return summarise(
+            manifest.version, record.edge, record.state, record=key, digest=object_digest(data)
+        )
+
+    def write_head(self, version: Version, anchors: Iterable[EdgeSummary]) -> None:
+        """Write the hint."""
+        self.store.put(keys.HEAD_KEY, dump(Head(version=version, anchors=tuple(anchors))))
+
+    def edge(self, summary: EdgeSummary) -> Edge:
+        """The edge that a summary stands for, from its manifest or its record.
+
+        Raises:
+            ObjectNotFoundError: The record is gone.
+            DigestMismatchError: The record is not the one that was listed.
+            MalformedError: It leads to another state than its manifest says.
+        """
+        committed = self.read(summary.version)
+        manifest = committed.manifest
+        if not summary.record:
+            return manifest.edge
+        data = self.store.get(summary.record)
+        _check(data, summary.digest, summary.record)
+        record = unseal(data, EdgeRecord, key=summary.record)
+        if (record.manifest, record.state) != (committed.digest, manifest.state):
+            raise MalformedError(
+                f"{summary.record}: leads to another state than version {manifest.version}",
+                key=summary.record,
+            )
+        return record.edge
+
+    def plan(self, held: Version | None, target: Committed, *, bases: bool = True) -> Plan:
+        """Plan the cheapest way from ``held`` to a committed version.
+
+        Reads as few manifests as their windows allow.
+
+        Raises:
+            BrokenChainError: No way leads there.
+        """
+        version = target.version
+        later = self.find(version + 1)  # lists the anchor of this version, if it has one
+        manifests = [later, target] if later else [target]
+        edges = {_identity(e): e for e in self._hint().anchors if e.version <= version}
+        oldest = target.manifest
+        while True:
+            for committed in manifests:
+                own = committed.manifest.summary()
+                for edge in (*committed.manifest.recent, own):
+                    if edge.version <= version:
+                        edges[_identity(edge)] = edge
+            covered = _covered(edges.values(), held, version, oldest.window_from)
+            if covered or oldest.version == 0:
+                try:
+                    return make_plan(
+                        held, version, edges.values(), encodings=ENCODINGS, bases=bases
+                    )
+                except BrokenChainError:
+                    if oldest.version == 0:
+                        raise
+            manifests = [self.read(oldest.window_from)]
+            oldest = manifests[0].manifest
+
+    def find_state(self, state: StateDigest) -> Committed | None:
+        """The newest version that has this state; ``None`` when no version has."""
+        committed = self.head()
+        while committed is not None:
+            manifest = committed.manifest
+            if committed.state == state:
+                return committed
+            states = {edge.version: edge.state for edge in manifest.recent}
+            for version in sorted(states, reverse=True):
+                if states[version] == str(state):
+                    return self.read(version)
+            if manifest.version == 0:
+                return None
+            committed = self.read(min(manifest.window_from, manifest.version - 1))
+        return None
+
+    def _hint(self) -> Head:
+        """The hint, or the beginning when there is none that can be read."""
+        try:
+            return parse(self.store.get(keys.HEAD_KEY), Head, key=keys.HEAD_KEY)
+        except (ObjectNotFoundError, FormatError):
+            return Head(version=0)
+
+
+def window(parent: Committed | None, added: Iterable[EdgeSummary] = ()) -> tuple[EdgeSummary, ...]:
+    """The recent edges that the manifest after ``parent`` lists.
+
+    Args:
+        parent: The manifest before.
+        added: Edges recorded since ``parent`` was committed.
+    """
+    if parent is None:
+        return ()
+    known = (*parent.manifest.recent, parent.manifest.summary(), *added)
+    edges = sorted({_identity(edge): edge for edge in known}.values(), key=_identity)
+    first = window_from(parent.version + 1)
+    from_nothing = [edge for edge in edges if edge.base is None][-ANCHORS_LISTED:]
+    return tuple(edge for edge in edges if edge.version >= first or edge in from_nothing)
+
+
+def window_from(version: Version) -> Version:
+    """The oldest version whose edges the manifest of ``version`` lists completely."""
+    return max(0, version - WINDOW)
+
+
+def _identity(edge: EdgeSummary) -> tuple[int, str, int, str]:
+    return edge.version, edge.kind, -1 if edge.base is None else edge.base, edge.record
+
+
+def _covered(
+    edges: Iterable[EdgeSummary], held: Version | None, version: Version, reached: Version
+) -> bool:
+    """Whether every edge that a good plan needs is among those known back to ``reached``."""
+    if held is not None and held <= version:
+        return reached <= held
+    starts = [edge.version for edge in edges if edge.base is None and edge.version <= version]
+    return bool(starts) and reached <= max(starts)
+
+
+def _check(data: bytes, expected: str, key: str) -> None:
+    actual = object_digest(data)
+    if actual != expected:
+        raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
+
+
+def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:
+    digest = object_digest(data)
+    ref = ObjectRef(key=keys.asset_key(digest, name), nbytes=len(data), blake3=digest)
+    store.put(ref.key, data)
+    return ref
+
+
+def _another_model(store: Store, table: Table) -> ChainMismatchError:
+    """Say which tensor tells the two models apart."""
+    there = parse(store.get(keys.TABLE_KEY), Table, key=keys.TABLE_KEY)
+    different = set(there.tensors) ^ set(table.tensors)
+    example = min(different, default=("aliases", "", ()))
+    return ChainMismatchError(
+        f"{store.url} holds a chain of another model: {len(there.tensors)} tensors, "
+        f"this one has {len(table.tensors)}; for example {example}"
+    )
