@@ -92,13 +92,15 @@ class Chain:
             ChainMismatchError: The URL holds the chain of another model.
         """
         document = dump(table)
+        digest = object_digest(document)
         try:
             store.put_if_absent(keys.TABLE_KEY, document)
         except AlreadyExistsError:
             if store.get(keys.TABLE_KEY) != document:
                 raise _another_model(store, table) from None
+        if store.find(keys.CHAIN_KEY) is not None:
+            return cls.open(store)
         refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
-        digest = object_digest(document)
         identity = Identity(chain=chain_id, created=time, table=digest, assets=refs)
         try:
             store.put_if_absent(keys.CHAIN_KEY, dump(identity))

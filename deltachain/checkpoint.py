@@ -1,0 +1,155 @@
+"""A Hugging Face checkpoint: safetensors files in a folder, read and written as bits."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from deltachain.codec.container import Entry, read_header, reader_of, write_header
+from deltachain.digest import digest_key, object_digest
+from deltachain.errors import ConfigError, MalformedError
+from deltachain.kernels import host
+from deltachain.manifest import FileRef
+from deltachain.types import Bits, StateDigest, TensorSpec
+
+WEIGHTS_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+
+ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".py")
+ASSET_NBYTES: Final = 64 << 20
+"""Largest small file that travels with a chain."""
+
+
+class Checkpoint:
+    """The tensors of one safetensors file, or of all those in a folder, memory-mapped.
+
+    Args:
+        path: The file or the folder.
+
+    Raises:
+        ConfigError: There is no safetensors file at ``path``, or two hold the same tensor.
+        MalformedError: A file is not what its header says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = _weight_files(path)
+        self._maps: dict[str, memoryview] = {}
+        self._entries: dict[str, tuple[str, Entry]] = {}
+        for file in self._files:
+            view = self._maps[file.name] = _map(file)
+            header = read_header(reader_of(view), len(view), key=str(file))
+            for name, entry in header.entries.items():
+                if name in self._entries:
+                    raise ConfigError(f"{path}: {name!r} is in two files")
+                self._entries[name] = (file.name, entry)
+        self.specs: Mapping[str, TensorSpec] = MappingProxyType(
+            {n: TensorSpec(n, e.dtype, e.shape) for n, (_, e) in sorted(self._entries.items())}
+        )
+
+    def bits(self, name: str) -> Bits:
+        """Flat bits of one tensor; a read-only view of the mapped file."""
+        file, entry = self._entries[name]
+        data = self._maps[file][entry.start : entry.stop]
+        return np.frombuffer(data, self.specs[name].bits_dtype)
+
+    def digest(self, name: str) -> StateDigest:
+        """Contribution of one tensor to the state digest."""
+        return host.digest(digest_key(self.specs[name]), self.bits(name))
+
+    def state(self, names: Iterable[str]) -> StateDigest:
+        """State digest of the tensors named."""
+        return sum((self.digest(name) for name in names), StateDigest())
+
+    def files(self) -> Iterator[FileRef]:
+        """The safetensors files by content, hashed as they are asked for."""
+        for file in self._files:
+            view = self._maps[file.name]
+            yield FileRef(name=file.name, nbytes=len(view), blake3=object_digest(view))
+
+    def assets(self) -> dict[str, bytes]:
+        """The small files beside the weights: configuration and tokenizer."""
+        folder = self.path if self.path.is_dir() else self.path.parent
+        return read_assets(folder)
+
+
+def read_assets(folder: Path) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a checkpoint folder, by name."""
+    return {
+        file.name: file.read_bytes()
+        for file in sorted(folder.iterdir())
+        if file.suffix in ASSET_SUFFIXES
+        and file.is_file()
+        and file.name != INDEX_FILE
+        and not file.name.startswith(".")
+        and file.stat().st_size <= ASSET_NBYTES
+    }
+
+
+def write_weights(
+    file: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], Bits]
+) -> None:
+    """Write one safetensors file, one tensor in memory at a time, durably and all or nothing.
+
+    The tensors lie with wide elements first, so that each is aligned.
+    """
+    ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
+    rows = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in ordered]
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with partial.open("wb") as out:
+            out.write(write_header({"format": "pt"}, rows))
+            for spec in ordered:
+                out.write(np.ascontiguousarray(read(spec)).view(np.uint8).data)
+            out.flush()
+            os.fsync(out.fileno())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _map(file: Path) -> memoryview:
+    with file.open("rb") as opened:
+        if os.fstat(opened.fileno()).st_size == 0:
+            raise MalformedError(f"{file} is empty", key=str(file))
+        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    index = path / INDEX_FILE
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as exc:
+            raise MalformedError(f"{index}: no weight_map", key=str(index)) from exc
+        if any(not isinstance(n, str) or "/" in n or n.startswith(".") for n in names):
+            raise MalformedError(f"{index}: names a file outside the folder", key=str(index))
+        files = [path / name for name in names]
+    else:
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    missing = [file.name for file in files if not file.is_file()]
+    if not files or missing:
+        raise ConfigError(
+            f"{path}: no safetensors checkpoint" + (f", {missing[0]} is missing" if missing else ""),
+            hint="give a folder with model.safetensors, or one safetensors file",
+        )
+    return files

@@ -1,0 +1,84 @@
+"""The tokenizer and the model of the demo: small, ordinary, and made without a download.
+
+The model is a real Qwen3 with tied embeddings, so that it trains in TRL and loads in any engine; it
+is just large enough for a change of its weights to be worth compressing.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Final
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from deltachain.demo.text import documents
+
+VOCABULARY: Final = 512
+"""Rows of the embedding; the tokenizer fills no more than these."""
+
+CONTEXT: Final = 512
+"""Longest text, in tokens, that the model is made for."""
+
+PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
+_SPECIAL: Final = (PAD, EOS, BOS)
+_TAUGHT_DOCUMENTS: Final = 2000
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer fitted to the demo's text; every digit is a token of its own."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(islice(documents(seed=0), _TAUGHT_DOCUMENTS), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=BOS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+    )
+
+
+def make_model(seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of 5.5 million parameters, fp32 and random: the same seed gives the same."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=384,
+        intermediate_size=1152,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        pad_token_id=_SPECIAL.index(PAD),
+        eos_token_id=_SPECIAL.index(EOS),
+        bos_token_id=_SPECIAL.index(BOS),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+def save_checkpoint(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
+) -> None:
+    """Write an ordinary checkpoint folder with bf16 weights. The model itself becomes bf16."""
+    model.bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

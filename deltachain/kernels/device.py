@@ -1,0 +1,143 @@
+"""The kernels in torch operations, for weights that live on an accelerator.
+
+Bits are signed integer tensors of the element's width, which every torch device can compare, index
+and add; ``bits_of`` views any dtype so. Sums wrap as the reference's do. Work goes in chunks, so the
+temporaries of a 600 M element embedding do not have its size. Nothing here needs more than torch
+and numpy. Writes are ``index_copy_``: ``scatter_`` costs as much as its whole destination.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from deltachain.kernels.reference import MIX_A, MIX_B, PHI
+from deltachain.types import StateDigest
+
+CHUNK: Final = 1 << 24
+"""Elements a chunk: 16 M of them keep a GPU busy and temporaries below 1 GiB."""
+
+INT_DTYPES: Final[dict[int, torch.dtype]] = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}
+"""Integer dtype of the bits, by bytes an element."""
+
+
+class DeviceChanges(NamedTuple):
+    """Elements whose bits differ, as three ``(nnz,)`` tensors: int64 indices, old and new bits."""
+
+    indices: Tensor
+    old: Tensor
+    new: Tensor
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Flat integer view of a contiguous tensor's bits; shares its memory."""
+    return tensor.detach().view(-1).view(INT_DTYPES[tensor.element_size()])
+
+
+def diff(snapshot: Tensor, current: Tensor) -> DeviceChanges:
+    """Elements of ``current`` whose bits differ from ``snapshot``'s; writes nothing."""
+    found = []
+    for at in range(0, max(snapshot.numel(), 1), CHUNK):
+        old, new = snapshot[at : at + CHUNK], current[at : at + CHUNK]
+        indices = (old != new).nonzero().view(-1)
+        found.append(DeviceChanges(indices + at, old[indices], new[indices]))
+    return DeviceChanges(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def diff_(snapshot: Tensor, current: Tensor) -> DeviceChanges:
+    """As ``reference.diff_``."""
+    changed = diff(snapshot, current)
+    scatter_(snapshot, changed.indices, changed.new)
+    return changed
+
+
+def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
+    """As ``reference.cast_diff_``, by torch's own cast: also round to nearest even."""
+    found = []
+    for at in range(0, max(snapshot.numel(), 1), CHUNK):
+        current = bits_of(master[at : at + CHUNK].to(torch.bfloat16))
+        part = diff_(snapshot[at : at + CHUNK], current)
+        found.append(part._replace(indices=part.indices + at))
+    return DeviceChanges(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+
+def gather(weights: Tensor, indices: Tensor) -> Tensor:
+    """As ``reference.gather``."""
+    return weights.index_select(0, indices)
+
+
+def scatter_(weights: Tensor, indices: Tensor, bits: Tensor) -> None:
+    """As ``reference.scatter_``."""
+    weights.index_copy_(0, indices, bits)
+
+
+def decode_gaps(gaps: Tensor) -> Tensor:
+    """As ``reference.decode_gaps``: one prefix sum. ``gaps`` are uint8, or int32 of 16-bit gaps."""
+    limit = 255 if gaps.dtype == torch.uint8 else 65535
+    escape = gaps == limit
+    advance = torch.cumsum(gaps.to(torch.int64) + (~escape).to(torch.int64), 0)
+    return advance[~escape] - 1
+
+
+def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Tensor) -> Tensor:
+    """As ``reference.join_steps``: bool, bool, uint8 and bits; returns bits."""
+    steps = torch.where(negative, -1, 1).to(torch.int64)
+    at = exception.nonzero().view(-1)
+    beyond = magnitude.to(torch.int64) * steps[at]
+    beyond[magnitude == 255] = wide.to(torch.int64)
+    steps[at] = beyond
+    return steps.to(wide.dtype)
+
+
+def new_bits(old: Tensor, values: Tensor, absolute: Tensor | bool) -> Tensor:  # noqa: FBT001
+    """Absolute bits after a delta: ``values`` where it is absolute, ``old + values`` elsewhere."""
+    if isinstance(absolute, bool):
+        return values if absolute else old + values
+    return torch.where(absolute, values, old + values)
+
+
+def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
+    """As ``reference.digest_at``."""
+    total = StateDigest()
+    for at in range(0, indices.numel(), CHUNK):
+        total += _digest(key, indices[at : at + CHUNK], bits[at : at + CHUNK])
+    return total
+
+
+def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
+    """As ``reference.digest``."""
+    total = StateDigest()
+    for at in range(0, bits.numel(), CHUNK):
+        window = bits[at : at + CHUNK]
+        first = start + at
+        indices = torch.arange(first, first + window.numel(), device=bits.device)
+        total += _digest(key, indices, window)
+    return total
+
+
+def _digest(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
+    position = indices * _signed(PHI)
+    extended = bits.to(torch.int64)
+    if bits.dtype in (torch.int16, torch.int32):
+        extended = extended & ((1 << 8 * bits.element_size()) - 1)
+    lanes = [int(_mix((position + _signed(k)) ^ extended).sum()) % (1 << 64) for k in key]
+    return StateDigest(*lanes)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x * _signed(MIX_A)
+    x = x ^ ((x >> 32) & 0xFFFFFFFF)
+    x = x * _signed(MIX_B)
+    return x ^ ((x >> 29) & ((1 << 35) - 1))
+
+
+def _signed(value: int) -> int:
+    """The int64 that has the bits of an unsigned 64-bit integer."""
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,30 @@
+"""The trainer's side: find what changed, encode it, commit it as the next version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deltachain.publish.config import PublishConfig
+from deltachain.publish.hook import Attachment, attach
+from deltachain.publish.publisher import Publisher
+from deltachain.publish.receipt import PublishReceipt
+
+if TYPE_CHECKING:
+    from deltachain.publish.callback import DeltaChainCallback
+
+__all__ = [
+    "Attachment",
+    "DeltaChainCallback",
+    "PublishConfig",
+    "PublishReceipt",
+    "Publisher",
+    "attach",
+]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - the callback needs transformers
+    if name != "DeltaChainCallback":
+        raise AttributeError(f"module 'deltachain.publish' has no attribute {name!r}")
+    from deltachain.publish.callback import DeltaChainCallback  # noqa: PLC0415
+
+    return DeltaChainCallback

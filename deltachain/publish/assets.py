@@ -1,0 +1,42 @@
+"""Small files that make pulled weights a checkpoint: configuration and tokenizer."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from deltachain.checkpoint import read_assets
+from deltachain.publish.config import PublishConfig
+from deltachain.publish.source import origin
+
+
+@runtime_checkable
+class SavesItself(Protocol):
+    """A configuration or a tokenizer of transformers."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write its files into a folder."""
+
+
+def collect_assets(model: nn.Module, config: PublishConfig, *others: object) -> dict[str, bytes]:
+    """The files of the checkpoint at hand; else what model and tokenizer write themselves.
+
+    The checkpoint's own are preferred: a model that was loaded as fp32 masters would write a
+    configuration that says fp32.
+
+    Args:
+        model: The model.
+        config: ``assets`` or ``base`` may name the checkpoint.
+        others: A tokenizer or processor.
+    """
+    folder = config.assets or config.base or origin(model)
+    if folder is not None:
+        return read_assets(folder)
+    with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
+        for thing in (getattr(model, "config", None), *others):
+            if isinstance(thing, SavesItself):
+                thing.save_pretrained(scratch)
+        return read_assets(Path(scratch))

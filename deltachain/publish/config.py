@@ -1,0 +1,65 @@
+"""How a publisher behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from deltachain.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishConfig:
+    """Settings of a :class:`Publisher`; the defaults suit most runs.
+
+    Raises:
+        ConfigError: A value is none of those allowed.
+    """
+
+    url: str
+    """Where the chain lies: a folder, ``file:///folder`` or ``memory://name``."""
+
+    encoding: Literal["step", "overwrite", "raw"] = "step"
+    """How deltas are written. ``step`` is half the size of ``overwrite``; ``raw`` opens anywhere."""
+
+    dtype: str | None = None
+    """Wire dtype of floating point weights, as safetensors names it (``BF16``). Not given: each
+    weight's dtype in the checkpoint that the model was loaded from, else its own."""
+
+    base: Path | None = None
+    """Folder of a checkpoint that followers also have. Version 0 then refers to it and uploads
+    nothing; the model must hold exactly its bits."""
+
+    assets: Path | None = None
+    """Folder whose configuration and tokenizer files travel with the chain, so that ``pull`` makes
+    a checkpoint that loads. Not given: what the model and tokenizer at hand can write."""
+
+    anchor_factor: float = 1.5
+    """An anchor is added when a newcomer's cheapest plan costs more than this many anchors."""
+
+    when_busy: Literal["cover", "wait"] = "cover"
+    """What ``publish`` does while a version is in flight: leave the change to the next call, or
+    wait for it."""
+
+    on_error: Literal["raise", "warn"] = "raise"
+    """Whether a failed publish stops training at the next call, or is logged and made up for by
+    the next version."""
+
+    part_nbytes: int = 512 << 20
+    """Most bytes of changes that go into one object before compression."""
+
+    metadata: dict[str, str] = field(default_factory=dict)
+    """Words of your own for every manifest."""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "encoding": ("step", "overwrite", "raw"),
+            "when_busy": ("cover", "wait"),
+            "on_error": ("raise", "warn"),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {values}")
+        if self.anchor_factor <= 0 or self.part_nbytes <= 0:
+            raise ConfigError("anchor_factor and part_nbytes must be positive")

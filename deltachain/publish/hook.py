@@ -1,0 +1,94 @@
+"""One line for a plain torch loop: publish after every optimizer step."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from deltachain.errors import ConfigError
+from deltachain.publish.config import PublishConfig
+from deltachain.publish.publisher import Publisher
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A publisher that an optimizer triggers.
+
+    Attributes:
+        publisher: Wait on it, or ask it for its version.
+    """
+
+    publisher: Publisher
+    _handle: RemovableHandle
+
+    def detach(self) -> None:
+        """Stop publishing; what was published last is committed first."""
+        self._handle.remove()
+        self.publisher.close()
+
+
+def attach(
+    model: nn.Module,
+    optimizer: object,
+    *,
+    url: str,
+    every_steps: int = 1,
+    config: PublishConfig | None = None,
+    **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
+) -> Attachment:
+    """Publish a model after every step of its optimizer.
+
+    The diff is taken against the bits last published, so it does not matter what else changes the
+    weights, nor how often the optimizer steps between two versions.
+
+    >>> attachment = deltachain.attach(model, optimizer, url="/mnt/policy")   # doctest: +SKIP
+
+    Args:
+        model: On any device, wrapped or not.
+        optimizer: A torch optimizer, or a wrapper of one such as Accelerate's.
+        url: Where the chain lies.
+        every_steps: Optimizer steps a version.
+        config: All settings at once; ``url`` replaces the one in it.
+        settings: Single settings, as fields of :class:`PublishConfig`.
+
+    Raises:
+        ConfigError: ``optimizer`` is none, or the model can not be published.
+    """
+    if every_steps < 1:
+        raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
+    inner = unwrap_optimizer(optimizer)
+    chosen = dataclasses.replace(config, url=url, **settings) if config else None
+    publisher = Publisher(chosen or PublishConfig(url=url, **settings)).attach(model)
+    steps = 0
+
+    def after_step(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps % every_steps == 0:
+            publisher.publish(step=steps)
+
+    return Attachment(publisher, inner.register_step_post_hook(after_step))
+
+
+def unwrap_optimizer(optimizer: object) -> Optimizer:
+    """The torch optimizer inside wrappers.
+
+    Accelerate's wrapper is an Optimizer by class, but lacks what its hooks need: a hook on it raises
+    AttributeError although the method is there.
+
+    Raises:
+        ConfigError: There is none inside.
+    """
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is no torch optimizer",
+            hint="DeepSpeed steps inside its engine: call Publisher.publish yourself after it",
+        )
+    return optimizer

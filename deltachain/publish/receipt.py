@@ -1,0 +1,63 @@
+"""What a publish did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deltachain.types import StateDigest, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReceipt:
+    """One committed version, from the publisher's side.
+
+    Attributes:
+        version: Its number.
+        epoch: The publisher's epoch.
+        kind: The version's own edge: ``delta``, ``anchor`` or ``base``.
+        step: The trainer's step, as it was given.
+        state: State digest of the version.
+        nnz: Elements changed.
+        numel: Elements in all.
+        nbytes: Bytes put for the version itself.
+        diff_s: Seconds the training loop waited for the diff.
+        encode_s: Seconds of encoding and putting the parts, behind training.
+        commit_s: Seconds of committing.
+        kernel: Which kernels compared.
+    """
+
+    version: Version
+    epoch: int
+    kind: str
+    step: int | None
+    state: StateDigest
+    nnz: int
+    numel: int
+    nbytes: int
+    diff_s: float
+    encode_s: float
+    commit_s: float
+    kernel: str
+
+    @property
+    def density(self) -> float:
+        return self.nnz / self.numel if self.numel else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """The figures a trainer's log shows, prefixed."""
+        values: dict[str, float] = {
+            "version": self.version,
+            "changed_frac": self.density,
+            "bytes": self.nbytes,
+            "diff_s": self.diff_s,
+            "encode_s": self.encode_s,
+            "commit_s": self.commit_s,
+        }
+        return {f"deltachain/{name}": float(value) for name, value in values.items()}
+
+    def __str__(self) -> str:
+        seconds = self.diff_s + self.encode_s + self.commit_s
+        return (
+            f"version {self.version} {self.kind} nnz {self.nnz:,} density {self.density:.3%} "
+            f"{self.nbytes:,} B in {seconds:.3f} s"
+        )

@@ -1,0 +1,169 @@
+"""The publisher's copy of the bits it last published, and the diff against it.
+
+The copy lies in host memory, pinned where the weights are on an accelerator. Weights on the host
+are compared in place by the host kernels, a cast from fp32 masters fused in. Weights on a device are
+compared there: the copy crosses over in chunks, and only what changed comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.digest import digest_key
+from deltachain.kernels import device, host
+from deltachain.kernels.reference import Changes
+from deltachain.publish.source import TORCH_DTYPES, Source, Weight
+from deltachain.types import Bits, StateDigest
+
+Diff: TypeAlias = Mapping[str, Changes]
+"""What changed, by tensor name: only tensors that did."""
+
+DEVICE_CHUNK: Final = 1 << 25
+"""Elements that cross to the device at a time: 64 MiB of bf16, two of them in flight."""
+
+
+class Snapshot:
+    """Bits of every weight that training may change, as last published.
+
+    ``diff_`` moves the snapshot on; ``restore`` takes that back. One thread at a time.
+
+    Args:
+        source: The weights; their bits now are the first content.
+        on_device: Compare on the device although the weights are on the host. For tests.
+    """
+
+    def __init__(self, source: Source, *, on_device: bool = False) -> None:
+        self._source = source
+        self._on_device = on_device
+        self._kept: dict[str, Tensor] = {}
+        self._state = StateDigest()
+        for weight in source.weights:
+            bits = wire_bits(weight)
+            self._state += host.digest(digest_key(weight.spec), bits)
+            if not weight.frozen:
+                kept = torch.from_numpy(bits.copy())
+                self._kept[weight.spec.name] = kept.pin_memory() if weight.tensor.is_cuda else kept
+
+    @property
+    def state(self) -> StateDigest:
+        """State digest of the snapshot and the frozen weights."""
+        return self._state
+
+    @property
+    def kernel(self) -> str:
+        """Which kernels compare, for receipts."""
+        on_device = self._on_device or any(w.tensor.is_cuda for w in self._source.weights)
+        return "device" if on_device else host.NAME
+
+    def bits(self, weight: Weight) -> Bits:
+        """Flat bits of one weight as last published. Not to be written to."""
+        kept = self._kept.get(weight.spec.name)
+        return wire_bits(weight) if kept is None else _unsigned(kept)
+
+    def diff_(self) -> dict[str, Changes]:
+        """Find what changed since the last call, and move the snapshot on."""
+        found = {}
+        for weight in self._source.weights:
+            kept = self._kept.get(weight.spec.name)
+            if kept is None:
+                continue
+            changes = self._diff(weight, kept)
+            if changes.indices.size:
+                found[weight.spec.name] = changes
+        self._state += self.change(found)
+        return found
+
+    def restore(self, diff: Diff) -> None:
+        """Take a diff back: it was not committed, and the next one must find it again."""
+        self._state -= self.change(diff)
+        for name, changes in diff.items():
+            host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.old)
+
+    def redo(self, diff: Diff) -> None:
+        """Take a :meth:`restore` back: the diff was committed after all."""
+        self._state += self.change(diff)
+        for name, changes in diff.items():
+            host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.new)
+
+    def change(self, diff: Diff) -> StateDigest:
+        """What a diff does to the state digest."""
+        return sum((digest for _, digest in self.digests(diff)), StateDigest())
+
+    def digests(self, diff: Diff) -> Iterator[tuple[str, StateDigest]]:
+        """What a diff does to each tensor's contribution to the state digest."""
+        for weight in self._source.weights:
+            changes = diff.get(weight.spec.name)
+            if changes is not None:
+                yield weight.spec.name, digest_change(digest_key(weight.spec), changes)
+
+    def _diff(self, weight: Weight, kept: Tensor) -> Changes:
+        tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+        if tensor.is_cuda or self._on_device:
+            return _diff_on_device(tensor, kept, wanted)
+        snapshot = _unsigned(kept)
+        if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
+            return host.cast_diff_(snapshot, tensor.view(-1).numpy())
+        return host.diff_(snapshot, wire_bits(weight))
+
+
+def digest_change(key: tuple[int, int], changes: Changes) -> StateDigest:
+    """What the changes of one tensor do to its contribution."""
+    new = host.digest_at(key, changes.indices, changes.new)
+    return new - host.digest_at(key, changes.indices, changes.old)
+
+
+def wire_bits(weight: Weight) -> Bits:
+    """Flat bits of a live weight in its wire dtype; shares its memory where no cast is needed."""
+    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+    if tensor.dtype == torch.float32 and wanted == torch.bfloat16 and not tensor.is_cuda:
+        return host.cast_bf16(tensor.view(-1).numpy())
+    return _unsigned(device.bits_of(tensor.to(wanted)).cpu())
+
+
+def _unsigned(bits: Tensor) -> Bits:
+    """The numpy view of integer bits on the host."""
+    array = bits.numpy()
+    return array.view(np.dtype(f"<u{array.itemsize}"))
+
+
+def _diff_on_device(tensor: Tensor, kept: Tensor, wanted: torch.dtype) -> Changes:
+    """Compare on the tensor's device, chunk by chunk; ``kept`` moves on."""
+    flat, snapshot = tensor.view(-1), device.bits_of(kept)
+    found = []
+    for at, staged in _staged(snapshot, tensor.device):
+        current = device.bits_of(flat[at : at + staged.numel()].to(wanted))
+        changed = device.diff(staged, current)
+        compact = (part.cpu() for part in changed)
+        indices, old, new = (part.numpy() for part in compact)
+        found.append(Changes(indices + at, *(a.view(f"<u{a.itemsize}") for a in (old, new))))
+    changes = Changes(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    host.scatter_(_unsigned(kept), changes.indices, changes.new)
+    return changes
+
+
+def _staged(snapshot: Tensor, where: torch.device) -> Iterator[tuple[int, Tensor]]:
+    """Chunks of the snapshot on the device, each copied over while the last one is compared."""
+    starts = range(0, max(snapshot.numel(), 1), DEVICE_CHUNK)
+    if where.type != "cuda":
+        yield from ((at, snapshot[at : at + DEVICE_CHUNK].to(where)) for at in starts)
+        return
+    copies = torch.cuda.Stream(where)
+    compute = torch.cuda.current_stream(where)
+
+    def send(at: int) -> Tensor:
+        with torch.cuda.stream(copies):
+            return snapshot[at : at + DEVICE_CHUNK].to(where, non_blocking=True)
+
+    following = send(0)
+    for at in starts:
+        chunk = following
+        compute.wait_stream(copies)
+        if at + DEVICE_CHUNK < snapshot.numel():
+            following = send(at + DEVICE_CHUNK)
+        chunk.record_stream(compute)
+        yield at, chunk

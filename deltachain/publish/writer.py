@@ -1,0 +1,172 @@
+"""The chain from its publisher's side: the position after which it commits next."""
+
+from __future__ import annotations
+
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deltachain.chain import Chain, Committed, window, window_from
+from deltachain.errors import BrokenChainError, PublisherFencedError, StoreUnavailableError
+from deltachain.manifest import Edge, EdgeSummary, Manifest
+from deltachain.plan import cost_of
+from deltachain.types import StateDigest, Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A version that is about to be committed."""
+
+    commit_id: str
+    version: Version
+    epoch: int
+    step: int | None
+    state: StateDigest
+    nnz: int
+
+
+class Writer:
+    """Commits versions one after another, in one epoch.
+
+    Attributes:
+        chain: Where.
+        parent: The newest committed version; ``None`` before the first.
+        epoch: This publisher's.
+        newcomer_cost: What the cheapest plan from nothing to ``parent`` costs, in bytes.
+    """
+
+    def __init__(
+        self, chain: Chain, *, numel: int, metadata: Mapping[str, str], parent: Committed | None
+    ) -> None:
+        self.chain = chain
+        self.parent = parent
+        self.epoch = parent.manifest.epoch if parent else 0
+        self.newcomer_cost = _newcomer_cost(chain, parent)
+        self._numel = numel
+        self._metadata = dict(metadata)
+        self._added: list[EdgeSummary] = []
+        self._uncertain: Manifest | None = None
+
+    def draft(self, *, state: StateDigest, step: int | None, nnz: int) -> Draft:
+        """The next version; a fresh commit id keeps its payload keys apart from all others."""
+        return Draft(
+            commit_id=uuid.uuid4().hex,
+            version=self.parent.version + 1 if self.parent else 0,
+            epoch=self.epoch,
+            step=step,
+            state=state,
+            nnz=nnz,
+        )
+
+    def commit(self, draft: Draft, edge: Edge) -> Committed:
+        """Commit a draft whose parts are all in the store.
+
+        Raises:
+            PublisherFencedError: Another publisher was first.
+            StoreUnavailableError: It is not committed, or nobody can tell; :meth:`settle` will.
+        """
+        manifest = self._manifest(draft, edge)
+        self._uncertain = manifest
+        committed = self.chain.commit(manifest)
+        self._advance(committed)
+        return committed
+
+    def settle(self) -> bool:
+        """Whether the commit whose outcome was unknown did happen; then the position moves on.
+
+        Raises:
+            PublisherFencedError: Another publisher has committed that version.
+        """
+        manifest, self._uncertain = self._uncertain, None
+        if manifest is None:
+            return False
+        found = self.chain.find(manifest.version)
+        if found is None:
+            return False
+        if found.manifest.commit_id != manifest.commit_id:
+            raise PublisherFencedError(
+                f"version {manifest.version} was committed by another publisher",
+                version=manifest.version,
+            )
+        self._advance(found)
+        return True
+
+    def add_anchor(self, committed: Committed, edge: Edge) -> EdgeSummary:
+        """Record an anchor of the newest version, and hint at it."""
+        summary = self.chain.add_edge(committed, edge, committed.manifest.base_state)
+        self._added.append(summary)
+        self.newcomer_cost = min(self.newcomer_cost, cost_of(summary))
+        self.write_head()
+        return summary
+
+    def write_head(self) -> None:
+        """Write the hint; a store that fails here has cost followers a probe, no more."""
+        if self.parent is not None:
+            try:
+                self.chain.write_head(self.parent.version, self._added)
+            except StoreUnavailableError:
+                return
+
+    def _manifest(self, draft: Draft, edge: Edge) -> Manifest:
+        parent = self.parent
+        return Manifest(
+            chain=self.chain.identity.chain,
+            version=draft.version,
+            epoch=draft.epoch,
+            commit_id=draft.commit_id,
+            parent=parent.digest if parent else "",
+            step=draft.step,
+            time=time.time(),
+            base_state=parent.manifest.state if parent else "",
+            state=str(draft.state),
+            nnz=draft.nnz,
+            numel=self._numel,
+            edge=edge,
+            recent=window(parent, self._added),
+            window_from=window_from(draft.version),
+            metadata=self._metadata,
+        )
+
+    def _advance(self, committed: Committed) -> None:
+        self._uncertain = None
+        self.parent = committed
+        self._added.clear()
+        summary = committed.manifest.summary()
+        cost = cost_of(summary)
+        self.newcomer_cost = cost if summary.base is None else self.newcomer_cost + cost
+        self.write_head()
+
+
+def _newcomer_cost(chain: Chain, parent: Committed | None) -> int:
+    """Cost of the cheapest plan from nothing; without one, more than any anchor's."""
+    if parent is None:
+        return 0
+    try:
+        return chain.plan(None, parent).cost
+    except BrokenChainError:
+        return sys.maxsize
+
+
+def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Writer | None:
+    """Continue a chain in a new epoch: an empty version that fences every earlier publisher.
+
+    Returns:
+        A writer whose parent is that version, or ``None`` when the chain has no version yet.
+
+    Raises:
+        PublisherFencedError: Another publisher is taking it over at the same time, and was first.
+    """
+    while (head := chain.head()) is not None:
+        writer = Writer(chain, numel=numel, metadata=metadata, parent=head)
+        writer.epoch = head.manifest.epoch + 1
+        draft = writer.draft(state=head.state, step=head.manifest.step, nnz=0)
+        try:
+            writer.commit(draft, Edge(kind="delta", base=head.version))
+        except PublisherFencedError:
+            if chain.read(draft.version).manifest.epoch >= writer.epoch:
+                raise
+            continue  # the earlier publisher's last version came first: take over behind it
+        return writer
+    return None
