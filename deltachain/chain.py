@@ -7,7 +7,7 @@ nobody needs to list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -162,28 +162,30 @@ class Chain:
         except ObjectNotFoundError:
             return None
 
+    def has(self, version: Version) -> bool:
+        """Whether a version is committed."""
+        return self.store.find(keys.manifest_key(version)) is not None
+
     def head(self) -> Committed | None:
         """The newest committed version; ``None`` before the first commit.
 
-        Takes a handful of probes: the hint says where to begin, and a doubling search goes on from
-        there. A hint that is wrong costs probes, never the truth.
+        Takes a handful of probes, beginning where the hint says. A hint that is wrong costs probes,
+        never the truth.
         """
-        low = self._hint().version
-        if self.store.find(keys.manifest_key(low)) is None:
-            low = 0
-            if self.store.find(keys.manifest_key(low)) is None:
-                return None
-        stride = 1
-        while self.store.find(keys.manifest_key(low + stride)) is not None:
+        hinted = self._hint().version
+        known = next((version for version in (hinted, 0) if self.has(version)), None)
+        return None if known is None else self.read(self.newest(known))
+
+    def newest(self, known: Version) -> Version:
+        """The newest committed version, found by a doubling search from one that is committed."""
+        low, stride = known, 1
+        while self.has(low + stride):
             low, stride = low + stride, stride * 2
         high = low + stride  # the first known to be absent
         while high - low > 1:
             middle = (low + high) // 2
-            if self.store.find(keys.manifest_key(middle)) is None:
-                high = middle
-            else:
-                low = middle
-        return self.read(low)
+            low, high = (middle, high) if self.has(middle) else (low, middle)
+        return low
 
     def history(self, first: Version, last: Version) -> Iterator[Committed]:
         """Manifests of ``first`` to ``last``, each proven to be the parent of the next.
@@ -289,10 +291,17 @@ class Chain:
             )
         return record.edge
 
-    def plan(self, held: Version | None, target: Committed, *, bases: bool = True) -> Plan:
+    def plan(
+        self, held: Version | None, target: Committed, *, avoid: Collection[EdgeSummary] = ()
+    ) -> Plan:
         """Plan the cheapest way from ``held`` to a committed version.
 
         Reads as few manifests as their windows allow.
+
+        Args:
+            held: The version held, or ``None``.
+            target: Where to.
+            avoid: Edges known to be unusable.
 
         Raises:
             BrokenChainError: No way leads there.
@@ -311,9 +320,8 @@ class Chain:
             covered = _covered(edges.values(), held, version, oldest.window_from)
             if covered or oldest.version == 0:
                 try:
-                    return make_plan(
-                        held, version, edges.values(), encodings=ENCODINGS, bases=bases
-                    )
+                    usable = [edge for edge in edges.values() if edge not in avoid]
+                    return make_plan(held, version, usable, encodings=ENCODINGS)
                 except BrokenChainError:
                     if oldest.version == 0:
                         raise

@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -60,6 +61,11 @@ class Checkpoint:
         data = self._maps[file][entry.start : entry.stop]
         return np.frombuffer(data, self.specs[name].bits_dtype)
 
+    def place(self, name: str) -> tuple[Path, int]:
+        """The file that holds a tensor, and the offset of its first byte."""
+        file, entry = self._entries[name]
+        return next(path for path in self._files if path.name == file), entry.start
+
     def digest(self, name: str) -> StateDigest:
         """Contribution of one tensor to the state digest."""
         return host.digest(digest_key(self.specs[name]), self.bits(name))
@@ -96,24 +102,44 @@ def read_assets(folder: Path) -> dict[str, bytes]:
 def write_weights(
     file: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], Bits]
 ) -> None:
-    """Write one safetensors file, one tensor in memory at a time, durably and all or nothing.
+    """Write one safetensors file, one tensor in memory at a time, durably and all or nothing."""
+    with creating(file) as partial:
+        ordered = allocate(partial, specs)
+        with partial.open("r+b") as out:
+            out.seek(0, os.SEEK_END)
+            for spec in ordered:
+                out.write(np.ascontiguousarray(read(spec)).view(np.uint8).data)
 
-    The tensors lie with wide elements first, so that each is aligned.
+
+def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Write the header of a weights file, and return the tensors in the order of their bytes.
+
+    Wide elements come first, so that every tensor is aligned.
     """
     ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
     rows = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in ordered]
+    file.write_bytes(write_header({"format": "pt"}, rows))
+    return ordered
+
+
+@contextmanager
+def creating(file: Path) -> Iterator[Path]:
+    """A path to write to; it becomes ``file``, durably, if nothing goes wrong."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        with partial.open("wb") as out:
-            out.write(write_header({"format": "pt"}, rows))
-            for spec in ordered:
-                out.write(np.ascontiguousarray(read(spec)).view(np.uint8).data)
-            out.flush()
-            os.fsync(out.fileno())
+        yield partial
+        with partial.open("r+b") as written:
+            os.fsync(written.fileno())
         partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(file.parent)
+
+
+def write_atomic(file: Path, data: bytes) -> None:
+    """Write a small file durably, all or nothing."""
+    with creating(file) as partial:
+        partial.write_bytes(data)
 
 
 def sync_folder(folder: Path) -> None:

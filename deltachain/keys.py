@@ -35,3 +35,11 @@ def payload_key(kind: PayloadKind, version: Version, epoch: int, commit_id: str,
 def asset_key(digest: str, name: str) -> str:
     """Key of a small file of the checkpoint, such as ``config.json``, named by its content."""
     return f"assets/{digest[:32]}/{name}"
+
+
+def version_of(key: str) -> Version | None:
+    """The version that a manifest, an edge record or a payload part belongs to."""
+    folder, _, rest = key.partition("/")
+    digits = rest[:20]
+    known = folder in ("manifests", "edges", "deltas", "anchors", "skips")
+    return int(digits) if known and len(digits) == 20 and digits.isdigit() else None

@@ -65,7 +65,6 @@ def make_plan(
     edges: Iterable[EdgeSummary],
     *,
     encodings: Collection[str],
-    bases: bool = True,
 ) -> Plan:
     """Find the cheapest edges from ``held`` to ``target``.
 
@@ -74,14 +73,13 @@ def make_plan(
         target: The version wanted.
         edges: Every edge that is known; the order does not matter.
         encodings: What this reader can decode; edges with others are left out.
-        bases: Whether base references can be read.
 
     Raises:
         BrokenChainError: No way leads there.
     """
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in edges:
-        if set(edge.encodings) <= set(encodings) and (bases or edge.kind != "base"):
+        if set(edge.encodings) <= set(encodings):
             outgoing.setdefault(_NOTHING if edge.base is None else edge.base, []).append(edge)
     if held is not None:  # whoever holds something can also start over
         outgoing.setdefault(held, []).extend(outgoing.get(_NOTHING, ()))

@@ -17,7 +17,8 @@ from torch import Tensor
 from deltachain.digest import digest_key
 from deltachain.kernels import device, host
 from deltachain.kernels.reference import Changes
-from deltachain.publish.source import TORCH_DTYPES, Source, Weight
+from deltachain.names import TORCH_DTYPES
+from deltachain.publish.source import Source, Weight
 from deltachain.types import Bits, StateDigest
 
 Diff: TypeAlias = Mapping[str, Changes]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,33 +12,8 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ConfigError, FormatError
 from deltachain.manifest import Table
+from deltachain.names import TORCH_DTYPES, WIRE_NAMES, named_tensors
 from deltachain.types import TensorSpec
-
-TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-}
-"""torch's name of every wire dtype."""
-
-WIRE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What compile, FSDP and activation checkpointing put into the middle of names."""
-
 
 @dataclass(frozen=True, slots=True)
 class Weight:
@@ -74,13 +48,6 @@ class Source:
         return Table(tensors=rows, aliases=dict(sorted(self.aliases.items())))
 
 
-def normalise(name: str) -> str:
-    """The checkpoint's name of a parameter, whatever wraps the module it is in."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
-
-
 def walk(model: nn.Module, *, dtype: str | None = None, checkpoint: Path | None = None) -> Source:
     """Collect the weights of a model: parameters and persistent buffers, tied ones once.
 
@@ -96,7 +63,7 @@ def walk(model: nn.Module, *, dtype: str | None = None, checkpoint: Path | None 
     wire = {} if dtype else _checkpoint_dtypes(checkpoint or origin(model))
     found: dict[int, Weight] = {}
     aliases: dict[str, str] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in named_tensors(model):
         _refuse(name, tensor)
         if id(tensor) in found:
             aliases[name] = found[id(tensor)].spec.name
@@ -113,17 +80,6 @@ def walk(model: nn.Module, *, dtype: str | None = None, checkpoint: Path | None 
         raise ConfigError("the model has no weights")
     _refuse_renamed(model, weights)
     return Source(weights, aliases)
-
-
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters, then persistent buffers, tied ones under every name."""
-    tensors: list[tuple[str, Tensor]] = list(model.named_parameters(remove_duplicate=False))
-    parameters = {name for name, _ in tensors}
-    kept = {normalise(name) for name in model.state_dict(keep_vars=True)}
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name not in parameters and normalise(name) in kept:
-            tensors.append((name, buffer))
-    return [(normalise(name), tensor) for name, tensor in tensors]
 
 
 def _refuse(name: str, tensor: Tensor) -> None:

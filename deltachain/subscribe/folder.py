@@ -1,0 +1,191 @@
+"""A checkpoint folder as a target: a mirror on disk that survives being killed at any moment.
+
+New bits go into a journal first. Once the journal is complete and durable it *is* the swap: whatever
+interrupts the writing, opening the folder again finishes it, and doing so twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, allocate, creating, write_atomic
+from deltachain.delta import TensorDelta
+from deltachain.errors import (
+    ConfigError,
+    FormatError,
+    PartialApplyError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.manifest import Document, dump, parse
+from deltachain.subscribe.journal import Journal, Seal
+from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, state_of, write
+from deltachain.subscribe.target import Held
+from deltachain.types import StateDigest, TensorSpec
+
+HELD_FILE: Final = "deltachain.json"
+
+
+class HeldFile(Document, frozen=True, kw_only=True):
+    """What the folder holds, as the last swap left it."""
+
+    held: Held
+
+
+class FolderTarget:
+    """A checkpoint folder, memory-mapped. One process at a time may write to it.
+
+    A folder that has no weights is given them by the first swap, which must then write every
+    tensor. Files that are not weights are left alone.
+
+    Args:
+        folder: Where; made if it is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._journal = Journal(folder)
+        self._specs: Mapping[str, TensorSpec] = {}
+        self._aliases: Mapping[str, str] = {}
+        self._live: dict[str, list[LiveBits]] = {}
+
+    def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        """Match by name, and finish a swap that was interrupted; see :class:`Target`.
+
+        Raises:
+            PoisonedError: The journal of an interrupted swap is corrupt.
+        """
+        self._specs, self._aliases = specs, aliases
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._map()
+        self._recover()
+
+    def held(self) -> Held | None:
+        """What the last complete swap wrote, whichever process made it."""
+        file = self.folder / HELD_FILE
+        if not self._live or not file.is_file():
+            return None
+        try:
+            return parse(file.read_bytes(), HeldFile, key=str(file)).held
+        except FormatError:  # a torn or foreign file: the state digest will tell
+            return None
+
+    def state(self) -> StateDigest | None:
+        """Recomputed from the files; see :class:`Target`."""
+        if not self._live:
+            return None
+        total = StateDigest()
+        for name, live in self._live.items():
+            if any(not same_bits(live[0], other) for other in live[1:]):
+                return None
+            total += state_of(self._specs[name], live[0])
+        return total
+
+    def prepare(self, delta: TensorDelta) -> Patch:
+        """See :class:`Target`; a folder without weights has zeros, which only dense deltas meet."""
+        live = self._live.get(delta.spec.name)
+        zeros = np.zeros(delta.spec.numel, delta.spec.bits_dtype) if live is None else live[0]
+        return prepare(zeros, delta)
+
+    def swap(self, patches: Iterable[Patch], held: Held) -> None:
+        """See :class:`Target`."""
+        try:
+            if not self._live:
+                self._create(patches, held)
+                return
+            seal = self._journal.write(patches, held)
+        except (OSError, FormatError, ConfigError) as exc:
+            self._journal.clear()
+            raise PartialApplyError(
+                f"{self.folder}: version {held.version} could not be written down, "
+                f"the weights are as they were: {exc}",
+                version=held.version,
+            ) from exc
+        self._replay(seal)
+
+    def _create(self, patches: Iterable[Patch], held: Held) -> None:
+        """Write the weights file of a folder that had none, one patch in memory at a time."""
+        absent = set(self._specs)
+        with creating(self.folder / WEIGHTS_FILE) as partial:
+            last = allocate(partial, self._specs.values())
+            os.truncate(partial, partial.stat().st_size + sum(spec.nbytes for spec in last))
+            checkpoint = Checkpoint(partial)
+            for patch in patches:
+                for bits in self._places(checkpoint, patch.spec, [patch.spec.name]):
+                    write(bits, patch)
+                absent.discard(patch.spec.name)
+            if absent:
+                raise ConfigError(f"{self.folder} has no weights, nor has the plan {min(absent)!r}")
+        self._remember(held)
+        self._map()
+
+    def _recover(self) -> None:
+        try:
+            seal = self._journal.pending()
+        except FormatError as exc:
+            raise PoisonedError(f"{self.folder}: its journal is corrupt: {exc}") from exc
+        if seal is None:
+            self._journal.clear()
+        else:
+            self._replay(seal)
+
+    def _replay(self, seal: Seal) -> None:
+        """Write the journal into the files, then remember, then forget the journal."""
+        version = seal.held.version
+        try:
+            for delta in self._journal.read(seal):
+                patch = self.prepare(delta)
+                for bits in self._live[delta.spec.name]:
+                    write(bits, patch)
+            self._flush()
+            self._remember(seal.held)
+        except (OSError, FormatError, KeyError) as exc:
+            raise PoisonedError(
+                f"{self.folder}: writing version {version} stopped in the middle: {exc}",
+                version=version,
+                hint="open the folder again: its journal finishes the swap",
+            ) from exc
+        self._journal.clear()
+
+    def _remember(self, held: Held) -> None:
+        write_atomic(self.folder / HELD_FILE, dump(HeldFile(held=held)))
+
+    def _flush(self) -> None:
+        for live in self._live.values():
+            for bits in live:
+                if isinstance(bits, np.memmap):
+                    bits.flush()
+
+    def _map(self) -> None:
+        """Map every tensor of the chain where it lies in the folder, tied ones at every place."""
+        if not any(self.folder.glob("*.safetensors")):
+            return
+        checkpoint = Checkpoint(self.folder)
+        for name, spec in self._specs.items():
+            names = [name, *(alias for alias, of in self._aliases.items() if of == name)]
+            found = [n for n in names if n in checkpoint.specs]
+            self._live[name] = list(self._places(checkpoint, spec, found))
+
+    def _places(
+        self, checkpoint: Checkpoint, spec: TensorSpec, names: list[str]
+    ) -> Iterator[LiveBits]:
+        if not names:
+            raise TensorMismatchError(f"{self.folder} has no {spec.name!r}", tensor=spec.name)
+        for name in names:
+            have = checkpoint.specs[name]
+            if (have.dtype, have.shape) != (spec.dtype, spec.shape):
+                raise TensorMismatchError(
+                    f"{name!r} is {have.dtype}{have.shape} in {self.folder}, "
+                    f"{spec.dtype}{spec.shape} in the chain",
+                    tensor=name,
+                )
+            file, offset = checkpoint.place(name)
+            if not spec.numel:  # nothing to map, nothing to write
+                yield np.empty(0, spec.bits_dtype)
+                continue
+            yield np.memmap(file, spec.bits_dtype, "r+", offset, (spec.numel,))

@@ -1,0 +1,87 @@
+"""Following a chain: the loop that applies what is committed, and heals by itself."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from threading import Event
+from typing import TYPE_CHECKING, Final
+
+from deltachain.errors import (
+    BaseMismatchError,
+    ChainMismatchError,
+    ConfigError,
+    DeltaChainError,
+    ForkedChainError,
+    PoisonedError,
+    TensorMismatchError,
+    UnsupportedFormatError,
+)
+from deltachain.subscribe.receipt import ApplyReceipt
+
+if TYPE_CHECKING:
+    from deltachain.subscribe.subscriber import Subscriber
+
+logger = logging.getLogger(__name__)
+
+NEEDS_A_PERSON: Final = (
+    ChainMismatchError,
+    ConfigError,
+    ForkedChainError,
+    TensorMismatchError,
+    UnsupportedFormatError,
+)
+"""What waiting does not cure: these end the loop."""
+
+UNPROVEN: Final = (BaseMismatchError, PoisonedError)
+"""After these the next plan starts from nothing."""
+
+LONGEST_WAIT_S: Final = 60.0
+
+
+def follow(subscriber: Subscriber, *, stop: Event, every_version: bool) -> Iterator[ApplyReceipt]:
+    """Apply versions as they are committed, until ``stop`` is set.
+
+    A store that is down, an object that is corrupt or gone, a target that somebody else wrote to: each
+    is logged once and tried again, ever more slowly, and from nothing where the target's state is in
+    doubt. What only a person can resolve is raised: a fork, another model, a newer format.
+    """
+    failures = 0
+    logged = ""
+    while not stop.is_set():
+        receipt = None
+        try:
+            receipt = _step(subscriber, every_version=every_version)
+            failures, logged = 0, ""
+        except NEEDS_A_PERSON:
+            raise
+        except DeltaChainError as exc:
+            failures += 1
+            if isinstance(exc, UNPROVEN):
+                subscriber.poisoned = True
+            if str(exc) != logged:
+                logged = str(exc)
+                logger.warning("following %s: %s", subscriber.config.url, exc)
+        if receipt is not None:
+            yield receipt
+            continue
+        _wait(subscriber, failures, stop)
+
+
+def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
+    """One look for a new version, which asks the store one thing when there is none."""
+    chain, held = subscriber.chain, subscriber.held
+    if held is None:
+        return subscriber.update()
+    if subscriber.pinned or not chain.has(held.version + 1):
+        return None
+    return subscriber.update(held.version + 1 if every_version else None)
+
+
+def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
+    """Wait for the next poll, longer after each failure, or until told or stopped."""
+    poll_s = subscriber.config.poll_s
+    wait_s = min(poll_s * 2**failures, max(poll_s, LONGEST_WAIT_S)) * random.uniform(0.75, 1.25)  # noqa: S311
+    if not stop.is_set() and subscriber.told.wait(wait_s):
+        subscriber.told.clear()

@@ -1,0 +1,367 @@
+"""The subscriber: plan, fetch, prove, swap; and back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Self, TypeAlias
+
+from torch import Tensor, nn
+
+from deltachain.chain import Chain, Committed
+from deltachain.errors import (
+    BaseMismatchError,
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    DeltaChainError,
+    FormatError,
+    ObjectNotFoundError,
+    PoisonedError,
+)
+from deltachain.fetch import Fetched, fetch
+from deltachain.keys import version_of
+from deltachain.manifest import EdgeSummary
+from deltachain.plan import Plan
+from deltachain.store import Store, open_store
+from deltachain.subscribe.config import SubscribeConfig
+from deltachain.subscribe.folder import FolderTarget
+from deltachain.subscribe.follow import follow
+from deltachain.subscribe.history import check_history, held_by, identify, require
+from deltachain.subscribe.patch import Patch
+from deltachain.subscribe.receipt import ApplyReceipt
+from deltachain.subscribe.stage import Staged, prove
+from deltachain.subscribe.status import Status
+from deltachain.subscribe.target import Held, Target
+from deltachain.subscribe.tensors import TensorTarget
+from deltachain.subscribe.undo import UndoLog
+from deltachain.types import StateDigest, Version
+
+logger = logging.getLogger(__name__)
+
+TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]"
+
+
+class Subscriber:
+    """Keeps one target at a version of a chain.
+
+    ``stage`` does everything that can fail and only reads the target; ``swap`` writes. A subscriber
+    never goes back by itself; after ``rollback`` it stays until ``release``. Stage and swap may run
+    in different threads, one of each at a time.
+
+    Args:
+        config: Settings, or the URL alone.
+        target: A torch module, a dict of tensors by checkpoint name, the path of a checkpoint
+            folder, or any :class:`Target`.
+        store: The store, if it is not to be opened from the URL.
+    """
+
+    def __init__(
+        self, config: SubscribeConfig | str, target: TargetLike, *, store: Store | None = None
+    ) -> None:
+        self.config = SubscribeConfig(url=config) if isinstance(config, str) else config
+        self.target = as_target(target)
+        self.pinned = False
+        self.poisoned = False
+        self.last: ApplyReceipt | None = None
+        self.told = Event()
+        self._store = store or open_store(self.config.url)
+        self._chain: Chain | None = None
+        self._held: Held | None = None
+        self._generation = 0
+        self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
+
+    @property
+    def chain(self) -> Chain:
+        """The chain, opened when first needed: a replica may start before its trainer.
+
+        Raises:
+            ObjectNotFoundError: There is none yet.
+            TensorMismatchError: The target is not the model of the chain.
+        """
+        if self._chain is None:
+            chain = Chain.open(self._store)
+            specs = {spec.name: spec for spec in chain.table.specs()}
+            self.target.bind(specs, chain.table.aliases)
+            self._held = identify(chain, self.target, verify=self.config.verify_at_start)
+            self._chain = chain
+        return self._chain
+
+    @property
+    def held(self) -> Held | None:
+        """What the target holds; ``None`` for nothing that can be proven."""
+        return None if self.poisoned else self._held
+
+    @property
+    def version(self) -> Version | None:
+        """The version that the target holds."""
+        return self.held.version if self.held else None
+
+    def update(self, version: Version | None = None) -> ApplyReceipt | None:
+        """Stage and swap.
+
+        Args:
+            version: Where to; the head when not given.
+
+        Returns:
+            ``None`` when that is what is held, or when a rollback pinned the target.
+        """
+        staged = self.stage(version)
+        return self.swap(staged) if staged else None
+
+    def stage(self, version: Version | None = None) -> Staged | None:
+        """Fetch, verify, decode and prove the way to a version; the target is only read.
+
+        Args:
+            version: Where to; the head when not given.
+
+        Returns:
+            What ``swap`` takes; ``None`` when there is nothing to do.
+
+        Raises:
+            ChainError: The version is not committed, lies behind, forked off, or no way leads there.
+            FormatError: An object is corrupt, also when fetched again, and no way leads around it.
+            BaseMismatchError: The target does not hold the bits that it should.
+            StoreError: The store failed.
+        """
+        chain = self.chain
+        if version is None and self.pinned:
+            return None
+        committed = require(chain, version)
+        if self.held is not None:
+            check_history(chain, self.held, committed)
+            if committed.version == self.held.version:
+                return None
+            if committed.version < self.held.version:
+                raise ChainError(
+                    f"version {committed.version} lies behind {self.held.version}",
+                    version=committed.version,
+                    hint="a subscriber goes back only by rollback()",
+                )
+        return self._stage(committed, self.held)
+
+    def swap(self, staged: Staged) -> ApplyReceipt:
+        """Write a staged apply into the target. Nobody else may write to it, or read it, meanwhile.
+
+        Raises:
+            BaseMismatchError: The target was swapped since; nothing was written.
+            PartialApplyError: It failed, and the old bits are back.
+            PoisonedError: It failed, and the target holds nothing that can be proven.
+        """
+        if staged.generation != self._generation:
+            raise BaseMismatchError(
+                f"version {staged.to.version} was staged before another swap",
+                version=staged.to.version,
+                hint="stage again",
+            )
+        start = time.perf_counter()
+        self._write(staged.all_patches(self.target), staged.to)
+        swap_s = time.perf_counter() - start
+        if staged.held is None or not staged.keeps_undo:
+            self._undo.clear()
+        else:
+            self._undo.push(staged.held, staged.patches)
+        self.last = _receipt(staged, swap_s)
+        logger.info("%s", self.last)
+        return self.last
+
+    def rollback(self, version: Version | None = None) -> Held:
+        """Go back, and stay there until :meth:`release`.
+
+        Applies that are still remembered are taken back without the store; anything older is planned
+        from nothing.
+
+        Args:
+            version: Where to; what was held before the last apply when not given.
+
+        Raises:
+            ChainError: There is nothing to go back to.
+        """
+        chain, held = self.chain, self.held
+        goal = self._undo.newest if version is None else version
+        if goal is None or held is None or goal > held.version:
+            at = held.version if held else None
+            raise ChainError(
+                f"can not roll back from version {at} to {goal}", hint="name an older version"
+            )
+        if goal == held.version:
+            pass
+        elif self._undo.reaches(goal):
+            while self._held is not None and self._held.version != goal:
+                undo = self._undo.pop()
+                if undo is None:
+                    break
+                self._write(iter(undo.patches), undo.held)
+        else:
+            self.swap(self._stage(require(chain, goal), None))
+            self._undo.clear()
+        self.pinned = True
+        logger.info("rolled back from version %d to %d and pinned", held.version, goal)
+        return self._held or held
+
+    def release(self) -> None:
+        """Follow the head again after a rollback."""
+        self.pinned = False
+        self.told.set()
+
+    def follow(
+        self, *, stop: Event | None = None, every_version: bool = False
+    ) -> Iterator[ApplyReceipt]:
+        """Apply versions as they are committed, and heal by itself; see :func:`follow.follow`.
+
+        >>> for receipt in subscriber.follow():                        # doctest: +SKIP
+        ...     print(receipt)
+
+        Args:
+            stop: Ends it when set.
+            every_version: Apply each version on its own instead of folding those that are waiting.
+        """
+        return follow(self, stop=stop or Event(), every_version=every_version)
+
+    def notify(self) -> None:
+        """Tell :meth:`follow` that there is something new, so that it need not wait for its poll."""
+        self.told.set()
+
+    def scrub(self) -> bool:
+        """Recompute the state of the live bits; poison the target when it is not what it should be.
+
+        Nobody may write to the target meanwhile.
+        """
+        held = self.held
+        if held is None:
+            return False
+        if str(self.target.state()) != held.state:
+            logger.error("somebody else wrote to the target: it does not hold %d", held.version)
+            self.poisoned = True
+        return not self.poisoned
+
+    def status(self) -> Status:
+        """What the target holds and how far behind it is, for people and probes."""
+        head = self.chain.head()
+        held = self.held
+        return Status(
+            url=self._store.url,
+            chain=self.chain.identity.chain,
+            version=held.version if held else None,
+            state=held.state if held else None,
+            head=head.version if head else None,
+            lag_versions=head.version - held.version if head and held else None,
+            pinned=self.pinned,
+            poisoned=self.poisoned,
+            last=str(self.last) if self.last else None,
+        )
+
+    def close(self) -> None:
+        """Give the store back. Closing twice is allowed."""
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _stage(self, committed: Committed, held: Held | None) -> Staged:
+        """Stage the way from ``held`` to a committed version."""
+        generation = self._generation
+        start = time.perf_counter()
+        fetched = self._fetch(committed, held)
+        fetched_at = time.perf_counter()
+        proof = prove(
+            self.target,
+            fetched,
+            base=StateDigest.parse(held.state) if held else None,
+            state=committed.state,
+            budget=self.config.stage_budget,
+        )
+        staged_at = time.perf_counter()
+        newest = self.chain.newest(committed.version)
+        return Staged(
+            held=held,
+            to=held_by(self.chain, committed),
+            step=committed.manifest.step,
+            time=committed.manifest.time,
+            generation=generation,
+            fetched=fetched,
+            patches=proof.patches,
+            deferred=proof.deferred,
+            nnz=proof.nnz,
+            head=newest,
+            fetch_s=fetched_at - start,
+            stage_s=staged_at - fetched_at,
+        )
+
+    def _fetch(self, committed: Committed, held: Held | None) -> Fetched:
+        """Fetch the cheapest plan that works: one with an unusable object is planned around."""
+        avoid: list[EdgeSummary] = []
+        failure: DeltaChainError | None = None
+        while True:
+            try:
+                plan = self.chain.plan(held.version if held else None, committed, avoid=avoid)
+            except BrokenChainError:
+                if failure is not None:
+                    raise failure from None
+                raise
+            try:
+                return fetch(self.chain, plan, base=self.config.base)
+            except (FormatError, ObjectNotFoundError, ConfigError) as exc:
+                bad = _unusable(plan, exc)
+                if not bad:
+                    raise
+                logger.warning("planning around %s->%d: %s", bad[0].kind, bad[0].version, exc)
+                avoid += bad
+                failure = exc
+
+    def _write(self, patches: Iterator[Patch], to: Held) -> None:
+        self._generation += 1
+        try:
+            self.target.swap(patches, to)
+        except PoisonedError:
+            self.poisoned = True
+            self._undo.clear()
+            raise
+        self._held, self.poisoned = to, False
+
+
+def as_target(thing: TargetLike) -> Target:
+    """The target that a module, a dict of tensors or a path stands for."""
+    if isinstance(thing, nn.Module | Mapping):
+        return TensorTarget(thing)
+    return FolderTarget(Path(thing)) if isinstance(thing, str | os.PathLike) else thing
+
+
+def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
+    """The edge of a plan that an error is about."""
+    if isinstance(exc, ConfigError):
+        return [edge for edge in plan.edges if edge.kind == "base"]
+    key = exc.key if isinstance(exc, FormatError | ObjectNotFoundError) else ""
+    found = [edge for edge in plan.edges if edge.version == version_of(key)]
+    return found or [edge for edge in plan.edges if edge.kind == "base"]
+
+
+def _receipt(staged: Staged, swap_s: float) -> ApplyReceipt:
+    return ApplyReceipt(
+        version=staged.to.version,
+        previous=staged.held.version if staged.held else None,
+        step=staged.step,
+        state=StateDigest.parse(staged.to.state),
+        plan=str(staged.fetched.plan),
+        nnz=staged.nnz,
+        nbytes=staged.fetched.nbytes,
+        refetched=staged.fetched.refetched,
+        lag_versions=staged.head - staged.to.version,
+        staleness_s=max(0.0, time.time() - staged.time),
+        fetch_s=staged.fetch_s,
+        stage_s=staged.stage_s,
+        swap_s=swap_s,
+    )

@@ -1,0 +1,94 @@
+"""Targets in memory: a dict of tensors, or a torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from deltachain.delta import TensorDelta
+from deltachain.errors import TensorMismatchError
+from deltachain.kernels.device import bits_of
+from deltachain.names import WIRE_NAMES, named_tensors
+from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, state_of
+from deltachain.subscribe.target import Held, write_all
+from deltachain.types import StateDigest, TensorSpec
+
+
+class TensorTarget:
+    """Tensors by checkpoint name, on the host or on devices, written in place.
+
+    Addresses never change. Tied weights may be one tensor or several; each place is written once.
+
+    Args:
+        tensors: Contiguous tensors, or a module.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
+        named = named_tensors(tensors) if isinstance(tensors, nn.Module) else tensors.items()
+        self._tensors = dict(named)
+        self._live: dict[str, list[LiveBits]] = {}
+        self._specs: Mapping[str, TensorSpec] = {}
+        self._held: Held | None = None
+
+    def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        """Match by name; see :class:`Target`."""
+        places = {name: [name] for name in specs}
+        for alias, name in aliases.items():
+            if name in places:
+                places[name].append(alias)
+        self._live = {name: self._places(specs[name], names) for name, names in places.items()}
+        self._specs = specs
+        unknown = sorted(set(self._tensors) - set(specs) - set(aliases))
+        if unknown:
+            raise TensorMismatchError(
+                f"{unknown[0]!r} and {len(unknown) - 1} more tensors of the target are not in the "
+                "chain",
+                tensor=unknown[0],
+            )
+
+    def held(self) -> Held | None:
+        """What the last swap wrote in this process."""
+        return self._held
+
+    def state(self) -> StateDigest | None:
+        """Recomputed from live bits; see :class:`Target`."""
+        total = StateDigest()
+        for name, live in self._live.items():
+            if any(not same_bits(live[0], other) for other in live[1:]):
+                return None
+            total += state_of(self._specs[name], live[0])
+        return total
+
+    def prepare(self, delta: TensorDelta) -> Patch:
+        """See :class:`Target`."""
+        return prepare(self._live[delta.spec.name][0], delta)
+
+    def swap(self, patches: Iterable[Patch], held: Held) -> None:
+        """See :class:`Target`."""
+        write_all(self._live, patches, held)
+        self._held = held
+
+    def _places(self, spec: TensorSpec, names: list[str]) -> list[LiveBits]:
+        """Every distinct piece of memory that holds a tensor."""
+        found = {self._tensors[n].data_ptr(): n for n in reversed(names) if n in self._tensors}
+        if not found:
+            raise TensorMismatchError(f"the target has no tensor {spec.name!r}", tensor=spec.name)
+        return [_flat(self._tensors[name], name, spec) for name in reversed(found.values())]
+
+
+def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> LiveBits:
+    """Flat live bits of a tensor, once it is what the chain says."""
+    dtype = WIRE_NAMES.get(tensor.dtype)
+    if dtype != spec.dtype or tuple(tensor.shape) != spec.shape or not tensor.is_contiguous():
+        raise TensorMismatchError(
+            f"{name!r} is {dtype}{tuple(tensor.shape)} in the target, "
+            f"{spec.dtype}{spec.shape} in the chain",
+            tensor=name,
+            hint="load the target in the dtype of the chain (`deltachain log URL` shows it)",
+        )
+    bits = bits_of(tensor)
+    if bits.device.type != "cpu":
+        return bits
+    array = bits.numpy()
+    return array.view(f"<u{array.itemsize}")

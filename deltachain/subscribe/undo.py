@@ -1,0 +1,54 @@
+"""The last applies, kept so that they can be taken back without the store."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from deltachain.subscribe.patch import Patch
+from deltachain.subscribe.target import Held
+from deltachain.types import Version
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """How to take back one apply: what was held before, and the patches that lead there."""
+
+    held: Held
+    patches: tuple[Patch, ...]
+
+
+class UndoLog:
+    """Old bits of the newest applies, bounded in number and in bytes.
+
+    Args:
+        applies: Most applies that are kept.
+        nbytes: Most bytes of patches that are kept.
+    """
+
+    def __init__(self, applies: int, nbytes: int) -> None:
+        self._log: deque[Undo] = deque(maxlen=applies)
+        self._nbytes = nbytes
+
+    def push(self, held: Held, patches: tuple[Patch, ...]) -> None:
+        """Keep an apply that replaced ``held``; the oldest make room for it."""
+        self._log.append(Undo(held, tuple(patch.undo() for patch in patches)))
+        while self._log and sum(p.nbytes for u in self._log for p in u.patches) > self._nbytes:
+            self._log.popleft()
+
+    def clear(self) -> None:
+        """Forget everything: what is kept no longer applies to what is held."""
+        self._log.clear()
+
+    def pop(self) -> Undo | None:
+        """Take the newest apply out."""
+        return self._log.pop() if self._log else None
+
+    def reaches(self, version: Version) -> bool:
+        """Whether taking back applies leads to ``version``."""
+        return any(undo.held.version == version for undo in self._log)
+
+    @property
+    def newest(self) -> Version | None:
+        """The version that taking back the newest apply leads to."""
+        return self._log[-1].held.version if self._log else None
