@@ -38,7 +38,7 @@ _HOME: Final = {
     "attach": "deltachain.publish",
     "open_store": "deltachain.store",
 }
-"""Where each public name lives; it is imported when first used, so that torch stays at the edges."""
+"""Where each public name lives; imported when first used, so that torch stays at the edges."""
 
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - the names are strings
 

@@ -59,10 +59,12 @@ class Committed:
 
     @property
     def version(self) -> Version:
+        """Its number."""
         return self.manifest.version
 
     @property
     def state(self) -> StateDigest:
+        """Its state digest."""
         return StateDigest.parse(self.manifest.state)
 
 

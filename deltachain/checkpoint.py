@@ -175,7 +175,8 @@ def _weight_files(path: Path) -> list[Path]:
     missing = [file.name for file in files if not file.is_file()]
     if not files or missing:
         raise ConfigError(
-            f"{path}: no safetensors checkpoint" + (f", {missing[0]} is missing" if missing else ""),
+            f"{path}: no safetensors checkpoint"
+            + (f", {missing[0]} is missing" if missing else ""),
             hint="give a folder with model.safetensors, or one safetensors file",
         )
     return files

@@ -19,8 +19,10 @@ from deltachain.types import Bits, Indices, TensorSpec
 
 Mask = npt.NDArray[np.bool_]
 
-STEP: Mask = np.array(False)  # noqa: FBT003 - a 0-d array: every element is a step
-ABSOLUTE: Mask = np.array(True)  # noqa: FBT003 - a 0-d array: every element is absolute
+STEP: Mask = np.array(False)
+"""0-d: every element is a step."""
+ABSOLUTE: Mask = np.array(True)
+"""0-d: every element is absolute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,10 +48,12 @@ class TensorDelta:
 
     @property
     def is_dense(self) -> bool:
+        """Whether every element is given."""
         return self.indices is None
 
     @property
     def nnz(self) -> int:
+        """Elements given."""
         return int(self.values.size)
 
     @property

@@ -90,6 +90,7 @@ class Edge(Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all its parts."""
         return sum(part.nbytes for part in self.parts)
 
 

@@ -76,18 +76,22 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
+        """Elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
+        """Bytes an element."""
         return WIRE_DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.numel * self.itemsize
 
     @property
     def bits_dtype(self) -> np.dtype[Any]:
+        """Numpy dtype of its bits."""
         return BITS_DTYPES[self.itemsize]
 
 

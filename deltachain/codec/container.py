@@ -37,6 +37,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the array."""
         return self.stop - self.start
 
 

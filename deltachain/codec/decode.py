@@ -63,7 +63,7 @@ class Part:
             row.name: StreamReader(frames, read_at, compressed=self.compressed, key=key)
             for row, frames in _frames(self.directory, header, key)
         }
-        _check_streams(self.directory, self._tensors, self._streams, key)
+        _check_streams(self._tensors, self._streams, key)
 
     @classmethod
     def from_bytes(cls, data: Buffer, *, key: str = "") -> Part:
@@ -77,6 +77,7 @@ class Part:
 
     @property
     def nnz(self) -> int:
+        """Elements stored."""
         return sum(row.nnz for row in self.directory.tensors)
 
     def verify(self) -> None:
@@ -285,7 +286,6 @@ def _frames(
 
 
 def _check_streams(
-    directory: d.Directory,
     tensors: Mapping[str, _Tensor],
     streams: Mapping[str, StreamReader],
     key: str,

@@ -50,10 +50,12 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def spec(self) -> TensorSpec:
+        """The tensor."""
         return TensorSpec(self.name, self.dtype, self.shape)
 
     @property
     def change(self) -> StateDigest:
+        """``digest``, parsed."""
         return StateDigest.parse(self.digest)
 
 

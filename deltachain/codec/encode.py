@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from deltachain.codec import directory as d
 from deltachain.codec.container import Buffer, write_header
@@ -173,9 +174,7 @@ def _add_dense(bucket: _Bucket, delta: TensorDelta) -> list[d.Segment]:
     return [d.Segment(SEGMENT * i, length, length) for i, length in enumerate(lengths)]
 
 
-def _add_sparse(
-    bucket: _Bucket, delta: TensorDelta, indices: Indices, gap: int
-) -> list[d.Segment]:
+def _add_sparse(bucket: _Bucket, delta: TensorDelta, indices: Indices, gap: int) -> list[d.Segment]:
     numel = delta.spec.numel
     bounds = np.searchsorted(indices, np.arange(0, numel + SEGMENT, SEGMENT))
     segments = []
@@ -189,7 +188,9 @@ def _add_sparse(
             bucket.put("gap8", gaps)
         else:
             _put_planes(bucket, "gap16", gaps)
-        exceptions, wide = _put_values(bucket, delta.values[low:high], absolute=bool(delta.absolute))
+        exceptions, wide = _put_values(
+            bucket, delta.values[low:high], absolute=bool(delta.absolute)
+        )
         length = min(SEGMENT, numel - start)
         segments.append(d.Segment(start, length, high - low, gaps.size, exceptions, wide))
     return segments
@@ -215,7 +216,12 @@ def _put_planes(bucket: _Bucket, stream: str, values: Bits) -> None:
 
 
 def _stream(
-    name: str, dtype: str, shape: tuple[int, ...], data: Any, *, compress: bool  # noqa: ANN401
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    data: npt.NDArray[Any],
+    *,
+    compress: bool,
 ) -> _Stream:
     frames, sizes = cut(np.ascontiguousarray(data).data, compress=compress)
     stored = tuple(len(frame) for frame in frames)
@@ -277,6 +283,4 @@ def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
     digest = object_digest(front)
     data = b"".join([front, bytes.fromhex(digest), *(f for s in streams for f in s.frames)])
     encodings = tuple(sorted({row.encoding for row in rows}))
-    return EncodedPart(
-        data, object_digest(data), digest, sum(row.nnz for row in rows), encodings
-    )
+    return EncodedPart(data, object_digest(data), digest, sum(row.nnz for row in rows), encodings)

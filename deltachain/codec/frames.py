@@ -93,6 +93,7 @@ class StreamReader:
 
     @property
     def nbytes(self) -> int:
+        """Inflated length of the stream."""
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
@@ -131,6 +132,7 @@ class StreamReader:
                 f"{self._key}: frame {number}", expected=expected, actual=actual, key=self._key
             )
         return stored
+
 
 def _running(start: int, sizes: tuple[int, ...]) -> list[int]:
     total = [start]

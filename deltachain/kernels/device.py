@@ -1,9 +1,9 @@
 """The kernels in torch operations, for weights that live on an accelerator.
 
 Bits are signed integer tensors of the element's width, which every torch device can compare, index
-and add; ``bits_of`` views any dtype so. Sums wrap as the reference's do. Work goes in chunks, so the
-temporaries of a 600 M element embedding do not have its size. Nothing here needs more than torch
-and numpy. Writes are ``index_copy_``: ``scatter_`` costs as much as its whole destination.
+and add; ``bits_of`` views any dtype so. Sums wrap as the reference's do. Work goes in chunks, so
+the temporaries of a 600 M element embedding do not have its size. Nothing here needs more than
+torch and numpy. Writes are ``index_copy_``: ``scatter_`` costs as much as its whole destination.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Ten
     return steps.to(wide.dtype)
 
 
-def new_bits(old: Tensor, values: Tensor, absolute: Tensor | bool) -> Tensor:  # noqa: FBT001
+def new_bits(old: Tensor, values: Tensor, absolute: Tensor | bool) -> Tensor:
     """Absolute bits after a delta: ``values`` where it is absolute, ``old + values`` elsewhere."""
     if isinstance(absolute, bool):
         return values if absolute else old + values

@@ -117,7 +117,8 @@ def decode_gaps(gaps: Bits) -> Indices:
     limit = np.iinfo(gaps.dtype).max
     escape = gaps == limit
     advance = np.cumsum(gaps.astype(np.int64) + ~escape)
-    return advance[~escape] - 1
+    offsets: Indices = advance[~escape] - 1
+    return offsets
 
 
 def split_steps(steps: Bits) -> SplitSteps:

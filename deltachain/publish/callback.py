@@ -19,7 +19,7 @@ class DeltaChainCallback(TrainerCallback):
     """Publishes the policy after every step: ``Trainer(..., callbacks=[DeltaChainCallback(url)])``.
 
     The chain begins, or is continued, at train begin; the last version is committed before training
-    ends. Metrics go into ``state.log_history``; after ``bind(trainer)`` also to its reporters. Under
+    ends. Metrics go into ``state.log_history``; after ``bind(trainer)`` to its reporters too. Under
     data parallelism the first process publishes.
 
     Args:

@@ -21,7 +21,7 @@ class PublishConfig:
     """Where the chain lies: a folder, ``file:///folder`` or ``memory://name``."""
 
     encoding: Literal["step", "overwrite", "raw"] = "step"
-    """How deltas are written. ``step`` is half the size of ``overwrite``; ``raw`` opens anywhere."""
+    """How deltas are written: ``step`` is half as large as ``overwrite``; ``raw`` opens anywhere."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``). Not given: each

@@ -78,7 +78,7 @@ def attach(
 def unwrap_optimizer(optimizer: object) -> Optimizer:
     """The torch optimizer inside wrappers.
 
-    Accelerate's wrapper is an Optimizer by class, but lacks what its hooks need: a hook on it raises
+    Accelerate's wrapper is an Optimizer by class, but lacks what hooks need: to register one raises
     AttributeError although the method is there.
 
     Raises:

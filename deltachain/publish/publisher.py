@@ -30,9 +30,9 @@ class Publisher:
     """Publishes the weights of one model as a chain.
 
     ``attach`` once, ``publish`` after every optimizer step, ``close`` at the end (or ``with``).
-    ``publish`` returns as soon as the diff is taken; one version is in flight at a time, encoded and
-    put by one thread of its own. A publish that failed changes nothing: its bits are found again by
-    the next diff. Call it from one thread.
+    ``publish`` returns as soon as the diff is taken; one version is in flight at a time, encoded
+    and put by one thread of its own. A publish that failed changes nothing: its bits are found
+    again by the next diff. Call it from one thread.
 
     Args:
         config: Settings, or the URL alone.

@@ -41,6 +41,7 @@ class PublishReceipt:
 
     @property
     def density(self) -> float:
+        """Changed share of all elements."""
         return self.nnz / self.numel if self.numel else 0.0
 
     def metrics(self) -> dict[str, float]:

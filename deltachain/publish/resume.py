@@ -121,9 +121,7 @@ def _difference(session: Session, head: Committed) -> Diff | None:
     return diff if sparse < session.anchor_nbytes else None
 
 
-def _compare(
-    fetched: Fetched, source: Source, snapshot: Snapshot
-) -> Iterator[tuple[str, Changes]]:
+def _compare(fetched: Fetched, source: Source, snapshot: Snapshot) -> Iterator[tuple[str, Changes]]:
     """What tells the snapshot from the weights that a plan from nothing gives."""
     for weight in source.weights:
         delta = fetched.read(weight.spec.name)

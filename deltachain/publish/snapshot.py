@@ -1,8 +1,8 @@
 """The publisher's copy of the bits it last published, and the diff against it.
 
 The copy lies in host memory, pinned where the weights are on an accelerator. Weights on the host
-are compared in place by the host kernels, a cast from fp32 masters fused in. Weights on a device are
-compared there: the copy crosses over in chunks, and only what changed comes back.
+are compared in place by the host kernels, a cast from fp32 masters fused in. Weights on a device
+are compared there: the copy crosses over in chunks, and only what changed comes back.
 """
 
 from __future__ import annotations

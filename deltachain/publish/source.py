@@ -15,6 +15,7 @@ from deltachain.manifest import Table
 from deltachain.names import TORCH_DTYPES, WIRE_NAMES, named_tensors
 from deltachain.types import TensorSpec
 
+
 @dataclass(frozen=True, slots=True)
 class Weight:
     """One tensor of the model.
@@ -119,8 +120,8 @@ def _refuse_renamed(model: nn.Module, weights: tuple[Weight, ...]) -> None:
         names = set(revert_weight_conversion(model, {weight.spec.name: meta}))
         if names != {weight.spec.name}:
             raise ConfigError(
-                f"{weight.spec.name!r} is {sorted(names)[:2]} in the checkpoint, which this version "
-                "can not map",
+                f"{weight.spec.name!r} is {sorted(names)[:2]} in the checkpoint, which this "
+                "version can not map",
                 hint="save checkpoints and use `deltachain push CHECKPOINT URL`",
             )
 

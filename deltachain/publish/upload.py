@@ -54,8 +54,7 @@ def upload(
             ObjectRef(key=key, nbytes=len(part.data), blake3=part.digest, directory=part.directory)
         )
     base = slot.version - 1 if slot.kind == "delta" else None
-    kind = "anchor" if slot.kind == "anchor" else "delta"
-    return Edge(kind=kind, base=base, encodings=tuple(sorted(encodings)), parts=tuple(refs))
+    return Edge(kind=slot.kind, base=base, encodings=tuple(sorted(encodings)), parts=tuple(refs))
 
 
 def _parts(changes: Iterable[Change], part_nbytes: int) -> Iterator[list[Change]]:

@@ -1,7 +1,8 @@
 """A checkpoint folder as a target: a mirror on disk that survives being killed at any moment.
 
-New bits go into a journal first. Once the journal is complete and durable it *is* the swap: whatever
-interrupts the writing, opening the folder again finishes it, and doing so twice changes nothing.
+New bits go into a journal first. Once the journal is complete and durable it *is* the swap:
+whatever interrupts the writing, opening the folder again finishes it, and doing so twice changes
+nothing.
 """
 
 from __future__ import annotations

@@ -43,9 +43,9 @@ LONGEST_WAIT_S: Final = 60.0
 def follow(subscriber: Subscriber, *, stop: Event, every_version: bool) -> Iterator[ApplyReceipt]:
     """Apply versions as they are committed, until ``stop`` is set.
 
-    A store that is down, an object that is corrupt or gone, a target that somebody else wrote to: each
-    is logged once and tried again, ever more slowly, and from nothing where the target's state is in
-    doubt. What only a person can resolve is raised: a fork, another model, a newer format.
+    A store that is down, an object that is corrupt or gone, a target that somebody else wrote to:
+    each is logged once and tried again, ever more slowly, and from nothing where the target's state
+    is in doubt. What only a person can resolve is raised: a fork, another model, a newer format.
     """
     failures = 0
     logged = ""
@@ -82,6 +82,7 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
     """Wait for the next poll, longer after each failure, or until told or stopped."""
     poll_s = subscriber.config.poll_s
-    wait_s = min(poll_s * 2**failures, max(poll_s, LONGEST_WAIT_S)) * random.uniform(0.75, 1.25)  # noqa: S311
+    wait_s = min(poll_s * 2 ** min(failures, 16), max(poll_s, LONGEST_WAIT_S))
+    wait_s *= random.uniform(0.75, 1.25)  # noqa: S311 - spreads replicas, guards nothing
     if not stop.is_set() and subscriber.told.wait(wait_s):
         subscriber.told.clear()

@@ -27,8 +27,8 @@ def held_by(chain: Chain, committed: Committed) -> Held:
 def identify(chain: Chain, target: Target, *, verify: bool) -> Held | None:
     """Find out which version a target holds.
 
-    What the target remembers counts if it is of this chain and, where asked for, its bits still have
-    that state. Otherwise its bits are looked up among the states of the chain.
+    What the target remembers counts if it is of this chain and, where asked for, its bits still
+    have that state. Otherwise its bits are looked up among the states of the chain.
 
     Returns:
         ``None`` when it holds no version of the chain.

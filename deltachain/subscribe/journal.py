@@ -1,4 +1,4 @@
-"""The redo journal of a checkpoint folder: delta parts of absolute bits, and a file that seals them.
+"""The redo journal of a checkpoint folder: parts of absolute bits, and a file that seals them.
 
 Its parts are ordinary parts of FORMAT.md, so they are verified by the same code when read back.
 """
@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from deltachain.checkpoint import sync_folder, write_atomic
 from deltachain.codec import Change, Part, encode_part
@@ -105,6 +107,8 @@ def _groups(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
 
 def _absolute(patch: Patch) -> TensorDelta:
     """The patch's new bits as a delta that needs no base."""
-    return TensorDelta(
-        spec=patch.spec, indices=patch.indices, values=patch.new, absolute=ABSOLUTE
-    )
+    new = np.asarray(patch.new)
+    if patch.indices is None:
+        return TensorDelta.dense(patch.spec, new)
+    indices = np.asarray(patch.indices)
+    return TensorDelta(spec=patch.spec, indices=indices, values=new, absolute=ABSOLUTE)

@@ -1,7 +1,7 @@
 """What a swap writes into one tensor, and what takes it back.
 
-A patch is computed from live bits while the target is in use, and writes nothing. It exists for bits
-on the host (numpy) and on a device (torch); which one is decided by where the bits are.
+A patch is computed from live bits while the target is in use, and writes nothing. It exists for
+bits on the host (numpy) and on a device (torch); where the bits are decides which.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Patch:
 
     @property
     def nnz(self) -> int:
+        """Elements written."""
         return int(np.prod(self.new.shape))
 
     @property
     def nbytes(self) -> int:
+        """Bytes of memory the arrays take."""
         arrays = (self.indices, self.old, self.new)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
@@ -78,20 +80,22 @@ def write(live: LiveBits, patch: Patch) -> None:
     elif patch.indices is None:
         live[:] = patch.new
     else:
-        host.scatter_(live, patch.indices, patch.new)
+        host.scatter_(live, np.asarray(patch.indices), np.asarray(patch.new))
 
 
 def state_of(spec: TensorSpec, live: LiveBits) -> StateDigest:
     """Contribution of live bits to the state digest."""
-    kernels = device if isinstance(live, Tensor) else host
-    return kernels.digest(digest_key(spec), live)
+    key = digest_key(spec)
+    return device.digest(key, live) if isinstance(live, Tensor) else host.digest(key, live)
 
 
 def same_bits(one: LiveBits, other: LiveBits) -> bool:
     """Whether two live tensors hold the same bits."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
-    return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and bool((one == other).all())
+    return (
+        isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and bool((one == other).all())
+    )
 
 
 def _on_host(live: npt.NDArray[Any], delta: TensorDelta) -> Patch:

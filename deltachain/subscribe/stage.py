@@ -48,8 +48,10 @@ class Staged:
 
     @property
     def keeps_undo(self) -> bool:
-        """Whether a failure in the middle of the swap can be taken back. If not, the replica should
-        leave service before it swaps."""
+        """Whether a failure in the middle of the swap can be taken back.
+
+        If not, the replica should leave service before it swaps.
+        """
         return not self.deferred
 
     def all_patches(self, target: Target) -> Iterator[Patch]:
@@ -119,7 +121,9 @@ def prove(
 def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
     """Name the tensor whose change is not the one that the publisher saw, if that can be told."""
     for patch in patches:
-        rows = [part.rows[patch.spec.name] for part in fetched.parts if patch.spec.name in part.rows]
+        rows = [
+            part.rows[patch.spec.name] for part in fetched.parts if patch.spec.name in part.rows
+        ]
         expected = sum((row.change for row in rows), StateDigest())
         if patch.indices is not None and patch.change != expected:
             return f" (first tensor that differs: {patch.spec.name!r})"

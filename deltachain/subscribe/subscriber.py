@@ -124,7 +124,7 @@ class Subscriber:
             What ``swap`` takes; ``None`` when there is nothing to do.
 
         Raises:
-            ChainError: The version is not committed, lies behind, forked off, or no way leads there.
+            ChainError: The version is not committed, lies behind or forked off; no way leads there.
             FormatError: An object is corrupt, also when fetched again, and no way leads around it.
             BaseMismatchError: The target does not hold the bits that it should.
             StoreError: The store failed.
@@ -173,8 +173,8 @@ class Subscriber:
     def rollback(self, version: Version | None = None) -> Held:
         """Go back, and stay there until :meth:`release`.
 
-        Applies that are still remembered are taken back without the store; anything older is planned
-        from nothing.
+        Applies that are still remembered are taken back without the store; anything older is
+        planned from nothing.
 
         Args:
             version: Where to; what was held before the last apply when not given.
@@ -224,7 +224,7 @@ class Subscriber:
         return follow(self, stop=stop or Event(), every_version=every_version)
 
     def notify(self) -> None:
-        """Tell :meth:`follow` that there is something new, so that it need not wait for its poll."""
+        """Tell :meth:`follow` that there is something new, so that it need not wait to look."""
         self.told.set()
 
     def scrub(self) -> bool:

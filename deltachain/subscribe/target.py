@@ -48,8 +48,10 @@ class Target(Protocol):
         """What the target itself remembers to hold; ``None`` when it remembers nothing."""
 
     def state(self) -> StateDigest | None:
-        """State digest of the live bits, recomputed; ``None`` when there are none, or when tied
-        weights that should be equal are not."""
+        """State digest of the live bits, recomputed.
+
+        ``None`` when there are none, or when tied weights that should be equal are not.
+        """
 
     def prepare(self, delta: TensorDelta) -> Patch:
         """Compute from live bits what applying the delta will write."""
