@@ -21,7 +21,7 @@ class PublishConfig:
     """Where the chain lies: a folder, ``file:///folder`` or ``memory://name``."""
 
     encoding: Literal["step", "overwrite", "raw"] = "step"
-    """How deltas are written: ``step`` is half as large as ``overwrite``; ``raw`` opens anywhere."""
+    """How deltas are written: ``step`` is the smallest, ``raw`` opens in any safetensors reader."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``). Not given: each
@@ -35,8 +35,9 @@ class PublishConfig:
     """Folder whose configuration and tokenizer files travel with the chain, so that ``pull`` makes
     a checkpoint that loads. Not given: what the model and tokenizer at hand can write."""
 
-    anchor_factor: float = 1.5
-    """An anchor is added when a newcomer's cheapest plan costs more than this many anchors."""
+    anchor_factor: float = 3.0
+    """An anchor is added when a newcomer's cheapest plan costs more than this many anchors. At 1 %
+    density an anchor then comes every few hundred versions, and costs about half their deltas."""
 
     when_busy: Literal["cover", "wait"] = "cover"
     """What ``publish`` does while a version is in flight: leave the change to the next call, or

@@ -8,7 +8,7 @@ are compared there: the copy crosses over in chunks, and only what changed comes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deltachain.digest import digest_key
 from deltachain.kernels import device, host
+from deltachain.kernels.crossing import diff_across_
 from deltachain.kernels.reference import Changes
 from deltachain.names import TORCH_DTYPES
 from deltachain.publish.source import Source, Weight
@@ -23,9 +24,6 @@ from deltachain.types import Bits, StateDigest
 
 Diff: TypeAlias = Mapping[str, Changes]
 """What changed, by tensor name: only tensors that did."""
-
-DEVICE_CHUNK: Final = 1 << 25
-"""Elements that cross to the device at a time: 64 MiB of bf16, two of them in flight."""
 
 
 class Snapshot:
@@ -105,7 +103,7 @@ class Snapshot:
     def _diff(self, weight: Weight, kept: Tensor) -> Changes:
         tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
         if tensor.is_cuda or self._on_device:
-            return _diff_on_device(tensor, kept, wanted)
+            return diff_across_(device.bits_of(kept), tensor.view(-1), wanted)
         snapshot = _unsigned(kept)
         if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
             return host.cast_diff_(snapshot, tensor.view(-1).numpy())
@@ -130,41 +128,3 @@ def _unsigned(bits: Tensor) -> Bits:
     """The numpy view of integer bits on the host."""
     array = bits.numpy()
     return array.view(np.dtype(f"<u{array.itemsize}"))
-
-
-def _diff_on_device(tensor: Tensor, kept: Tensor, wanted: torch.dtype) -> Changes:
-    """Compare on the tensor's device, chunk by chunk; ``kept`` moves on."""
-    flat, snapshot = tensor.view(-1), device.bits_of(kept)
-    found = []
-    for at, staged in _staged(snapshot, tensor.device):
-        current = device.bits_of(flat[at : at + staged.numel()].to(wanted))
-        changed = device.diff(staged, current)
-        compact = (part.cpu() for part in changed)
-        indices, old, new = (part.numpy() for part in compact)
-        found.append(Changes(indices + at, *(a.view(f"<u{a.itemsize}") for a in (old, new))))
-    changes = Changes(*(np.concatenate(column) for column in zip(*found, strict=True)))
-    host.scatter_(_unsigned(kept), changes.indices, changes.new)
-    return changes
-
-
-def _staged(snapshot: Tensor, where: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Chunks of the snapshot on the device, each copied over while the last one is compared."""
-    starts = range(0, max(snapshot.numel(), 1), DEVICE_CHUNK)
-    if where.type != "cuda":
-        yield from ((at, snapshot[at : at + DEVICE_CHUNK].to(where)) for at in starts)
-        return
-    copies = torch.cuda.Stream(where)
-    compute = torch.cuda.current_stream(where)
-
-    def send(at: int) -> Tensor:
-        with torch.cuda.stream(copies):
-            return snapshot[at : at + DEVICE_CHUNK].to(where, non_blocking=True)
-
-    following = send(0)
-    for at in starts:
-        chunk = following
-        compute.wait_stream(copies)
-        if at + DEVICE_CHUNK < snapshot.numel():
-            following = send(at + DEVICE_CHUNK)
-        chunk.record_stream(compute)
-        yield at, chunk

@@ -37,7 +37,8 @@ NEEDS_A_PERSON: Final = (
 UNPROVEN: Final = (BaseMismatchError, PoisonedError)
 """After these the next plan starts from nothing."""
 
-LONGEST_WAIT_S: Final = 60.0
+MOST_POLLS: Final = 32
+"""Polls' worth of waiting after repeated failures, at most."""
 
 
 def follow(subscriber: Subscriber, *, stop: Event, every_version: bool) -> Iterator[ApplyReceipt]:
@@ -82,7 +83,7 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
     """Wait for the next poll, longer after each failure, or until told or stopped."""
     poll_s = subscriber.config.poll_s
-    wait_s = min(poll_s * 2 ** min(failures, 16), max(poll_s, LONGEST_WAIT_S))
+    wait_s = poll_s * min(2 ** min(failures, 8), MOST_POLLS)
     wait_s *= random.uniform(0.75, 1.25)  # noqa: S311 - spreads replicas, guards nothing
     if not stop.is_set() and subscriber.told.wait(wait_s):
         subscriber.told.clear()

@@ -1,0 +1,120 @@
+"""What the demo found, as tables and as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRow:
+    """One version, as trainer and follower saw it."""
+
+    version: int
+    step: int | None
+    density: float
+    nbytes: int
+    ratio: float
+    stage_ms: float
+    swap_ms: float
+    lag_versions: int
+    staleness_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """One comparison by the oracle: what was compared, and how many bits differ."""
+
+    what: str
+    elements: int
+    mismatching_bits: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoReport:
+    """Everything the demo measured.
+
+    Attributes:
+        versions: Versions of the chain, the first included.
+        mismatching_bits: Over all of ``judged``.
+        bytes_sent: All deltas.
+        anchor_bytes: All anchors.
+        bytes_dense: What full bf16 copies of the same versions would have been.
+        late_joiner_bytes: What a newcomer fetched.
+        late_joiner_plan: How.
+        verified: Whether ``deltachain verify`` passed.
+        seconds: The whole demo.
+        parameters: Elements of the model.
+        rows: The deltas.
+        judged: What the oracle compared.
+        texts: What the replica wrote, by occasion.
+    """
+
+    versions: int
+    mismatching_bits: int
+    bytes_sent: int
+    anchor_bytes: int
+    bytes_dense: int
+    late_joiner_bytes: int
+    late_joiner_plan: str
+    verified: bool
+    seconds: float
+    parameters: int
+    rows: tuple[VersionRow, ...]
+    judged: tuple[Judged, ...]
+    texts: dict[str, str]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, in JSON's types."""
+        return asdict(self)
+
+    def print(self, console: Console) -> None:
+        """Tables for a person."""
+        console.print(self._versions())
+        console.print(self._judged())
+        ratio = self.bytes_dense / max(1, self.bytes_sent + self.anchor_bytes)
+        equal = self.mismatching_bits == 0
+        color = "green" if equal and self.verified else "red"
+        checked = "chain verified" if self.verified else "chain NOT verified"
+        console.print(
+            f"{self.versions} versions of {self.parameters:,} parameters, "
+            f"{self.bytes_sent:,} B of deltas + {self.anchor_bytes:,} B of anchors; "
+            f"full copies: {self.bytes_dense:,} B ({ratio:.0f}x). "
+            f"A newcomer fetched {self.late_joiner_bytes:,} B.",
+            highlight=False,
+            soft_wrap=True,
+        )
+        console.print(
+            f"[bold {color}]{self.mismatching_bits:,} mismatching bits, {checked}[/], "
+            f"{self.seconds:.0f} s",
+            highlight=False,
+        )
+
+    def _versions(self) -> Table:
+        table = Table(title="Every version, trainer to follower")
+        for name in ("version", "step", "density", "bytes", "ratio", "stage", "swap", "lag"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            table.add_row(
+                str(row.version),
+                "-" if row.step is None else str(row.step),
+                f"{row.density:.2%}",
+                f"{row.nbytes:,}",
+                f"{row.ratio:.0f}x",
+                f"{row.stage_ms:.1f} ms",
+                f"{row.swap_ms:.2f} ms",
+                f"{row.lag_versions} / {row.staleness_s:.2f} s",
+            )
+        return table
+
+    def _judged(self) -> Table:
+        table = Table(title="The oracle: bits of the trainer against bits of the follower")
+        table.add_column("compared")
+        table.add_column("elements", justify="right")
+        table.add_column("mismatching bits", justify="right")
+        for judged in self.judged:
+            table.add_row(judged.what, f"{judged.elements:,}", f"{judged.mismatching_bits:,}")
+        return table

@@ -1,0 +1,233 @@
+"""The demo: real training on one side, a follower process on the other, a judge who knows neither.
+
+What a newcomer should see once: a chain that grows with training, a replica that follows it bit for
+bit while it generates, a latecomer, a rollback, and the proof.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from deltachain.chain import Chain
+from deltachain.checkpoint import Checkpoint
+from deltachain.demo import oracle
+from deltachain.demo.display import Bar, Display
+from deltachain.demo.pretrain import STEPS as PRETRAIN_STEPS
+from deltachain.demo.pretrain import pretrain
+from deltachain.demo.replica import DemoError, FollowerProcess
+from deltachain.demo.report import DemoReport, Judged, VersionRow
+from deltachain.demo.train import GrpoStep, run_grpo
+from deltachain.demo.witness import OracleCallback
+from deltachain.publish import DeltaChainCallback, PublishReceipt
+from deltachain.store import open_store
+from deltachain.subscribe import ApplyReceipt, Subscriber
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Folders and display of one run.
+
+    Attributes:
+        root: Everything that is made lies below it: ``base``, ``chain``, ``oracle``, ``follower``,
+            ``latecomer``. Trainer and follower share nothing but ``base`` and ``chain``.
+        steps: GRPO steps.
+        watched: Steps after which trainer and follower both write down what they hold.
+        display: For people.
+    """
+
+    root: Path
+    steps: int
+    watched: tuple[int, ...]
+    display: Display
+
+    @property
+    def url(self) -> str:
+        """Where the chain lies."""
+        return str(self.root / "chain")
+
+
+def run_demo(*, workdir: Path | None = None, steps: int = 20, json_output: bool = False) -> int:
+    """Run the demo; returns the exit code: 0 when not one bit differs.
+
+    Args:
+        workdir: Where to keep what is made; a temporary folder that is removed when not given.
+        steps: GRPO steps to take; version 0 comes before the first.
+        json_output: Print one JSON object instead of tables.
+
+    Raises:
+        DemoError: A part of the demo did not run.
+    """
+    console = Console(stderr=json_output)
+    with _folder(workdir) as root:
+        watched = tuple(sorted({1, max(1, steps // 2), steps}))
+        report = _run(Stage(root, steps, watched, Display(console)))
+    if json_output:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        report.print(console)
+    return 0 if report.mismatching_bits == 0 and report.verified else 1
+
+
+@contextmanager
+def _folder(workdir: Path | None) -> Iterator[Path]:
+    if workdir is None:
+        with tempfile.TemporaryDirectory(prefix="deltachain-demo-") as scratch:
+            yield Path(scratch)
+        return
+    if (workdir / "chain").exists():
+        raise DemoError(f"{workdir} holds a chain already", hint="give an empty folder")
+    workdir.mkdir(parents=True, exist_ok=True)
+    yield workdir
+
+
+def _run(stage: Stage) -> DemoReport:
+    start = time.monotonic()
+    _pretrain(stage)
+    receipts, heard = _train(stage)
+    newcomer = _join_late(stage)
+    judged = _judge(stage)
+    verified = _verify(stage)
+    head = Chain.open(open_store(stage.url)).head()
+    if head is None:
+        raise DemoError("the chain is empty")
+    dense = sum(spec.nbytes for spec in Checkpoint(stage.root / "base").specs.values())
+    applied = {line["version"]: line for line in heard if line["event"] == "applied"}
+    edges = (*head.manifest.recent, head.manifest.summary())
+    return DemoReport(
+        versions=head.version + 1,
+        mismatching_bits=sum(one.mismatching_bits for one in judged),
+        bytes_sent=sum(edge.nbytes for edge in edges if edge.kind == "delta"),
+        anchor_bytes=sum(edge.nbytes for edge in edges if edge.kind == "anchor"),
+        bytes_dense=dense * (head.version + 1),
+        late_joiner_bytes=newcomer.nbytes,
+        late_joiner_plan=newcomer.plan,
+        verified=verified,
+        seconds=time.monotonic() - start,
+        parameters=head.manifest.numel,
+        rows=tuple(_row(receipt, applied[receipt.version], dense) for receipt in receipts),
+        judged=judged,
+        texts={f"{line['event']} {line['version']}": line["text"] for line in heard},
+    )
+
+
+def _pretrain(stage: Stage) -> None:
+    with stage.display.phase("pretrain", PRETRAIN_STEPS) as bar:
+        report = pretrain(
+            stage.root / "base", progress=lambda step, _, loss: bar.at(step, f"loss {loss:.2f}")
+        )
+        bar.at(PRETRAIN_STEPS)
+    stage.display.say(
+        f"  a Qwen3 of {report.parameters:,} parameters read {report.tokens:,} tokens: "
+        f"loss {report.loss_start:.2f} to {report.loss_end:.2f}"
+    )
+
+
+def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
+    """GRPO with the callback attached, while the follower process follows."""
+    with stage.display.phase("GRPO", stage.steps) as bar:
+        follower = FollowerProcess(
+            stage.url,
+            stage.root / "base",
+            stage.root / "follower",
+            stage.watched,
+            lambda event: _show(bar, stage.steps, event),
+        )
+        try:
+            follower.wait_until_ready()
+            callback = DeltaChainCallback(stage.url, when_busy="wait")
+            witness = OracleCallback(stage.root / "oracle", steps=stage.watched)
+
+            def at_step(step: GrpoStep) -> None:
+                bar.at(step.step, f"trainer: step {step.step}, reward {step.reward:.2f}")
+
+            run_grpo(
+                stage.root / "base",
+                callbacks=[callback, witness],
+                steps=stage.steps,
+                progress=at_step,
+            )
+            versions = {receipt.step: receipt.version for receipt in callback.receipts}
+            follower.finish(last=versions[stage.steps], back_to=versions[stage.watched[-2]])
+        finally:
+            follower.kill()
+    return callback.receipts, follower.lines
+
+
+def _show(bar: Bar, steps: int, event: dict[str, Any]) -> None:
+    """A line for what the follower did, where it is worth one."""
+    step = event.get("step")
+    if event["event"] == "ready":
+        bar.say("  [cyan]follower[/] is up, and waits for the chain")
+    elif event["event"] != "applied" or step is None or step % max(1, steps // 4) == 0:
+        at = f"[cyan]follower[/] {event['event']:<11} version {event['version']:>2}"
+        bar.say(f"  {at}: [dim]{event['text']}[/]")
+
+
+def _join_late(stage: Stage) -> ApplyReceipt:
+    """What somebody fetches who comes when training is over, and has nothing."""
+    with Subscriber(stage.url, stage.root / "latecomer") as subscriber:
+        receipt = subscriber.update()
+    if receipt is None:
+        raise DemoError("the latecomer found nothing to fetch")
+    stage.display.say(f"  [cyan]latecomer[/] {receipt.plan}")
+    return receipt
+
+
+def _judge(stage: Stage) -> tuple[Judged, ...]:
+    """Have the oracle compare, in a process that does not know deltachain."""
+    last, middle = stage.watched[-1], stage.watched[-2]
+    follower = stage.root / "follower"
+    cases = [
+        (step, f"follower at step {step}", follower / f"step-{step}") for step in stage.watched
+    ]
+    cases += [
+        (middle, f"follower rolled back to step {middle}", follower / "rollback"),
+        (last, f"follower released, at step {last}", follower / "released"),
+        (last, f"latecomer at step {last}", stage.root / "latecomer"),
+    ]
+    return tuple(_compare(stage, step, what, held) for step, what, held in cases)
+
+
+def _compare(stage: Stage, step: int, what: str, held: Path) -> Judged:
+    dump = OracleCallback(stage.root / "oracle", steps=()).path(step)
+    command = [sys.executable, oracle.__file__, "compare", str(dump), str(held)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if not done.stdout:
+        raise DemoError(f"the oracle could not compare {what}", hint=done.stderr.strip())
+    found = json.loads(done.stdout)
+    return Judged(what=what, elements=found["elements"], mismatching_bits=found["mismatching_bits"])
+
+
+def _verify(stage: Stage) -> bool:
+    """``deltachain verify``, as anybody would run it."""
+    program = "from deltachain.cli import main; main()"
+    command = [sys.executable, "-c", program, "verify", stage.url, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode != 0:
+        stage.display.say(f"[red]deltachain verify: {done.stderr.strip()}")
+    return done.returncode == 0
+
+
+def _row(receipt: PublishReceipt, applied: dict[str, Any], dense: int) -> VersionRow:
+    return VersionRow(
+        version=receipt.version,
+        step=receipt.step,
+        density=receipt.density,
+        nbytes=receipt.nbytes,
+        ratio=dense / max(1, receipt.nbytes),
+        stage_ms=applied["stage_ms"],
+        swap_ms=applied["swap_ms"],
+        lag_versions=applied["lag_versions"],
+        staleness_s=applied["staleness_s"],
+    )

@@ -1,0 +1,1 @@
+"""Contracts that several implementations are held to."""

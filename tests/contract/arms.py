@@ -1,0 +1,92 @@
+"""The implementations that the kernel contract is run against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.kernels import crossing, device
+from deltachain.kernels.reference import Changes, SplitSteps
+from deltachain.types import Bits, Indices, StateDigest
+
+
+class DeviceArm:
+    """``kernels.device`` on one torch device."""
+
+    def __init__(self, where: str) -> None:
+        self._where = torch.device(where)
+
+    def diff_(self, snapshot: Bits, current: Bits) -> Changes:
+        bits = self.send(snapshot)
+        changes = _changes(device.diff_(bits, self.send(current)), snapshot)
+        snapshot[:] = _receive(bits, snapshot)
+        return changes
+
+    def cast_diff_(self, snapshot: Bits, master: Any) -> Changes:
+        bits = self.send(snapshot)
+        found = device.cast_diff_(bits, torch.from_numpy(master).to(self._where))
+        snapshot[:] = _receive(bits, snapshot)
+        return _changes(found, snapshot)
+
+    def decode_gaps(self, gaps: Bits) -> Indices:
+        wide = gaps if gaps.dtype == np.uint8 else gaps.astype(np.int32)
+        return device.decode_gaps(torch.from_numpy(wide).to(self._where)).cpu().numpy()
+
+    def join_steps(self, split: SplitSteps) -> Bits:
+        parts = (split.negative, split.exception, split.magnitude)
+        negative, exception, magnitude = (torch.from_numpy(p).to(self._where) for p in parts)
+        wide = self.send(split.wide)
+        return _receive(device.join_steps(negative, exception, magnitude, wide), split.wide)
+
+    def digest(self, key: tuple[int, int], bits: Bits, start: int) -> StateDigest:
+        return device.digest(key, self.send(bits), start)
+
+    def digest_at(self, key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
+        return device.digest_at(key, torch.from_numpy(indices).to(self._where), self.send(bits))
+
+    def gather(self, weights: Bits, indices: Indices) -> Bits:
+        at = torch.from_numpy(indices).to(self._where)
+        return _receive(device.gather(self.send(weights), at), weights)
+
+    def scatter_(self, weights: Bits, indices: Indices, bits: Bits) -> None:
+        live = self.send(weights)
+        device.scatter_(live, torch.from_numpy(indices).to(self._where), self.send(bits))
+        weights[:] = _receive(live, weights)
+
+    def send(self, bits: Bits) -> Tensor:
+        """Bits as the device kernels take them."""
+        signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
+        return torch.from_numpy(signed.copy()).to(self._where)
+
+
+class CrossingArm(DeviceArm):
+    """``kernels.crossing``: snapshot on the host, weights on a device."""
+
+    def diff_(self, snapshot: Bits, current: Bits) -> Changes:
+        weights = self.send(current)
+        return crossing.diff_across_(_pinned(snapshot, self._where), weights, weights.dtype)
+
+    def cast_diff_(self, snapshot: Bits, master: Any) -> Changes:
+        weights = torch.from_numpy(master).to(self._where)
+        return crossing.diff_across_(_pinned(snapshot, self._where), weights, torch.bfloat16)
+
+
+def _pinned(snapshot: Bits, where: torch.device) -> Tensor:
+    """The snapshot itself, its pages locked where a device copies from them."""
+    signed = snapshot if snapshot.itemsize == 1 else snapshot.view(f"<i{snapshot.itemsize}")
+    tensor = torch.from_numpy(signed)
+    if where.type == "cuda" and tensor.numel():
+        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    return tensor
+
+
+def _receive(bits: Tensor, like: Bits) -> Bits:
+    return bits.cpu().numpy().view(like.dtype)
+
+
+def _changes(found: device.DeviceChanges, like: Bits) -> Changes:
+    indices = found.indices.cpu().numpy()
+    return Changes(indices, _receive(found.old, like), _receive(found.new, like))

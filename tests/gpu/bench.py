@@ -1,0 +1,111 @@
+"""What the device kernels cost beside their floors, on one card, in one run.
+
+Every figure is the median of several timed repetitions after one that is not; ratios are floors
+divided by ours, so 1.0 is as good as the floor.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltachain.kernels import crossing, device
+from deltachain.kernels.reference import encode_gaps
+
+NUMEL = 1 << 28
+DENSITY = 0.01
+REPEATS = 7
+KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
+
+
+def bench(where: str, numel: int = NUMEL) -> dict[str, Any]:
+    """Times in seconds, throughputs in GB/s of bf16, nanoseconds a change, and ratios to floors.
+
+    Args:
+        where: A torch device; ``cpu`` to try the benchmark itself.
+        numel: Elements of the tensor.
+    """
+    torch.manual_seed(0)
+    current = torch.randint(-(1 << 15), 1 << 15, (numel,), dtype=torch.int16, device=where)
+    changed = (torch.rand(numel, device=where) < DENSITY).nonzero().view(-1)
+    snapshot = current.clone()
+    snapshot[changed] += 1
+    found = device.diff(snapshot, current)
+    figures = {"numel": numel, "nnz": changed.numel(), "density": changed.numel() / numel}
+    return figures | _detect(snapshot, current) | _apply(snapshot, found) | _decode(found)
+
+
+def _detect(snapshot: Tensor, current: Tensor) -> dict[str, float]:
+    """The diff against reading both sides; across, against copying the snapshot over."""
+    numel = snapshot.numel()
+    kept = snapshot.cpu()
+    kept = kept.pin_memory() if snapshot.is_cuda else kept
+    target = torch.empty_like(snapshot)
+    floor_s = _seconds(lambda: torch.equal(snapshot, current), snapshot)
+    copy_s = _seconds(lambda: target.copy_(kept, non_blocking=True), snapshot)
+    diff_s = _seconds(lambda: device.diff(snapshot, current), snapshot)
+    across_s = _seconds(lambda: crossing.diff_across_(kept.clone(), current, torch.int16), snapshot)
+    clone_s = _seconds(kept.clone, snapshot)
+    digest_s = _seconds(lambda: device.digest(KEY, current), snapshot)
+    return {
+        "diff_gbps": 2 * numel / diff_s / 1e9,
+        "diff_over_read_both": floor_s / diff_s,
+        "across_gbps": 2 * numel / (across_s - clone_s) / 1e9,
+        "across_over_copy": copy_s / (across_s - clone_s),
+        "digest_gbps": 2 * numel / digest_s / 1e9,
+    }
+
+
+def _apply(weights: Tensor, found: device.DeviceChanges) -> dict[str, float]:
+    """Staging and swapping against one bare ``index_copy_``."""
+    live, nnz = weights.clone(), found.indices.numel()
+    steps = found.new - found.old
+
+    def stage() -> None:
+        old = device.gather(live, found.indices)
+        new = device.new_bits(old, steps, absolute=False)
+        device.digest_at(KEY, found.indices, new)
+        device.digest_at(KEY, found.indices, old)
+
+    bare_s = _seconds(lambda: live.index_copy_(0, found.indices, found.new), live)
+    swap_s = _seconds(lambda: device.scatter_(live, found.indices, found.new), live)
+    stage_s = _seconds(stage, live)
+    return {
+        "swap_ns_per_change": 1e9 * swap_s / nnz,
+        "swap_over_index_copy": bare_s / swap_s,
+        "stage_ns_per_change": 1e9 * stage_s / nnz,
+    }
+
+
+def _decode(found: device.DeviceChanges) -> dict[str, float]:
+    """Prefix sums over gaps, and steps from their streams."""
+    nnz = found.indices.numel()
+    gaps = torch.from_numpy(encode_gaps(found.indices.cpu().numpy(), 1)).to(found.indices.device)
+    negative = (found.new - found.old) < 0
+    exception = torch.zeros_like(negative)
+    empty = torch.empty(0, dtype=torch.uint8, device=gaps.device)
+    wide = torch.empty(0, dtype=torch.int16, device=gaps.device)
+    gaps_s = _seconds(lambda: device.decode_gaps(gaps), gaps)
+    steps_s = _seconds(lambda: device.join_steps(negative, exception, empty, wide), gaps)
+    return {"gaps_ns_per_change": 1e9 * gaps_s / nnz, "steps_ns_per_change": 1e9 * steps_s / nnz}
+
+
+def _seconds(work: Callable[[], object], like: Tensor) -> float:
+    """Median seconds of ``work``, waiting for the device on both sides."""
+
+    def once() -> float:
+        if like.is_cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        if like.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    once()
+    return statistics.median(once() for _ in range(REPEATS))

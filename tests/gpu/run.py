@@ -1,0 +1,54 @@
+"""``make test-gpu`` and ``make bench-gpu``: the device kernels on a CUDA card.
+
+Runs on a machine that has only torch, numpy and a card: no pytest, no other package of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+
+from tests.contract.arms import CrossingArm, DeviceArm
+from tests.contract.kernels import CHECKS
+from tests.gpu.bench import bench
+
+
+def main() -> int:
+    """Run what the command line names."""
+    if len(sys.argv) != 2 or sys.argv[1] not in ("test", "bench"):
+        sys.stderr.write("usage: python -m tests.gpu.run test|bench\n")
+        return 2
+    if not torch.cuda.is_available():
+        sys.stderr.write("no CUDA device: nothing was tested\n")
+        return 1
+    card = torch.cuda.get_device_name()
+    if sys.argv[1] == "bench":
+        sys.stdout.write(json.dumps({"device": card, **bench("cuda")}, indent=2) + "\n")
+        return 0
+    return _test(card)
+
+
+def _test(card: str) -> int:
+    """Every check on every arm; the last line is one that test runners are known by."""
+    failed = passed = 0
+    for arm in (DeviceArm("cuda"), CrossingArm("cuda")):
+        for check in CHECKS:
+            start = time.perf_counter()
+            name = f"{type(arm).__name__}.{check.__name__}"
+            try:
+                check(arm)
+            except AssertionError as exc:
+                failed += 1
+                sys.stdout.write(f"FAILED {name}: {exc}\n")
+            else:
+                passed += 1
+                sys.stdout.write(f"ok     {name} {time.perf_counter() - start:.2f} s\n")
+    sys.stdout.write(f"on {card}\n{passed} passed, {failed} failed\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

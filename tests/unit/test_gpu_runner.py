@@ -1,0 +1,35 @@
+"""The GPU runner works where there is no card, as far as it can."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.gpu.bench import bench
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_benchmark_runs_on_any_torch_device() -> None:
+    figures = bench("cpu", numel=1 << 16)
+    assert figures["nnz"] > 0
+    assert all(isinstance(value, float | int) for value in figures.values())
+
+
+def test_without_a_card_the_runner_says_so_and_fails() -> None:
+    command = [sys.executable, "-m", "tests.gpu.run", "test"]
+    blind = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=blind, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no CUDA device" in done.stderr
+
+
+def test_the_runner_needs_only_torch_and_numpy() -> None:
+    code = "import sys, tests.gpu.run; print(sorted(m.partition('.')[0] for m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for package in ("blake3", "msgspec", "zstandard", "safetensors", "pytest", "rich"):
+        assert f"'{package}'" not in done.stdout
