@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from deltachain import keys
 from deltachain.codec import ENCODINGS
@@ -26,7 +25,6 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.manifest import (
-    WINDOW,
     Edge,
     EdgeRecord,
     EdgeSummary,
@@ -45,9 +43,7 @@ from deltachain.manifest import (
 from deltachain.plan import Plan, make_plan
 from deltachain.store import Store
 from deltachain.types import StateDigest, Version
-
-ANCHORS_LISTED: Final = 2
-"""Edges from nothing that every manifest lists, however old they are."""
+from deltachain.window import covers, edge_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,7 +278,10 @@ class Chain:
         committed = self.read(summary.version)
         manifest = committed.manifest
         if not summary.record:
-            return manifest.edge
+            return _own_parts(manifest.edge, manifest.version)
+        key = keys.edge_key(summary.version, summary.kind, summary.base)
+        if summary.record != key:
+            raise MalformedError(f"{key}: is listed as {summary.record!r}", key=key)
         data = self.store.get(summary.record)
         _check(data, summary.digest, summary.record)
         record = unseal(data, EdgeRecord, key=summary.record)
@@ -291,7 +290,7 @@ class Chain:
                 f"{summary.record}: leads to another state than version {manifest.version}",
                 key=summary.record,
             )
-        return record.edge
+        return _own_parts(record.edge, manifest.version)
 
     def plan(
         self, held: Version | None, target: Committed, *, avoid: Collection[EdgeSummary] = ()
@@ -311,15 +310,15 @@ class Chain:
         version = target.version
         later = self.find(version + 1)  # lists the anchor of this version, if it has one
         manifests = [later, target] if later else [target]
-        edges = {_identity(e): e for e in self._hint().anchors if e.version <= version}
+        edges = {edge_id(e): e for e in self._hint().anchors if e.version <= version}
         oldest = target.manifest
         while True:
             for committed in manifests:
                 own = committed.manifest.summary()
                 for edge in (*committed.manifest.recent, own):
                     if edge.version <= version:
-                        edges[_identity(edge)] = edge
-            covered = _covered(edges.values(), held, version, oldest.window_from)
+                        edges[edge_id(edge)] = edge
+            covered = covers(edges.values(), held, version, oldest.window_from)
             if covered or oldest.version == 0:
                 try:
                     usable = [edge for edge in edges.values() if edge not in avoid]
@@ -354,45 +353,19 @@ class Chain:
             return Head(version=0)
 
 
-def window(parent: Committed | None, added: Iterable[EdgeSummary] = ()) -> tuple[EdgeSummary, ...]:
-    """The recent edges that the manifest after ``parent`` lists.
-
-    Args:
-        parent: The manifest before.
-        added: Edges recorded since ``parent`` was committed.
-    """
-    if parent is None:
-        return ()
-    known = (*parent.manifest.recent, parent.manifest.summary(), *added)
-    edges = sorted({_identity(edge): edge for edge in known}.values(), key=_identity)
-    first = window_from(parent.version + 1)
-    from_nothing = [edge for edge in edges if edge.base is None][-ANCHORS_LISTED:]
-    return tuple(edge for edge in edges if edge.version >= first or edge in from_nothing)
-
-
-def window_from(version: Version) -> Version:
-    """The oldest version whose edges the manifest of ``version`` lists completely."""
-    return max(0, version - WINDOW)
-
-
-def _identity(edge: EdgeSummary) -> tuple[int, str, int, str]:
-    return edge.version, edge.kind, -1 if edge.base is None else edge.base, edge.record
-
-
-def _covered(
-    edges: Iterable[EdgeSummary], held: Version | None, version: Version, reached: Version
-) -> bool:
-    """Whether every edge that a good plan needs is among those known back to ``reached``."""
-    if held is not None and held <= version:
-        return reached <= held
-    starts = [edge.version for edge in edges if edge.base is None and edge.version <= version]
-    return bool(starts) and reached <= max(starts)
-
-
 def _check(data: bytes, expected: str, key: str) -> None:
     actual = object_digest(data)
     if actual != expected:
         raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
+
+
+def _own_parts(edge: Edge, version: Version) -> Edge:
+    """Refuse an edge whose parts lie where no part of its version can."""
+    for ref in edge.parts:
+        if keys.version_of(ref.key) != version:
+            key = keys.manifest_key(version)
+            raise MalformedError(f"{key}: names {ref.key!r} as a part", key=key)
+    return edge
 
 
 def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:

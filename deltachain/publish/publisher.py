@@ -11,7 +11,12 @@ from typing import Self, TypeAlias
 
 from torch import nn
 
-from deltachain.errors import ConfigError, StoreUnavailableError
+from deltachain.errors import (
+    ConfigError,
+    DeltaChainError,
+    PublisherFencedError,
+    StoreUnavailableError,
+)
 from deltachain.publish.assets import collect_assets
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.receipt import PublishReceipt
@@ -52,6 +57,7 @@ class Publisher:
         self._waiting: list[Published] = []
         self._waiting_step: int | None = None
         self._unsettled: Diff | None = None
+        self._fenced: PublisherFencedError | None = None
 
     def attach(self, model: nn.Module, *, assets: Mapping[str, bytes] | None = None) -> Self:
         """Begin or continue the chain, so that its newest version is the model as it is now.
@@ -153,16 +159,30 @@ class Publisher:
         return self._session
 
     def _land(self) -> None:
-        """Wait for the version in flight; its failure is raised once, or logged."""
+        """Wait for the version in flight; its failure is raised, or logged."""
         flight, self._in_flight = self._in_flight, None
         error = flight.exception() if flight is not None else None
-        if error is None:
+        if isinstance(error, PublisherFencedError):
+            self._fenced = error
+        elif error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Raise what went wrong, or log it and leave those who wait to the next version."""
+        if self.config.on_error == "warn" and isinstance(error, DeltaChainError):
+            logger.warning("publish failed, the next version makes up for it: %s", error)
             return
+        for future in self._take_waiting():
+            future.set_exception(error)
+        raise error
+
+    def _stop(self, error: PublisherFencedError) -> None:
+        """Another publisher owns the chain: nothing that waits will ever be committed."""
+        for future in self._take_waiting():
+            future.set_exception(error)
         if self.config.on_error == "raise":
-            for future in self._take_waiting():
-                future.set_exception(error)
             raise error
-        logger.warning("publish failed, the next version makes up for it: %s", error)
+        logger.warning("not published: %s", error)
 
     def _take_waiting(self) -> list[Published]:
         waiting, self._waiting = self._waiting, []
@@ -170,15 +190,28 @@ class Publisher:
 
     def _launch(self, session: Session) -> None:
         """Take the diff, and send it on its way."""
-        if self._unsettled is not None:
-            unsettled, self._unsettled = self._unsettled, None
-            if session.writer.settle():
-                session.snapshot.redo(unsettled)
+        try:
+            self._settle(session)
+        except PublisherFencedError as error:
+            self._fenced = error
+        except StoreUnavailableError as error:
+            self._fail(error)
+            return
+        if self._fenced is not None:
+            self._stop(self._fenced)
+            return
         start = time.perf_counter()
         diff = session.snapshot.diff_()
         diff_s = time.perf_counter() - start
         covered, step = self._take_waiting(), self._waiting_step
         self._in_flight = self._pool.submit(self._run, session, diff, step, diff_s, covered)
+
+    def _settle(self, session: Session) -> None:
+        """Find out whether a commit whose reply was lost has happened."""
+        if self._unsettled is not None:
+            if session.writer.settle():
+                session.snapshot.redo(self._unsettled)
+            self._unsettled = None
 
     def _run(
         self,

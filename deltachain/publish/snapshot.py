@@ -67,7 +67,7 @@ class Snapshot:
     def diff_(self) -> dict[str, Changes]:
         """Find what changed since the last call, and move the snapshot on."""
         found = {}
-        for weight in self._source.weights:
+        for weight in self._source.now():
             kept = self._kept.get(weight.spec.name)
             if kept is None:
                 continue

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ class Weight:
 
     Attributes:
         spec: Checkpoint name, wire dtype, shape.
-        tensor: The live parameter or buffer.
+        tensor: The parameter or buffer, as it was when the model was walked.
         frozen: Whether training leaves it alone: then it is in anchors and digests only.
     """
 
@@ -42,6 +42,25 @@ class Source:
 
     weights: tuple[Weight, ...]
     aliases: Mapping[str, str]
+    model: nn.Module
+
+    def now(self) -> Iterator[Weight]:
+        """The weights as the model has them now: loading a state may have replaced tensors.
+
+        Raises:
+            ConfigError: A weight is gone, has another shape or dtype, or is no longer frozen.
+        """
+        live = dict(named_tensors(self.model))
+        for weight in self.weights:
+            name, then, tensor = weight.spec.name, weight.tensor, live.get(weight.spec.name)
+            if tensor is None or (tensor.shape, tensor.dtype) != (then.shape, then.dtype):
+                raise ConfigError(f"{name!r} is not what it was when the publisher was attached")
+            if weight.frozen and tensor.requires_grad:
+                raise ConfigError(
+                    f"{name!r} was frozen when the publisher was attached, and is trained now",
+                    hint="decide what is frozen before attaching",
+                )
+            yield replace(weight, tensor=tensor)
 
     def table(self) -> Table:
         """The chain's tensor table."""
@@ -80,7 +99,7 @@ def walk(model: nn.Module, *, dtype: str | None = None, checkpoint: Path | None 
     if not weights:
         raise ConfigError("the model has no weights")
     _refuse_renamed(model, weights)
-    return Source(weights, aliases)
+    return Source(weights, aliases, model)
 
 
 def _refuse(name: str, tensor: Tensor) -> None:

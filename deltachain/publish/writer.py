@@ -8,11 +8,12 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deltachain.chain import Chain, Committed, window, window_from
+from deltachain.chain import Chain, Committed
 from deltachain.errors import BrokenChainError, PublisherFencedError, StoreUnavailableError
 from deltachain.manifest import Edge, EdgeSummary, Manifest
 from deltachain.plan import cost_of
 from deltachain.types import StateDigest, Version
+from deltachain.window import window, window_from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,11 +79,13 @@ class Writer:
 
         Raises:
             PublisherFencedError: Another publisher has committed that version.
+            StoreUnavailableError: It still can not be told; ask again.
         """
-        manifest, self._uncertain = self._uncertain, None
+        manifest = self._uncertain
         if manifest is None:
             return False
         found = self.chain.find(manifest.version)
+        self._uncertain = None
         if found is None:
             return False
         if found.manifest.commit_id != manifest.commit_id:
@@ -124,7 +127,7 @@ class Writer:
             nnz=draft.nnz,
             numel=self._numel,
             edge=edge,
-            recent=window(parent, self._added),
+            recent=window(parent.manifest if parent else None, self._added),
             window_from=window_from(draft.version),
             metadata=self._metadata,
         )

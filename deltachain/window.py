@@ -1,0 +1,58 @@
+"""The recent edges that a manifest lists, so that a planner need not read every manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from deltachain.manifest import EdgeSummary, Manifest
+from deltachain.types import Version
+
+WINDOW: Final = 64
+"""Versions whose edges a manifest lists completely."""
+
+ANCHORS_LISTED: Final = 2
+"""Edges from nothing that every manifest lists, however old they are."""
+
+
+def window(parent: Manifest | None, added: Iterable[EdgeSummary] = ()) -> tuple[EdgeSummary, ...]:
+    """The recent edges that the manifest after ``parent`` lists, oldest first.
+
+    Args:
+        parent: The manifest before.
+        added: Edges recorded since ``parent`` was committed.
+    """
+    if parent is None:
+        return ()
+    known = (*parent.recent, parent.summary(), *added)
+    edges = sorted({edge_id(edge): edge for edge in known}.values(), key=edge_id)
+    first = window_from(parent.version + 1)
+    from_nothing = [edge for edge in edges if edge.base is None][-ANCHORS_LISTED:]
+    return tuple(edge for edge in edges if edge.version >= first or edge in from_nothing)
+
+
+def window_from(version: Version) -> Version:
+    """The oldest version whose edges the manifest of ``version`` lists completely."""
+    return max(0, version - WINDOW)
+
+
+def edge_id(edge: EdgeSummary) -> tuple[int, str, int, str]:
+    """What tells one edge from another; sorts by version."""
+    return edge.version, edge.kind, -1 if edge.base is None else edge.base, edge.record
+
+
+def covers(
+    edges: Iterable[EdgeSummary], held: Version | None, version: Version, reached: Version
+) -> bool:
+    """Whether edges that are known back to version ``reached`` hold all that a good plan needs.
+
+    Args:
+        edges: What is known.
+        held: Where the plan starts; ``None`` for nothing.
+        version: Where it leads.
+        reached: The oldest version whose edges are all known.
+    """
+    if held is not None and held <= version:
+        return reached <= held
+    starts = [edge.version for edge in edges if edge.base is None and edge.version <= version]
+    return bool(starts) and reached <= max(starts)
