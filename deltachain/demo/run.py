@@ -41,12 +41,14 @@ class Stage:
     Attributes:
         root: Everything that is made lies below it: ``base``, ``chain``, ``oracle``, ``follower``,
             ``latecomer``. Trainer and follower share nothing but ``base`` and ``chain``.
+        pretrain_steps: Steps of pretraining.
         steps: GRPO steps.
         watched: Steps after which trainer and follower both write down what they hold.
         display: For people.
     """
 
     root: Path
+    pretrain_steps: int
     steps: int
     watched: tuple[int, ...]
     display: Display
@@ -57,13 +59,20 @@ class Stage:
         return str(self.root / "chain")
 
 
-def run_demo(*, workdir: Path | None = None, steps: int = 20, json_output: bool = False) -> int:
+def run_demo(
+    *,
+    workdir: Path | None = None,
+    steps: int = 20,
+    json_output: bool = False,
+    pretrain_steps: int = PRETRAIN_STEPS,
+) -> int:
     """Run the demo; returns the exit code: 0 when not one bit differs.
 
     Args:
         workdir: Where to keep what is made; a temporary folder that is removed when not given.
         steps: GRPO steps to take; version 0 comes before the first.
         json_output: Print one JSON object instead of tables.
+        pretrain_steps: Steps of pretraining before; fewer make weights less like trained ones.
 
     Raises:
         DemoError: A part of the demo did not run.
@@ -71,7 +80,7 @@ def run_demo(*, workdir: Path | None = None, steps: int = 20, json_output: bool 
     console = Console(stderr=json_output)
     with _folder(workdir) as root:
         watched = tuple(sorted({1, max(1, steps // 2), steps}))
-        report = _run(Stage(root, steps, watched, Display(console)))
+        report = _run(Stage(root, pretrain_steps, steps, watched, Display(console)))
     if json_output:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
@@ -122,11 +131,13 @@ def _run(stage: Stage) -> DemoReport:
 
 
 def _pretrain(stage: Stage) -> None:
-    with stage.display.phase("pretrain", PRETRAIN_STEPS) as bar:
+    with stage.display.phase("pretrain", stage.pretrain_steps) as bar:
         report = pretrain(
-            stage.root / "base", progress=lambda step, _, loss: bar.at(step, f"loss {loss:.2f}")
+            stage.root / "base",
+            steps=stage.pretrain_steps,
+            progress=lambda step, _, loss: bar.at(step, f"loss {loss:.2f}"),
         )
-        bar.at(PRETRAIN_STEPS)
+        bar.at(stage.pretrain_steps)
     stage.display.say(
         f"  a Qwen3 of {report.parameters:,} parameters read {report.tokens:,} tokens: "
         f"loss {report.loss_start:.2f} to {report.loss_end:.2f}"

@@ -1,0 +1,42 @@
+"""The demo, with real training, a real follower process and the oracle; shorter than a person's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deltachain.demo.replica import DemoError
+from deltachain.demo.run import run_demo
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+
+
+def test_the_demo_ends_with_no_mismatching_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = run_demo(workdir=tmp_path, steps=4, pretrain_steps=20, json_output=True)
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert code == 0, captured.err
+    assert report["versions"] == 5
+    assert report["mismatching_bits"] == 0
+    assert report["verified"]
+    assert [row["step"] for row in report["rows"]] == [1, 2, 3, 4]
+    assert len(report["judged"]) == 6
+    assert all(judged["elements"] == report["parameters"] for judged in report["judged"])
+    assert report["bytes_sent"] == sum(row["nbytes"] for row in report["rows"])
+    assert report["bytes_dense"] == 5 * 2 * report["parameters"]
+    assert report["late_joiner_bytes"] == report["bytes_sent"] + report["anchor_bytes"]
+
+
+def test_a_folder_that_holds_a_chain_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "chain").mkdir()
+    with pytest.raises(DemoError, match="holds a chain already"):
+        run_demo(workdir=tmp_path, steps=1)
+    assert list(tmp_path.iterdir()) == [tmp_path / "chain"]
