@@ -1,0 +1,260 @@
+"""Applying a delta: what is done while an engine serves, and what is done in its pause.
+
+The swap writes staged bits in place; what nothing written with torch beats is a bare
+``index_copy_`` of as many elements. Staging reads the part, verifies every frame, decodes, gathers
+the old bits and proves the state digest. Both sides are exact, and proven to be before any timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.bench import report
+from deltachain.bench.detect import Data
+from deltachain.bench.timing import Candidate, Timings, one_core, round_robin, say
+from deltachain.codec import Change, Part, encode_part
+from deltachain.delta import TensorDelta
+from deltachain.digest import digest_key
+from deltachain.kernels import host
+from deltachain.kernels.device import bits_of
+from deltachain.subscribe.patch import Patch, write
+from deltachain.subscribe.target import Held
+from deltachain.subscribe.tensors import TensorTarget
+from deltachain.types import Bits, Indices, StateDigest, TensorSpec
+
+TENSORS: Final = 16
+NUMEL: Final = 1 << 22
+"""Elements a tensor."""
+DENSITY: Final = 0.012
+ROUNDS: Final = 20
+AIM: Final = 2.0
+"""Most time that a swap may take, in times of the bare ``index_copy_``."""
+
+BARE: Final = "torch index_copy_, bare"
+SWAP: Final = "swap"
+UNDO: Final = "undo"
+STAGE: Final = "stage: read, verify, decode, gather, digest"
+WHOLE: Final = "stage and swap"
+HELD: Final = Held(chain="", version=1, epoch=0, manifest="", state="")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """One tensor before and after, live and as a delta.
+
+    Attributes:
+        spec: What it is called.
+        live: What is written.
+        old: Bits before, where it changes.
+        new: Bits after, where it changes.
+        indices: Where it changes.
+    """
+
+    spec: TensorSpec
+    live: Tensor
+    old: Bits
+    new: Bits
+    indices: Indices
+
+    @property
+    def bits(self) -> Bits:
+        """The live bits."""
+        return bits_of(self.live).numpy().view(np.uint16)
+
+    def put(self, bits: Bits) -> None:
+        """Set what changes, without any of the code under test."""
+        self.bits[self.indices] = bits
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A dict of tensors one version behind, and the part that brings them forward."""
+
+    tensors: Sequence[Tensors]
+    target: TensorTarget
+    data: bytes
+    change: StateDigest
+
+    @classmethod
+    def generate(cls, tensors: int, numel: int, density: float) -> Scene:
+        """Normal weights, of which ``density`` moved by one unit in the last place."""
+        made, changes, total = [], [], StateDigest()
+        for number in range(tensors):
+            data = Data.generate(numel, density, seed=number)
+            spec = TensorSpec(f"model.layers.{number}.weight", "BF16", (numel,))
+            live = torch.from_numpy(data.snapshot.view(np.int16)).view(torch.bfloat16)
+            new = data.current[data.indices]
+            made.append(Tensors(spec, live, data.old, new, data.indices))
+            key = digest_key(spec)
+            change = host.digest_at(key, data.indices, new)
+            change -= host.digest_at(key, data.indices, data.old)
+            delta = TensorDelta(spec=spec, indices=data.indices, values=new - data.old)
+            changes.append(Change(delta, change))
+            total += change
+        target = TensorTarget({tensor.spec.name: tensor.live for tensor in made})
+        target.bind({tensor.spec.name: tensor.spec for tensor in made}, {})
+        return cls(made, target, encode_part(changes).data, total)
+
+    @property
+    def nnz(self) -> int:
+        """Elements that change."""
+        return sum(tensor.indices.size for tensor in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        """Elements in all."""
+        return sum(tensor.spec.numel for tensor in self.tensors)
+
+    def put_old(self) -> None:
+        """Back to the version before."""
+        for tensor in self.tensors:
+            tensor.put(tensor.old)
+
+    def put_new(self) -> None:
+        """Forward to the version after."""
+        for tensor in self.tensors:
+            tensor.put(tensor.new)
+
+    def stage(self) -> list[Patch]:
+        """Everything that can fail, ending in the proof.
+
+        Raises:
+            ArithmeticError: The result would not be what the part promises.
+        """
+        part = Part.from_bytes(self.data)
+        patches = [self.target.prepare(delta) for delta in part]
+        if sum((patch.change for patch in patches), StateDigest()) != self.change:
+            raise ArithmeticError("the staged bits have another digest")
+        return patches
+
+    def check(self) -> list[Patch]:
+        """Stage, swap and take back, and compare every bit.
+
+        Raises:
+            ArithmeticError: A bit differs.
+        """
+        self.put_old()
+        patches = self.stage()
+        self.target.swap(patches, HELD)
+        for wanted in ("new", "old"):
+            for tensor in self.tensors:
+                if not np.array_equal(tensor.bits[tensor.indices], getattr(tensor, wanted)):
+                    raise ArithmeticError(f"{tensor.spec.name} does not hold its {wanted} bits")
+            self.target.swap([patch.undo() for patch in patches], HELD)
+        return patches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One candidate: nanoseconds a changed element, and dense bf16 gigabytes a second.
+
+    ``times_bare`` is its time over that of the bare ``index_copy_``; ``None`` where it does more.
+    """
+
+    name: str
+    best_ns: float
+    median_ns: float
+    gb_per_s: float
+    times_bare: float | None
+
+
+def measure(scene: Scene, rounds: int) -> Timings:
+    """Prove everything exact, then time it, on one core."""
+    with one_core():
+        patches = scene.check()
+        backwards = [patch.undo() for patch in patches]
+        live = [bits_of(tensor.live) for tensor in scene.tensors]
+        new = [
+            (torch.from_numpy(t.indices), torch.from_numpy(t.new.view(np.int16)))
+            for t in scene.tensors
+        ]
+
+        def bare() -> None:
+            for bits, (indices, values) in zip(live, new, strict=True):
+                bits.index_copy_(0, indices, values)
+
+        def fancy() -> None:
+            for tensor in scene.tensors:
+                tensor.bits[tensor.indices] = tensor.new
+
+        def patch_write() -> None:
+            for tensor, patch in zip(scene.tensors, patches, strict=True):
+                write(tensor.bits, patch)
+
+        candidates = [
+            Candidate(BARE, bare, scene.put_old),
+            Candidate("numpy w[i] = v", fancy, scene.put_old),
+            Candidate("patch.write", patch_write, scene.put_old),
+            Candidate(SWAP, partial(scene.target.swap, patches, HELD), scene.put_old),
+            Candidate(UNDO, partial(scene.target.swap, backwards, HELD), scene.put_new),
+            Candidate(STAGE, scene.stage, scene.put_old),
+            Candidate(WHOLE, lambda: scene.target.swap(scene.stage(), HELD), scene.put_old),
+        ]
+        return round_robin(candidates, rounds)
+
+
+def rows(timings: Timings, scene: Scene) -> list[Row]:
+    """Every candidate, by changed element."""
+    return [
+        Row(
+            name=name,
+            best_ns=timings.best(name) / scene.nnz * 1e9,
+            median_ns=timings.typical(name) / scene.nnz * 1e9,
+            gb_per_s=2 * scene.numel / timings.best(name) / 1e9,
+            times_bare=None if name in (STAGE, WHOLE) else 1 / timings.ratio(name, BARE),
+        )
+        for name in timings.seconds
+    ]
+
+
+def run(
+    *, tensors: int = TENSORS, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS
+) -> Mapping[str, Any]:
+    """Generate, prove, time; everything, for programs."""
+    say(f"{tensors} tensors of {numel / 1e6:.1f} M elements, {density:.2%} changed")
+    scene = Scene.generate(tensors, numel, density)
+    found = rows(measure(scene, rounds), scene)
+    slow = [r.name for r in found if r.name in (SWAP, UNDO) and (r.times_bare or 0) > AIM]
+    return {
+        "benchmark": "apply",
+        "tensors": tensors,
+        "numel": scene.numel,
+        "nnz": scene.nnz,
+        "nbytes": len(scene.data),
+        "encoding": "step",
+        "rounds": rounds,
+        "threads": 1,
+        "rows": [asdict(row) for row in found],
+        "aim_times_bare": AIM,
+        "missed": slow,
+        "machine": report.machine(),
+    }
+
+
+def main(*, json_output: bool, plot: Path | None = None) -> int:
+    """``deltachain bench apply``: 0 if a swap costs no more than twice the bare writes."""
+    result = run()
+    title = f"Write {result['nnz'] / 1e6:.2f} M of {result['numel'] / 1e6:.0f} M bf16 elements"
+    columns = ("", "best ns/change", "median", "dense GB/s", "times index_copy_")
+    table = report.grid(title, *columns)
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            f"{row['best_ns']:.2f}",
+            f"{row['median_ns']:.2f}",
+            f"{row['gb_per_s']:.1f}",
+            "" if row["times_bare"] is None else f"{row['times_bare']:.2f}",
+        )
+    report.emit(result, [table], json_output=json_output)
+    if plot is not None:
+        costs = {row["name"]: row["best_ns"] for row in result["rows"]}
+        report.bars(plot, title, costs, "ns a changed element, one core")
+    return 1 if result["missed"] else 0

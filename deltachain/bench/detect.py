@@ -1,0 +1,218 @@
+"""Finding what changed, against a pass that only reads and compares.
+
+The snapshot differs from the weights at uniformly scattered places, which is the hardest case for
+kernels that skip what is equal. Every candidate moves its snapshot on to the weights; before each
+repetition the old bits are put back, outside the timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from deltachain.bench import report
+from deltachain.bench.timing import Candidate, Timings, one_core, round_robin, say
+from deltachain.errors import ConfigError
+from deltachain.kernels import reference, twolevel
+from deltachain.kernels.reference import Changes
+from deltachain.types import Bits, Indices
+
+NUMEL: Final = 1 << 26
+DENSITY: Final = 0.012
+ROUNDS: Final = 20
+
+FLOOR: Final = "floor: read both, compare"
+CAST_FLOOR: Final = "floor: read fp32 and bf16"
+NUMBA: Final = "numba diff_"
+NUMPY: Final = "numpy diff_, two levels"
+CAST_NUMBA: Final = "numba cast_diff_"
+
+AIMS: Final[dict[str, tuple[str, float]]] = {
+    NUMBA: (FLOOR, 0.5),
+    NUMPY: (FLOOR, 0.25),
+    CAST_NUMBA: (CAST_FLOOR, 0.35),
+}
+"""Candidate -> its floor, and the least share of the floor's speed."""
+
+Kernel = Callable[[Bits, Any], Changes]
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Weights in both precisions, and a snapshot that is behind them.
+
+    Attributes:
+        master: fp32 values.
+        current: Their bf16 bits.
+        snapshot: bf16 bits, other than ``current`` at ``indices``; kernels write it.
+        indices: Where it differs.
+        old: Its bits there.
+    """
+
+    master: npt.NDArray[np.float32]
+    current: Bits
+    snapshot: Bits
+    indices: Indices
+    old: Bits
+
+    @classmethod
+    def generate(cls, numel: int, density: float, seed: int = 0) -> Data:
+        """Normal weights, ``density`` of which have just moved by one unit in the last place."""
+        rng = np.random.default_rng(seed)
+        master = rng.standard_normal(numel, np.float32) * np.float32(0.025)
+        current = reference.cast_bf16(master)
+        indices = np.flatnonzero(rng.random(numel, np.float32) < density)
+        snapshot = current.copy()
+        snapshot[indices] -= rng.choice(np.array([1, 0xFFFF], np.uint16), indices.size)
+        return cls(master, current, snapshot, indices, snapshot[indices])
+
+    def restore(self) -> None:
+        """Put the snapshot behind again."""
+        self.snapshot[self.indices] = self.old
+
+    def check(self, name: str, kernel: Callable[[], Changes]) -> None:
+        """Prove that a kernel finds exactly what was changed, and moves the snapshot on.
+
+        Raises:
+            ArithmeticError: It does not.
+        """
+        self.restore()
+        found = kernel()
+        wanted = (self.indices, self.old, self.current[self.indices])
+        exact = all(map(np.array_equal, found, wanted))
+        if not exact or not np.array_equal(self.snapshot, self.current):
+            raise ArithmeticError(f"{name} does not find what changed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One candidate: seconds, dense bf16 gigabytes a second, and shares of its floor's speed."""
+
+    name: str
+    best_s: float
+    median_s: float
+    gb_per_s: float
+    ratio: float
+    paired_ratio: float
+    aim: float | None
+
+
+def torch_naive(snapshot: Bits, current: Bits) -> Changes:
+    """What one would write: ``nonzero`` of ``ne``, then a gather of both."""
+    kept, now = (torch.from_numpy(bits.view(np.int16)) for bits in (snapshot, current))
+    indices = torch.nonzero(torch.ne(kept, now)).view(-1)
+    old, new = kept[indices], now[indices]
+    kept[indices] = new
+    old_bits, new_bits = (bits.numpy().view(np.uint16) for bits in (old, new))
+    return Changes(indices.numpy(), old_bits, new_bits)
+
+
+def measure(data: Data, rounds: int) -> Timings:
+    """Prove every kernel exact, then time all of them and the floors, one core."""
+    from deltachain.bench import floors  # noqa: PLC0415 - needs numba, as the next does
+    from deltachain.kernels import jit  # noqa: PLC0415
+
+    kernels: dict[str, tuple[Kernel, npt.NDArray[Any]]] = {
+        NUMBA: (jit.diff_, data.current),
+        NUMPY: (twolevel.diff_, data.current),
+        "numpy, naive": (reference.diff_, data.current),
+        "torch, naive": (torch_naive, data.current),
+        CAST_NUMBA: (jit.cast_diff_, data.master),
+        "numpy cast_diff_": (twolevel.cast_diff_, data.master),
+    }
+    words, now, wide = (
+        array.view(np.uint64) for array in (data.snapshot, data.current, data.master)
+    )
+    copy = np.empty_like(data.current)
+    candidates = [
+        Candidate(FLOOR, partial(floors.read_both, words, now), data.restore),
+        Candidate("memcpy of one side", partial(np.copyto, copy, data.current)),
+        Candidate(CAST_FLOOR, partial(floors.read_master, words, wide), data.restore),
+    ]
+    with one_core():
+        for name, (kernel, source) in kernels.items():
+            run = partial(kernel, data.snapshot, source)
+            data.check(name, run)
+            candidates.append(Candidate(name, run, data.restore))
+        return round_robin(candidates, rounds)
+
+
+def rows(timings: Timings, numel: int) -> list[Row]:
+    """Every candidate against its floor, fastest first within a floor."""
+    found = []
+    for name in timings.seconds:
+        floor = CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
+        found.append(
+            Row(
+                name=name,
+                best_s=timings.best(name),
+                median_s=timings.typical(name),
+                gb_per_s=2 * numel / timings.best(name) / 1e9,
+                ratio=timings.ratio(name, floor),
+                paired_ratio=timings.paired_ratio(name, floor),
+                aim=AIMS[name][1] if name in AIMS else None,
+            )
+        )
+    return sorted(found, key=lambda row: ("cast" in row.name or row.name == CAST_FLOOR, row.best_s))
+
+
+def missed(found: Sequence[Row]) -> list[str]:
+    """Names of what is slower than it should be."""
+    return [row.name for row in found if row.aim is not None and row.ratio < row.aim]
+
+
+def document(data: Data, found: Sequence[Row], rounds: int) -> dict[str, Any]:
+    """Everything, for programs."""
+    return {
+        "benchmark": "detect",
+        "numel": data.current.size,
+        "density": data.indices.size / data.current.size,
+        "rounds": rounds,
+        "threads": 1,
+        "rows": [asdict(row) for row in found],
+        "missed": missed(found),
+        "machine": report.machine(),
+    }
+
+
+def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -> Mapping[str, Any]:
+    """Generate, prove, time.
+
+    Raises:
+        ConfigError: numba is not installed: then there is no floor to compare with.
+    """
+    if find_spec("numba") is None:
+        raise ConfigError("this benchmark needs numba", hint="pip install 'deltachain[fast]'")
+    say(f"{numel / 1e6:.0f} M elements, {density:.2%} changed")
+    data = Data.generate(numel, density)
+    return document(data, rows(measure(data, rounds), numel), rounds)
+
+
+def main(*, json_output: bool, plot: Path | None = None) -> int:
+    """``deltachain bench detect``: 0 if every aim is met."""
+    result = run()
+    title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
+    table = report.grid(title, "", "best ms", "median ms", "GB/s", "of floor", "paired", "aim")
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            f"{row['best_s'] * 1e3:.1f}",
+            f"{row['median_s'] * 1e3:.1f}",
+            f"{row['gb_per_s']:.1f}",
+            f"{row['ratio']:.2f}",
+            f"{row['paired_ratio']:.2f}",
+            "" if row["aim"] is None else f"{row['aim']:.2f}",
+        )
+    report.emit(result, [table], json_output=json_output)
+    if plot is not None:
+        speeds = {row["name"]: row["gb_per_s"] for row in result["rows"]}
+        report.bars(plot, title, speeds, "GB/s of bf16 weights, one core")
+    return 1 if result["missed"] else 0

@@ -1,0 +1,102 @@
+"""Results of a benchmark as tables, as one JSON object, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deltachain.errors import ConfigError
+from deltachain.kernels import host
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CAVEAT = "One core; the best of many repetitions, in turn. On a busy machine trust only the ratios."
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load": [round(load, 2) for load in os.getloadavg()],
+        "kernels": host.NAME,
+        "versions": {name: _version(name) for name in ("numpy", "numba", "torch", "zstandard")},
+    }
+
+
+def emit(document: Mapping[str, Any], tables: Sequence[Table], *, json_output: bool) -> None:
+    """Write one JSON object, or the tables, to stdout."""
+    if json_output:
+        sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
+        return
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 140
+    for table in tables:
+        console.print(table)
+    console.print(f"{machine()['processor']}. {CAVEAT}", style="dim")
+
+
+def grid(title: str, *columns: str) -> Table:
+    """An empty table: the first column names, the others hold figures."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left")
+    return table
+
+
+def axes(title: str) -> Axes:
+    """An empty picture; needs no display.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError as exc:
+        raise ConfigError("--plot needs matplotlib", hint="pip install 'deltachain[plot]'") from exc
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    plot = figure.add_subplot(title=title)
+    plot.grid(visible=True, alpha=0.3)
+    return plot
+
+
+def bars(path: Path, title: str, values: Mapping[str, float], unit: str) -> None:
+    """Write horizontal bars, in the order given from the top."""
+    plot = axes(title)
+    plot.barh(list(values), list(values.values()))
+    plot.invert_yaxis()
+    plot.set_xlabel(unit)
+    save(plot, path)
+
+
+def save(plot: Axes, path: Path) -> None:
+    """Write the picture; the suffix says in which format."""
+    plot.get_figure(root=True).savefig(path, dpi=150)  # type: ignore[union-attr]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    """The model's name, where Linux tells it."""
+    listing = Path("/proc/cpuinfo")
+    if listing.exists():
+        for line in listing.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,58 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltachain.bench import apply
+from deltachain.bench.apply import Scene
+from deltachain.types import StateDigest
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene.generate(tensors=2, numel=1 << 13, density=0.02)
+
+
+def test_a_swap_and_its_undo_are_exact(scene: Scene) -> None:
+    patches = scene.check()
+    assert sum(patch.nnz for patch in patches) == scene.nnz
+    assert all(np.array_equal(t.bits[t.indices], t.old) for t in scene.tensors)
+    scene.put_new()
+    assert all(np.array_equal(t.bits[t.indices], t.new) for t in scene.tensors)
+
+
+def test_staging_from_another_base_is_refused(scene: Scene) -> None:
+    scene.tensors[0].bits[scene.tensors[0].indices[0]] ^= 1
+    with pytest.raises(ArithmeticError, match="digest"):
+        scene.stage()
+
+
+def test_staging_another_promise_is_refused(scene: Scene) -> None:
+    with pytest.raises(ArithmeticError, match="digest"):
+        replace(scene, change=StateDigest(1, 2)).stage()
+
+
+def test_rows_compare_writes_with_bare_ones(scene: Scene) -> None:
+    found = {row.name: row for row in apply.rows(apply.measure(scene, rounds=2), scene)}
+    assert found[apply.BARE].times_bare == 1.0
+    assert found[apply.STAGE].times_bare is None
+    assert found[apply.SWAP].times_bare is not None
+    assert all(0 < row.best_ns <= row.median_ns for row in found.values())
+
+
+def test_main_writes_one_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    result = {**apply.run(tensors=1, numel=1 << 12, rounds=1), "missed": []}
+    monkeypatch.setattr(apply, "run", lambda: result)
+    assert apply.main(json_output=True, plot=tmp_path / "costs.svg") == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out)["nnz"] == result["nnz"]
+    assert (tmp_path / "costs.svg").stat().st_size > 0
+    result["missed"] = [apply.SWAP]
+    assert apply.main(json_output=False) == 1
+    assert apply.BARE in capsys.readouterr().out
