@@ -18,10 +18,14 @@ from deltachain.digest import digest_key, object_digest
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.kernels import host
 from deltachain.manifest import FileRef
+from deltachain.store.base import is_segment
 from deltachain.types import Bits, StateDigest, TensorSpec
 
 WEIGHTS_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+
+HELD_FILE: Final = "deltachain.json"
+"""What a folder that follows a chain says of itself: it belongs to that folder alone."""
 
 ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".py")
 ASSET_NBYTES: Final = 64 << 20
@@ -81,9 +85,8 @@ class Checkpoint:
             yield FileRef(name=file.name, nbytes=len(view), blake3=object_digest(view))
 
     def assets(self) -> dict[str, bytes]:
-        """The small files beside the weights: configuration and tokenizer."""
-        folder = self.path if self.path.is_dir() else self.path.parent
-        return read_assets(folder)
+        """The small files beside the weights of a folder: configuration and tokenizer."""
+        return read_assets(self.path) if self.path.is_dir() else {}
 
 
 def read_assets(folder: Path) -> dict[str, bytes]:
@@ -93,8 +96,8 @@ def read_assets(folder: Path) -> dict[str, bytes]:
         for file in sorted(folder.iterdir())
         if file.suffix in ASSET_SUFFIXES
         and file.is_file()
-        and file.name != INDEX_FILE
-        and not file.name.startswith(".")
+        and file.name not in (INDEX_FILE, HELD_FILE)
+        and is_segment(file.name)
         and file.stat().st_size <= ASSET_NBYTES
     }
 

@@ -11,12 +11,7 @@ from typing import Self, TypeAlias
 
 from torch import nn
 
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    PublisherFencedError,
-    StoreUnavailableError,
-)
+from deltachain.errors import ConfigError, DeltaChainError, PublisherFencedError
 from deltachain.publish.assets import collect_assets
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.receipt import PublishReceipt
@@ -54,6 +49,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltachain-publish")
         self._session: Session | None = None
         self._in_flight: Published | None = None
+        self._busy = False
         self._waiting: list[Published] = []
         self._waiting_step: int | None = None
         self._unsettled: Diff | None = None
@@ -113,8 +109,7 @@ class Publisher:
         future: Published = Future()
         self._waiting.append(future)
         self._waiting_step = step
-        busy = self._in_flight is not None and not self._in_flight.done()
-        if not busy or self.config.when_busy == "wait":
+        if not self._busy or self.config.when_busy == "wait":
             self._land()
             self._launch(session)
         return future
@@ -164,6 +159,7 @@ class Publisher:
         error = flight.exception() if flight is not None else None
         if isinstance(error, PublisherFencedError):
             self._fenced = error
+            self._stop(error)
         elif error is not None:
             self._fail(error)
 
@@ -186,7 +182,7 @@ class Publisher:
 
     def _take_waiting(self) -> list[Published]:
         waiting, self._waiting = self._waiting, []
-        return waiting
+        return [future for future in waiting if future.set_running_or_notify_cancel()]
 
     def _launch(self, session: Session) -> None:
         """Take the diff, and send it on its way."""
@@ -194,7 +190,7 @@ class Publisher:
             self._settle(session)
         except PublisherFencedError as error:
             self._fenced = error
-        except StoreUnavailableError as error:
+        except DeltaChainError as error:
             self._fail(error)
             return
         if self._fenced is not None:
@@ -204,6 +200,7 @@ class Publisher:
         diff = session.snapshot.diff_()
         diff_s = time.perf_counter() - start
         covered, step = self._take_waiting(), self._waiting_step
+        self._busy = True
         self._in_flight = self._pool.submit(self._run, session, diff, step, diff_s, covered)
 
     def _settle(self, session: Session) -> None:
@@ -226,16 +223,29 @@ class Publisher:
             receipt = session.commit_diff(diff, step=step, diff_s=diff_s)
         except BaseException as error:
             session.snapshot.restore(diff)
-            if isinstance(error, StoreUnavailableError):
+            if session.writer.uncertain:
                 self._unsettled = diff
+            self._busy = False
             for future in covered:
                 future.set_exception(error)
             raise
         self.last = receipt
         logger.info("%s", receipt)
-        for future in covered:
-            future.set_result(receipt)
-        anchor = session.add_anchor()
-        if anchor is not None:
-            logger.info("anchor of version %d, %d B", anchor.version, anchor.nbytes)
+        try:
+            _add_anchor(session)
+        finally:
+            self._busy = False  # first: whoever waits for the result may publish again at once
+            for future in covered:
+                future.set_result(receipt)
         return receipt
+
+
+def _add_anchor(session: Session) -> None:
+    """Add an anchor if one is due; the version is committed, whether or not that works."""
+    try:
+        anchor = session.add_anchor()
+    except DeltaChainError as error:
+        logger.warning("no anchor yet, the next version tries again: %s", error)
+        return
+    if anchor is not None:
+        logger.info("anchor of version %d, %d B", anchor.version, anchor.nbytes)

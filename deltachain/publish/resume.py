@@ -48,16 +48,16 @@ def begin(
         writer = Writer(chain, numel=numel, metadata=config.metadata, parent=None)
     session = Session(source, snapshot, writer, config)
     if writer.parent is None:
-        _first_version(session)
+        first_version(session)
     elif writer.parent.state != snapshot.state:
-        _catch_up(session, writer.parent)
+        catch_up(session, writer.parent)
     return session
 
 
-def _first_version(session: Session) -> None:
+def first_version(session: Session, *, step: int | None = None) -> None:
     """Version 0: an anchor, or a reference to a checkpoint that everybody has."""
     base = session.config.base
-    draft = session.writer.draft(state=session.snapshot.state, step=None, nnz=session.numel)
+    draft = session.writer.draft(state=session.snapshot.state, step=step, nnz=session.numel)
     if base is None:
         edge = session.put_anchor(slot_of("anchor", draft))
     else:
@@ -86,11 +86,11 @@ def base_edge(folder: Path, source: Source, snapshot: Snapshot) -> Edge:
     return Edge(kind="base", reference=reference)
 
 
-def _catch_up(session: Session, head: Committed) -> None:
+def catch_up(session: Session, head: Committed, *, step: int | None = None) -> None:
     """Publish what tells the snapshot from the newest version: a delta, or an anchor if smaller."""
     diff = _difference(session, head)
     nnz = session.numel if diff is None else sum(c.indices.size for c in diff.values())
-    draft = session.writer.draft(state=session.snapshot.state, step=None, nnz=nnz)
+    draft = session.writer.draft(state=session.snapshot.state, step=step, nnz=nnz)
     if diff is None:
         logger.warning("version %d starts over with an anchor", draft.version)
         edge = session.put_anchor(slot_of("anchor", draft))

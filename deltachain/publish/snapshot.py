@@ -65,23 +65,26 @@ class Snapshot:
         return wire_bits(weight) if kept is None else _unsigned(kept)
 
     def diff_(self) -> dict[str, Changes]:
-        """Find what changed since the last call, and move the snapshot on."""
-        found = {}
-        for weight in self._source.now():
-            kept = self._kept.get(weight.spec.name)
-            if kept is None:
-                continue
-            changes = self._diff(weight, kept)
-            if changes.indices.size:
-                found[weight.spec.name] = changes
+        """Find what changed since the last call, and move the snapshot on: whole or not at all."""
+        found: dict[str, Changes] = {}
+        try:
+            for weight in self._source.now():
+                kept = self._kept.get(weight.spec.name)
+                if kept is None:
+                    continue
+                changes = self._diff(weight, kept)
+                if changes.indices.size:
+                    found[weight.spec.name] = changes
+        except BaseException:
+            self._put_back(found)
+            raise
         self._state += self.change(found)
         return found
 
     def restore(self, diff: Diff) -> None:
         """Take a diff back: it was not committed, and the next one must find it again."""
         self._state -= self.change(diff)
-        for name, changes in diff.items():
-            host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.old)
+        self._put_back(diff)
 
     def redo(self, diff: Diff) -> None:
         """Take a :meth:`restore` back: the diff was committed after all."""
@@ -99,6 +102,10 @@ class Snapshot:
             changes = diff.get(weight.spec.name)
             if changes is not None:
                 yield weight.spec.name, digest_change(digest_key(weight.spec), changes)
+
+    def _put_back(self, diff: Diff) -> None:
+        for name, changes in diff.items():
+            host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.old)
 
     def _diff(self, weight: Weight, kept: Tensor) -> Changes:
         tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deltachain.chain import Chain, Committed
-from deltachain.errors import BrokenChainError, PublisherFencedError, StoreUnavailableError
+from deltachain.errors import BrokenChainError, PublisherFencedError, StoreError
 from deltachain.manifest import Edge, EdgeSummary, Manifest
 from deltachain.plan import cost_of
 from deltachain.types import StateDigest, Version
@@ -66,7 +66,7 @@ class Writer:
 
         Raises:
             PublisherFencedError: Another publisher was first.
-            StoreUnavailableError: It is not committed, or nobody can tell; :meth:`settle` will.
+            StoreError: It is not committed, or nobody can tell; :meth:`settle` will.
         """
         manifest = self._manifest(draft, edge)
         self._uncertain = manifest
@@ -74,12 +74,17 @@ class Writer:
         self._advance(committed)
         return committed
 
+    @property
+    def uncertain(self) -> bool:
+        """Whether the last commit may or may not have happened."""
+        return self._uncertain is not None
+
     def settle(self) -> bool:
         """Whether the commit whose outcome was unknown did happen; then the position moves on.
 
         Raises:
             PublisherFencedError: Another publisher has committed that version.
-            StoreUnavailableError: It still can not be told; ask again.
+            StoreError: It still can not be told; ask again.
         """
         manifest = self._uncertain
         if manifest is None:
@@ -109,7 +114,7 @@ class Writer:
         if self.parent is not None:
             try:
                 self.chain.write_head(self.parent.version, self._added)
-            except StoreUnavailableError:
+            except StoreError:
                 return
 
     def _manifest(self, draft: Draft, edge: Edge) -> Manifest:

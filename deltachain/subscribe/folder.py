@@ -7,18 +7,26 @@ nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
-from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, allocate, creating, write_atomic
+from deltachain.checkpoint import (
+    HELD_FILE,
+    WEIGHTS_FILE,
+    Checkpoint,
+    allocate,
+    creating,
+    write_atomic,
+)
 from deltachain.delta import TensorDelta
 from deltachain.errors import (
     ConfigError,
     FormatError,
+    MalformedError,
     PartialApplyError,
     PoisonedError,
     TensorMismatchError,
@@ -29,7 +37,7 @@ from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, stat
 from deltachain.subscribe.target import Held
 from deltachain.types import StateDigest, TensorSpec
 
-HELD_FILE: Final = "deltachain.json"
+logger = logging.getLogger(__name__)
 
 
 class HeldFile(Document, frozen=True, kw_only=True):
@@ -59,7 +67,7 @@ class FolderTarget:
         """Match by name, and finish a swap that was interrupted; see :class:`Target`.
 
         Raises:
-            PoisonedError: The journal of an interrupted swap is corrupt.
+            PoisonedError: It could not be finished now; its journal stays.
         """
         self._specs, self._aliases = specs, aliases
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -107,10 +115,15 @@ class FolderTarget:
                 f"the weights are as they were: {exc}",
                 version=held.version,
             ) from exc
-        self._replay(seal)
+        try:
+            self._replay(seal)
+        except (OSError, FormatError) as exc:
+            raise _stopped(self.folder, exc) from exc
 
     def _create(self, patches: Iterable[Patch], held: Held) -> None:
         """Write the weights file of a folder that had none, one patch in memory at a time."""
+        for left in self.folder.glob(f".{WEIGHTS_FILE}.*"):  # by a process that was killed
+            left.unlink()
         absent = set(self._specs)
         with creating(self.folder / WEIGHTS_FILE) as partial:
             last = allocate(partial, self._specs.values())
@@ -122,35 +135,32 @@ class FolderTarget:
                 absent.discard(patch.spec.name)
             if absent:
                 raise ConfigError(f"{self.folder} has no weights, nor has the plan {min(absent)!r}")
-        self._remember(held)
+            self._remember(held)  # before the weights appear: until then it means nothing
         self._map()
 
     def _recover(self) -> None:
+        """Finish a swap that was interrupted; a journal that is not whole is forgotten."""
         try:
             seal = self._journal.pending()
-        except FormatError as exc:
-            raise PoisonedError(f"{self.folder}: its journal is corrupt: {exc}") from exc
-        if seal is None:
-            self._journal.clear()
-        else:
-            self._replay(seal)
+            if seal is not None:
+                self._replay(seal)
+        except (FormatError, FileNotFoundError) as exc:
+            logger.warning("%s: an interrupted swap can not be finished: %s", self.folder, exc)
+        except OSError as exc:
+            raise _stopped(self.folder, exc) from exc
+        self._journal.clear()
 
     def _replay(self, seal: Seal) -> None:
         """Write the journal into the files, then remember, then forget the journal."""
-        version = seal.held.version
-        try:
-            for delta in self._journal.read(seal):
-                patch = self.prepare(delta)
-                for bits in self._live[delta.spec.name]:
-                    write(bits, patch)
-            self._flush()
-            self._remember(seal.held)
-        except (OSError, FormatError, KeyError) as exc:
-            raise PoisonedError(
-                f"{self.folder}: writing version {version} stopped in the middle: {exc}",
-                version=version,
-                hint="open the folder again: its journal finishes the swap",
-            ) from exc
+        (self.folder / HELD_FILE).unlink(missing_ok=True)  # nothing is held in the meantime
+        for delta in self._journal.read(seal):
+            if self._specs.get(delta.spec.name) != delta.spec:
+                raise MalformedError(f"{self.folder}: its journal is of another model")
+            patch = self.prepare(delta)
+            for bits in self._live.get(delta.spec.name, ()):
+                write(bits, patch)
+        self._flush()
+        self._remember(seal.held)
         self._journal.clear()
 
     def _remember(self, held: Held) -> None:
@@ -190,3 +200,10 @@ class FolderTarget:
                 yield np.empty(0, spec.bits_dtype)
                 continue
             yield np.memmap(file, spec.bits_dtype, "r+", offset, (spec.numel,))
+
+
+def _stopped(folder: Path, cause: Exception) -> PoisonedError:
+    return PoisonedError(
+        f"{folder}: writing stopped in the middle: {cause}",
+        hint="open the folder again: its journal finishes the swap",
+    )

@@ -9,12 +9,13 @@ from threading import Event
 from typing import TYPE_CHECKING, Final
 
 from deltachain.errors import (
-    BaseMismatchError,
+    BrokenChainError,
     ChainMismatchError,
     ConfigError,
     DeltaChainError,
     ForkedChainError,
-    PoisonedError,
+    FormatError,
+    ObjectNotFoundError,
     TensorMismatchError,
     UnsupportedFormatError,
 )
@@ -33,9 +34,6 @@ NEEDS_A_PERSON: Final = (
     UnsupportedFormatError,
 )
 """What waiting does not cure: these end the loop."""
-
-UNPROVEN: Final = (BaseMismatchError, PoisonedError)
-"""After these the next plan starts from nothing."""
 
 MOST_POLLS: Final = 32
 """Polls' worth of waiting after repeated failures, at most."""
@@ -59,8 +57,6 @@ def follow(subscriber: Subscriber, *, stop: Event, every_version: bool) -> Itera
             raise
         except DeltaChainError as exc:
             failures += 1
-            if isinstance(exc, UNPROVEN):
-                subscriber.poisoned = True
             if str(exc) != logged:
                 logged = str(exc)
                 logger.warning("following %s: %s", subscriber.config.url, exc)
@@ -77,7 +73,12 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return subscriber.update()
     if subscriber.pinned or not chain.has(held.version + 1):
         return None
-    return subscriber.update(held.version + 1 if every_version else None)
+    try:
+        return subscriber.update(held.version + 1 if every_version else None)
+    except (FormatError, ObjectNotFoundError, BrokenChainError):
+        if not every_version:
+            raise
+        return subscriber.update()  # no way leads there; one may lead to a later version
 
 
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:

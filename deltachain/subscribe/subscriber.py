@@ -22,7 +22,7 @@ from deltachain.errors import (
     DeltaChainError,
     FormatError,
     ObjectNotFoundError,
-    PoisonedError,
+    PartialApplyError,
 )
 from deltachain.fetch import Fetched, fetch
 from deltachain.keys import version_of
@@ -94,7 +94,10 @@ class Subscriber:
 
     @property
     def held(self) -> Held | None:
-        """What the target holds; ``None`` for nothing that can be proven."""
+        """What the target holds; ``None`` for nothing that can be proven.
+
+        Known from the first call that reads the chain.
+        """
         return None if self.poisoned else self._held
 
     @property
@@ -126,23 +129,26 @@ class Subscriber:
         Raises:
             ChainError: The version is not committed, lies behind or forked off; no way leads there.
             FormatError: An object is corrupt, also when fetched again, and no way leads around it.
-            BaseMismatchError: The target does not hold the bits that it should.
+            BaseMismatchError: The target does not hold the bits that it should. It is poisoned now:
+                the next call plans from nothing.
             StoreError: The store failed.
         """
         chain = self.chain
         if version is None and self.pinned:
-            return None
-        committed = require(chain, version)
-        if self.held is not None:
-            check_history(chain, self.held, committed)
-            if committed.version == self.held.version:
+            if self.held is not None or self._held is None:
                 return None
-            if committed.version < self.held.version:
+            version = self._held.version  # heals, and stays
+        committed = require(chain, version)
+        if self._held is not None:  # poisoned or not: healing does not go back either
+            check_history(chain, self._held, committed)
+            if committed.version < self._held.version:
                 raise ChainError(
-                    f"version {committed.version} lies behind {self.held.version}",
+                    f"version {committed.version} lies behind {self._held.version}",
                     version=committed.version,
                     hint="a subscriber goes back only by rollback()",
                 )
+            if committed.version == self.version:
+                return None
         return self._stage(committed, self.held)
 
     def swap(self, staged: Staged) -> ApplyReceipt:
@@ -193,10 +199,9 @@ class Subscriber:
             pass
         elif self._undo.reaches(goal):
             while self._held is not None and self._held.version != goal:
-                undo = self._undo.pop()
-                if undo is None:
-                    break
+                undo = self._undo.last()
                 self._write(iter(undo.patches), undo.held)
+                self._undo.pop()
         else:
             self.swap(self._stage(require(chain, goal), None))
             self._undo.clear()
@@ -218,7 +223,7 @@ class Subscriber:
         ...     print(receipt)
 
         Args:
-            stop: Ends it when set.
+            stop: Ends it when set; ``notify()`` then makes it look at once.
             every_version: Apply each version on its own instead of folding those that are waiting.
         """
         return follow(self, stop=stop or Event(), every_version=every_version)
@@ -237,7 +242,7 @@ class Subscriber:
             return False
         if str(self.target.state()) != held.state:
             logger.error("somebody else wrote to the target: it does not hold %d", held.version)
-            self.poisoned = True
+            self._poison()
         return not self.poisoned
 
     def status(self) -> Status:
@@ -277,13 +282,18 @@ class Subscriber:
         start = time.perf_counter()
         fetched = self._fetch(committed, held)
         fetched_at = time.perf_counter()
-        proof = prove(
-            self.target,
-            fetched,
-            base=StateDigest.parse(held.state) if held else None,
-            state=committed.state,
-            budget=self.config.stage_budget,
-        )
+        try:
+            proof = prove(
+                self.target,
+                fetched,
+                base=StateDigest.parse(held.state) if held else None,
+                state=committed.state,
+                budget=self.config.stage_budget,
+            )
+        except BaseMismatchError:
+            if generation == self._generation and not fetched.from_nothing:
+                self._poison()
+            raise
         staged_at = time.perf_counter()
         newest = self.chain.newest(committed.version)
         return Staged(
@@ -326,11 +336,18 @@ class Subscriber:
         self._generation += 1
         try:
             self.target.swap(patches, to)
-        except PoisonedError:
-            self.poisoned = True
-            self._undo.clear()
+        except PartialApplyError:
+            raise
+        except BaseException:
+            self._poison()
             raise
         self._held, self.poisoned = to, False
+
+    def _poison(self) -> None:
+        """What the target holds can not be proven: what is staged or remembered on it is void."""
+        self.poisoned = True
+        self._generation += 1
+        self._undo.clear()
 
 
 def as_target(thing: TargetLike) -> Target:

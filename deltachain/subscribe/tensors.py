@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from deltachain.delta import TensorDelta
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import PartialApplyError, TensorMismatchError
 from deltachain.kernels.device import bits_of
 from deltachain.names import WIRE_NAMES, named_tensors
 from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, state_of
@@ -39,6 +39,7 @@ class TensorTarget:
                 places[name].append(alias)
         self._live = {name: self._places(specs[name], names) for name, names in places.items()}
         self._specs = specs
+        self._refuse_shared()
         unknown = sorted(set(self._tensors) - set(specs) - set(aliases))
         if unknown:
             raise TensorMismatchError(
@@ -66,8 +67,25 @@ class TensorTarget:
 
     def swap(self, patches: Iterable[Patch], held: Held) -> None:
         """See :class:`Target`."""
-        write_all(self._live, patches, held)
+        before, self._held = self._held, None
+        try:
+            write_all(self._live, patches, held)
+        except PartialApplyError:
+            self._held = before
+            raise
         self._held = held
+
+    def _refuse_shared(self) -> None:
+        """Two tensors of the chain must not lie in the same memory: one would overwrite the other."""
+        owner: dict[int, str] = {}
+        for name, live in self._live.items():
+            for bits in live:
+                at = bits.data_ptr() if isinstance(bits, Tensor) else bits.ctypes.data
+                if len(bits) and owner.setdefault(at, name) != name:
+                    raise TensorMismatchError(
+                        f"{owner[at]!r} and {name!r} are tied in the target, and are not in the chain",
+                        tensor=name,
+                    )
 
     def _places(self, spec: TensorSpec, names: list[str]) -> list[LiveBits]:
         """Every distinct piece of memory that holds a tensor."""

@@ -40,9 +40,13 @@ class UndoLog:
         """Forget everything: what is kept no longer applies to what is held."""
         self._log.clear()
 
-    def pop(self) -> Undo | None:
-        """Take the newest apply out."""
-        return self._log.pop() if self._log else None
+    def last(self) -> Undo:
+        """How to take back the newest apply."""
+        return self._log[-1]
+
+    def pop(self) -> None:
+        """Forget the newest apply: it was taken back."""
+        self._log.pop()
 
     def reaches(self, version: Version) -> bool:
         """Whether taking back applies leads to ``version``."""

@@ -6,8 +6,10 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,10 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import FileStore
+
+
+NOBODY = 65534
+"""The user that Linux and macOS keep for those who own nothing."""
 
 
 @pytest.fixture
@@ -251,19 +257,32 @@ def test_refused_permission(store: FileStore, monkeypatch: pytest.MonkeyPatch, c
         assert "permissions" in caught.value.hint
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_folder_can_be_followed_but_not_written(store: FileStore) -> None:
-    store.put("a/b", b"data")
-    (root(store) / "a").chmod(0o555)
+@contextmanager
+def ordinary_user() -> Iterator[None]:
+    """Be somebody to whom permissions apply; root may write everywhere."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(NOBODY)
     try:
-        assert store.get("a/b") == b"data"
-        for refused in (store.put, store.put_if_absent):
-            with pytest.raises(StorePermissionError):
-                refused("a/c", b"data")
-        with pytest.raises(StorePermissionError):
-            store.delete("a/b")
+        yield
     finally:
-        (root(store) / "a").chmod(0o755)
+        os.seteuid(before)
+
+
+def test_read_only_folder_can_be_followed_but_not_written() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # tmp_path is closed to all but its owner
+        Path(folder).chmod(0o755)
+        store = FileStore(folder)
+        store.put("a/b", b"data")
+        (Path(folder) / "a").chmod(0o555)
+        with ordinary_user():
+            assert store.get("a/b") == b"data"
+            for refused in (store.put, store.put_if_absent):
+                with pytest.raises(StorePermissionError):
+                    refused("a/c", b"data")
+            with pytest.raises(StorePermissionError):
+                store.delete("a/b")
+        (Path(folder) / "a").chmod(0o755)
 
 
 @pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS])

@@ -1,0 +1,5 @@
+"""``python -m deltachain.cli``."""
+
+from deltachain.cli import main
+
+main()

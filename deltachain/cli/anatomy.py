@@ -1,0 +1,145 @@
+"""What the parts of one edge are made of, counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.cli.console import bits_per_change
+from deltachain.codec import Part
+from deltachain.codec import directory as d
+from deltachain.codec.encode import SEGMENT
+from deltachain.types import Bits
+
+DENSITIES: Final = (
+    (0.1, "10 % and more"),
+    (0.01, "1 to 10 %"),
+    (0.001, "0.1 to 1 %"),
+    (0.0001, "0.01 to 0.1 %"),
+    (0.0, "less"),
+)
+"""Lower bounds of the classes that tensors are counted in, densest first."""
+
+MAGNITUDES: Final = ((1, "1"), (2, "2"), (7, "3 to 7"), (31, "8 to 31"), (254, "32 to 254"))
+"""Classes of step magnitudes, each up to its bound; the rest does not fit a byte."""
+
+BEYOND: Final = "255 and more"
+
+
+def dissect(parts: Sequence[Part], sizes: Sequence[int]) -> dict[str, Any]:
+    """Count everything in the parts of one edge; every byte is proven on the way.
+
+    Args:
+        parts: Opened.
+        sizes: Bytes of each.
+    """
+    for part in parts:
+        part.verify()
+    rows = [row for part in parts for row in part.rows.values()]
+    streams = [row for part in parts for row in part.directory.streams]
+    nnz = sum(row.nnz for row in rows)
+    stored = sum(sum(row.stored) for row in streams)
+    return {
+        "nbytes": sum(sizes),
+        "parts": len(parts),
+        "tensors": len(rows),
+        "nnz": nnz,
+        "numel": sum(row.spec.numel for row in rows),
+        "bits_per_change": bits_per_change(sum(sizes), nnz),
+        "directory_nbytes": sum(sizes) - stored,
+        "segments": sum(len(part.directory.segments.start) for part in parts),
+        "frames": sum(len(row.stored) for row in streams),
+        "encodings": _encodings(rows),
+        "streams": _streams(parts, nnz),
+        "densities": _densities(rows),
+        "magnitudes": _magnitudes(parts),
+        "rows": [_row(row) for row in sorted(rows, key=lambda r: (-r.nnz, r.name))],
+    }
+
+
+def _row(row: d.TensorRow) -> dict[str, Any]:
+    numel = row.spec.numel
+    return {
+        "name": row.name,
+        "dtype": row.dtype,
+        "shape": list(row.shape),
+        "encoding": row.encoding,
+        "nnz": row.nnz,
+        "numel": numel,
+        "density": row.nnz / numel if numel else 0.0,
+        "digest": row.digest,
+    }
+
+
+def _encodings(rows: Iterable[d.TensorRow]) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        entry = found.setdefault(row.encoding, {"tensors": 0, "nnz": 0})
+        entry["tensors"] += 1
+        entry["nnz"] += row.nnz
+    return found
+
+
+def _streams(parts: Iterable[Part], nnz: int) -> dict[str, dict[str, Any]]:
+    """Bytes by the kind of stream, over all buckets and tensors."""
+    raw: Counter[str] = Counter()
+    stored: Counter[str] = Counter()
+    for part in parts:
+        for row in part.directory.streams:
+            kind = _kind(row.name, part)
+            raw[kind] += sum(row.raw)
+            stored[kind] += sum(row.stored)
+    return {
+        kind: {
+            "raw": raw[kind],
+            "stored": stored[kind],
+            "bits_per_change": bits_per_change(stored[kind], nnz),
+        }
+        for kind, _ in stored.most_common()
+    }
+
+
+def _kind(stream: str, part: Part) -> str:
+    if part.compressed:
+        return stream.partition(".")[2]
+    plain = part.rows.get(stream)
+    if plain is not None and plain.encoding == d.PLAIN:
+        return "plain"
+    return stream.rpartition(".")[2]
+
+
+def _densities(rows: Iterable[d.TensorRow]) -> dict[str, int]:
+    """Tensors in each class of density; those given whole stand apart."""
+    found = dict.fromkeys(("whole", *(label for _, label in DENSITIES)), 0)
+    for row in rows:
+        share = row.nnz / row.spec.numel if row.spec.numel else 0.0
+        sparse = row.encoding in d.SPARSE
+        label = next(label for bound, label in DENSITIES if share >= bound) if sparse else "whole"
+        found[label] += 1
+    return found
+
+
+def _magnitudes(parts: Iterable[Part]) -> dict[str, int]:
+    """Changed elements in each class of magnitude, of tensors that carry steps."""
+    labels = (*(label for _, label in MAGNITUDES), BEYOND)
+    counts = np.zeros(len(labels), np.int64)
+    for part in parts:
+        for name, row in part.rows.items():
+            if row.encoding == d.STEP:
+                counts += _classes(part.read(name).values, len(labels))
+    return dict(zip(labels, counts.tolist(), strict=True)) if counts.any() else {}
+
+
+def _classes(steps: Bits, classes: int) -> npt.NDArray[np.int64]:
+    """How many steps are in each class, a segment at a time."""
+    bounds = np.array([bound for bound, _ in MAGNITUDES], np.uint64)
+    counts = np.zeros(classes, np.int64)
+    for at in range(0, steps.size, SEGMENT):
+        piece = steps[at : at + SEGMENT]
+        magnitudes = np.minimum(piece, -piece).astype(np.uint64)
+        counts += np.bincount(np.searchsorted(bounds, magnitudes), minlength=classes)
+    return counts

@@ -1,0 +1,119 @@
+"""The commands by name, and what is the same for all of them: errors, Ctrl-C, ``--debug``."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+import deltachain
+from deltachain.cli.bench import bench
+from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
+from deltachain.cli.demo import demo
+from deltachain.cli.diff import diff, patch
+from deltachain.cli.inspecting import inspect
+from deltachain.cli.log import log
+from deltachain.cli.pull import follow, pull
+from deltachain.cli.push import push
+from deltachain.cli.verify import verify
+from deltachain.errors import ConfigError, DeltaChainError
+
+EXTRAS: Final = {
+    "torch": "torch",
+    "transformers": "trl",
+    "trl": "trl",
+    "datasets": "trl",
+    "accelerate": "trl",
+    "matplotlib": "plot",
+    "huggingface_hub": "hf",
+    "boto3": "s3",
+    "fsspec": "fsspec",
+    "fastapi": "server",
+}
+"""The extra that brings a package."""
+
+
+class Commands(TyperGroup):
+    """Turns every error of the library into its message, its hint and its exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own
+        """Take ``--debug`` wherever it stands: it is thought of after something went wrong."""
+        end = args.index("--") if "--" in args else len(args)
+        if "--debug" in args[:end]:
+            args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except (DeltaChainError, ModuleNotFoundError, OSError) as error:
+            explained = explain(error)
+            if explained is None or ctx.params.get("debug"):
+                raise
+            say_error(explained)
+            raise typer.Exit(explained.exit_code) from error
+        except KeyboardInterrupt:
+            if ctx.params.get("debug"):
+                raise
+            say_interrupted()
+            raise typer.Exit(130) from None
+
+
+def explain(error: Exception) -> DeltaChainError | None:
+    """The error as one of ours; ``None`` when it is a fault of the program."""
+    if isinstance(error, DeltaChainError):
+        return error
+    if isinstance(error, ModuleNotFoundError):
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        hint = f"pip install 'deltachain[{extra}]'"
+        return ConfigError(f"{error.name} is not installed", hint=hint) if extra else None
+    if isinstance(error, OSError) and error.errno != errno.EPIPE:
+        return DeltaChainError(f"{error.filename or 'a file'}: {error.strerror or error}")
+    return None
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        out().print(f"deltachain {deltachain.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and stop.", callback=_show_version),
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Ship the bits that training changed, and write them into live inference weights."""
+    del version, debug
+    show_warnings()
+
+
+PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
+    "Look": (log, inspect, verify),
+    "Publish and follow": (push, pull, follow),
+    "Offline": (diff, patch),
+    "Try": (demo, bench),
+}
+"""The commands as ``--help`` groups them."""
+
+for panel, commands in PANELS.items():
+    for command in commands:
+        app.command(rich_help_panel=panel)(command)

@@ -1,0 +1,158 @@
+"""What people and programs see: words on stderr, results on stdout.
+
+With ``--json`` a command writes exactly one JSON object to stdout (``follow``: one a line) and
+everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from deltachain.errors import DeltaChainError
+
+PIPE_WIDTH: Final = 140
+"""Columns where there is no terminal to fit: nothing is cut short on its way into a file."""
+
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+
+
+def out() -> Console:
+    """Where results go."""
+    return _console(stderr=False)
+
+
+def err() -> Console:
+    """Where everything else goes."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def write_json(document: Mapping[str, Any]) -> None:
+    """One JSON object on one line of stdout."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def say(words: str, style: str = "") -> None:
+    """One line for a person, on stderr."""
+    err().print(Text(clean(words), style), soft_wrap=True)
+
+
+def say_error(error: DeltaChainError) -> None:
+    """What went wrong and what to do about it."""
+    message = clean(str(error.args[0]) if error.args else type(error).__name__)
+    text = Text.assemble(("error  ", "bold red"), (message, "red"))
+    if error.hint:
+        text.append_text(Text.assemble("\n", ("hint   ", "bold red"), (clean(error.hint), "red")))
+    err().print(text, soft_wrap=True)
+
+
+def say_interrupted() -> None:
+    """The answer to Ctrl-C."""
+    say("interrupted: nothing was left half done", "dim")
+
+
+def clean(text: str) -> str:
+    """``text`` without what could steer a terminal: names come from files of strangers."""
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def table(*columns: str) -> Table:
+    """A calm table without lines.
+
+    A column whose title begins with ``>`` is flushed right; one that begins with ``~`` gives way
+    first where there is no room for all.
+    """
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for title in columns:
+        grid.add_column(
+            title.lstrip(">~"),
+            justify="right" if title.startswith(">") else "left",
+            no_wrap=not title.startswith("~"),
+            overflow="fold" if title.startswith("~") else "ellipsis",
+        )
+    return grid
+
+
+def facts(**rows: str) -> Table:
+    """A few named facts, one a line."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows.items():
+        grid.add_row(name.replace("_", " "), clean(value))
+    return grid
+
+
+def heading(text: str) -> Text:
+    """The title of a table, with room above it."""
+    return Text(f"\n{text}", "bold")
+
+
+def bar(share: float, width: int = 24) -> Text:
+    """A horizontal bar of ``share`` of ``width``; anything above nothing can be seen."""
+    eighths = min(round(share * width * 8), width * 8)
+    eighths = max(eighths, 1) if share > 0 else 0
+    whole, rest = divmod(eighths, 8)
+    return Text("█" * whole + (_EIGHTHS[rest] if rest else ""), "cyan")
+
+
+def nbytes(value: int) -> str:
+    """``1.52 MB``: three digits, powers of 1,000."""
+    return f"{value} B" if value < 1000 else f"{_scaled(value)}B"
+
+
+def count(value: int) -> str:
+    """``1.52 M``: three digits, powers of 1,000."""
+    return str(value) if value < 1000 else _scaled(value).strip()
+
+
+def _scaled(value: float) -> str:
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 999.5 or unit == "P":
+            break
+        value /= 1000
+    digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {unit}"
+
+
+def percent(share: float) -> str:
+    """``1.12 %``; what is not nothing is never shown as 0."""
+    if share in (0.0, 1.0):
+        return f"{100 * share:.0f} %"
+    return f"{100 * share:.2f} %" if share >= 1e-4 else "<0.01 %"
+
+
+def bits_per_change(stored: int, nnz: int) -> float | None:
+    """Bits on the wire for each changed element; ``None`` when nothing changed."""
+    return round(8 * stored / nnz, 3) if nnz else None
+
+
+class _Words(logging.Handler):
+    """Warnings of the library as lines for a person."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{record.levelname.lower()}  {record.getMessage()}", "yellow")
+
+
+def show_warnings() -> None:
+    """Show what the library warns about, on stderr."""
+    logger = logging.getLogger("deltachain")
+    if not any(isinstance(handler, _Words) for handler in logger.handlers):
+        logger.addHandler(_Words(logging.WARNING))
+        logger.propagate = False

@@ -1,0 +1,31 @@
+"""``deltachain demo``."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deltachain.cli.options import AsJson
+
+
+def demo(
+    *,
+    workdir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep everything there; else it is thrown away."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Train a small model here, and watch a second process follow it bit for bit.
+
+    Takes minutes on a laptop and downloads nothing. Needs the extra `trl`.
+
+    Example: `deltachain demo --steps 10 --workdir demo`
+    """
+    from deltachain.demo.run import run_demo
+
+    raise typer.Exit(run_demo(workdir=workdir, steps=steps, json_output=as_json))

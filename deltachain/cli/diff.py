@@ -1,0 +1,99 @@
+"""``deltachain diff`` and ``patch``: checkpoints to a delta file and back, without a chain."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJson, Encode, Encoding
+
+Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder, or one safetensors file.")]
+
+
+def diff(
+    old: Checkpoint,
+    new: Checkpoint,
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="The delta file to write.")
+    ],
+    encoding: Encode = Encoding.STEP,
+    as_json: AsJson = False,
+) -> None:
+    """Write what tells two checkpoints apart into one delta file.
+
+    They must have the same tensors: names, shapes, dtypes. Bits are compared, not numbers.
+
+    Example: `deltachain diff checkpoint-10 checkpoint-20 --out 10-to-20.safetensors`
+    """
+    from deltachain.checkpoint import write_atomic
+    from deltachain.cli.offline import compare
+
+    difference = compare(old, new, encoding.value)
+    write_atomic(out, difference.part.data)
+    nnz, nbytes = difference.nnz, len(difference.part.data)
+    report: dict[str, Any] = {
+        "out": str(out),
+        "blake3": difference.part.digest,
+        "nbytes": nbytes,
+        "tensors": difference.tensors,
+        "nnz": nnz,
+        "numel": difference.numel,
+        "density": nnz / difference.numel if difference.numel else 0.0,
+        "bits_per_change": c.bits_per_change(nbytes, nnz),
+        "dense_nbytes": difference.nbytes,
+        "encodings": list(difference.part.encodings),
+    }
+    if as_json:
+        c.write_json(report)
+        return
+    ratio = f", 1/{difference.nbytes / nbytes:,.0f} of the checkpoint" if nnz else ""
+    bits = report["bits_per_change"]
+    each = f", {bits:.2f} bits each" if bits else ""
+    _done(
+        out,
+        f"{c.nbytes(nbytes)}{ratio}",
+        f"{c.count(nnz)} of {c.count(difference.numel)} elements changed in "
+        f"{difference.tensors:,} tensors, {c.percent(report['density'])}{each}",
+    )
+
+
+def patch(
+    base: Checkpoint,
+    delta: Annotated[Path, typer.Argument(help="A delta file.")],
+    *,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="NEW", help="A file for a file, a folder for a folder."
+        ),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Apply a delta file to the checkpoint that it was made from.
+
+    What each tensor becomes is proven against the digests in the delta; a base with other bits
+    where something changed is refused, and nothing is written. The new checkpoint appears whole or
+    not at all. All other bytes of the base, also its other files, are kept as they are.
+
+    Example: `deltachain patch checkpoint-10 10-to-20.safetensors --out checkpoint-20`
+    """
+    from deltachain.cli.offline import apply
+
+    applied = apply(base, delta, out)
+    report = {"out": str(out), "tensors": applied.tensors, "nnz": applied.nnz}
+    if as_json:
+        c.write_json(report)
+        return
+    _done(out, f"{c.count(applied.nnz)} elements written in {applied.tensors:,} tensors, proven")
+
+
+def _done(out: Path, first: str, *more: str) -> None:
+    console = c.out()
+    console.print(f"[bold green]✓[/]  {c.clean(str(out))}  {first}", markup=True, soft_wrap=True)
+    for line in more:
+        console.print(f"   {line}", style="dim")

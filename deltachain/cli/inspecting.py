@@ -1,0 +1,272 @@
+"""``deltachain inspect``: what is inside a delta, an anchor or a tensor table."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from deltachain.chain import Chain, Committed
+    from deltachain.manifest import BaseRef, EdgeSummary
+
+TENSORS_SHOWN = 12
+
+
+def inspect(
+    place: Annotated[
+        str, typer.Argument(metavar="FILE|URL", help="A part, such as `diff` writes; or a chain.")
+    ],
+    *,
+    version: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Which version; else the head.")
+    ] = None,
+    anchor: Annotated[
+        bool, typer.Option("--anchor", help="The newest anchor at or before it instead.")
+    ] = False,
+    tensor_table: Annotated[
+        bool, typer.Option("--table", help="The tensors of the model instead.")
+    ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Every tensor, not the largest.")] = (
+        False
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Look inside a delta: what changed where, and where the bytes went.
+
+    Every byte is proven against the digests of the part before it is counted.
+
+    Example: `deltachain inspect /mnt/policy --version 7`
+    """
+    if Path(place).is_file():
+        report = _file(Path(place))
+    else:
+        report = _chain(place, version, anchor=anchor, tensor_table=tensor_table)
+    if as_json:
+        c.write_json(report)
+        return
+    _show_facts(report)
+    limit = None if everything else TENSORS_SHOWN
+    if "contents" in report:
+        _show_contents(report["contents"], limit)
+    for name in ("files", "tensors"):
+        if name in report:
+            _show_list(name, report[name], limit)
+
+
+def _file(path: Path) -> dict[str, Any]:
+    from deltachain.cli.anatomy import dissect
+    from deltachain.cli.mapped import map_file
+    from deltachain.codec import Part
+
+    data = map_file(path)
+    part = Part.from_bytes(data, key=str(path))
+    return {
+        "file": str(path),
+        "directory": part.digest,
+        "contents": dissect([part], [len(data)]),
+    }
+
+
+def _chain(url: str, version: int | None, *, anchor: bool, tensor_table: bool) -> dict[str, Any]:
+    from deltachain.chain import Chain
+    from deltachain.errors import ChainError
+    from deltachain.store import open_store
+
+    chain = Chain.open(open_store(url))
+    if tensor_table:
+        return _table(chain)
+    committed = chain.head() if version is None else chain.find(version)
+    if committed is None:
+        which = "any version" if version is None else f"version {version}"
+        raise ChainError(f"{url} does not have {which}", version=version)
+    edge = _newest_anchor(chain, committed) if anchor else committed.manifest.summary()
+    about = {
+        "url": chain.store.url,
+        "version": edge.version,
+        "kind": edge.kind,
+        "base": edge.base,
+        "state": edge.state,
+    }
+    reference = chain.edge(edge).reference
+    return about | (_edge(chain, edge) if reference is None else _reference(reference))
+
+
+def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
+    from deltachain.chain import Chain
+    from deltachain.cli.anatomy import dissect
+    from deltachain.cli.progress import watching
+    from deltachain.fetch import fetch
+    from deltachain.plan import Plan
+
+    plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
+    refs = chain.edge(edge).parts
+    with watching(chain.store, f"reading version {edge.version}") as store:
+        parts = fetch(Chain(store, chain.identity, chain.table), plan).parts
+        contents = dissect(parts, [ref.nbytes for ref in refs])
+    return {"objects": [ref.key for ref in refs], "contents": contents}
+
+
+def _newest_anchor(chain: Chain, committed: Committed) -> EdgeSummary:
+    """The newest anchor at or before a version.
+
+    Raises:
+        BrokenChainError: There is none.
+    """
+    from deltachain.errors import BrokenChainError
+    from deltachain.verify import edge_records
+
+    added = (summary for _, summary in edge_records(chain, 0, committed.version))
+    known = (*committed.manifest.recent, committed.manifest.summary(), *added)
+    anchors = [edge for edge in known if edge.kind == "anchor"]
+    if not anchors:
+        raise BrokenChainError(
+            f"no anchor is known at or before version {committed.version}",
+            version=committed.version,
+        )
+    return max(anchors, key=lambda edge: edge.version)
+
+
+def _reference(reference: BaseRef) -> dict[str, Any]:
+    rows = [
+        {"name": file.name, "nbytes": file.nbytes, "blake3": file.blake3}
+        for file in reference.files
+    ]
+    where = reference.repo or reference.path
+    return {"checkpoint": f"{where} {reference.revision}".strip(), "files": rows}
+
+
+def _table(chain: Chain) -> dict[str, Any]:
+    specs = sorted(chain.table.specs(), key=lambda spec: (-spec.nbytes, spec.name))
+    rows = [
+        {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "nbytes": s.nbytes}
+        for s in specs
+    ]
+    aliases = dict(chain.table.aliases)
+    return {"url": chain.store.url, "table": chain.identity.table, "tensors": rows} | (
+        {"aliases": aliases} if aliases else {}
+    )
+
+
+def _show_facts(report: Mapping[str, Any]) -> None:
+    named = {
+        name: str(value)
+        for name, value in report.items()
+        if value is not None and isinstance(value, str | int)
+    }
+    if report.get("aliases"):
+        named["tied"] = ", ".join(f"{alias} = {of}" for alias, of in report["aliases"].items())
+    contents = report.get("contents")
+    if contents:
+        bits = contents["bits_per_change"]
+        named["changed"] = (
+            f"{c.count(contents['nnz'])} of {c.count(contents['numel'])} elements in "
+            f"{contents['tensors']:,} tensors"
+        )
+        named["size"] = (
+            f"{c.nbytes(contents['nbytes'])} in {_plural(contents['parts'], 'object')}"
+            + (f", {bits:.2f} bits an element" if bits else "")
+        )
+        named["layout"] = (
+            f"{_plural(contents['frames'], 'frame')}, {_plural(contents['segments'], 'segment')}, "
+            f"header and directory {c.nbytes(contents['directory_nbytes'])}"
+        )
+    c.out().print(c.facts(**named))
+
+
+def _plural(n: int, noun: str) -> str:
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
+def _show_contents(contents: Mapping[str, Any], limit: int | None) -> None:
+    out = c.out()
+    streams = contents["streams"]
+    if streams:
+        out.print(c.heading("Where the bytes went"))
+        out.print(_streams(streams))
+    if contents["magnitudes"]:
+        out.print(c.heading("Steps by magnitude"))
+        out.print(_histogram(contents["magnitudes"], "units in the last place"))
+    if contents["densities"]["whole"] < contents["tensors"]:
+        out.print(c.heading("Tensors by density"))
+        out.print(_histogram(contents["densities"], "changed share"))
+    if contents["tensors"]:
+        _show_rows(contents["rows"], limit)
+
+
+def _streams(streams: Mapping[str, Mapping[str, Any]]) -> object:
+    total = sum(stream["stored"] for stream in streams.values())
+    grid = c.table("stream", ">raw", ">stored", ">bits each", "")
+    for kind, stream in streams.items():
+        share = stream["stored"] / total if total else 0.0
+        bits = stream["bits_per_change"]
+        grid.add_row(
+            c.clean(kind),
+            c.nbytes(stream["raw"]),
+            c.nbytes(stream["stored"]),
+            "" if bits is None else f"{bits:.2f}",
+            c.bar(share),
+        )
+    return grid
+
+
+def _histogram(classes: Mapping[str, int], title: str) -> object:
+    total = sum(classes.values())
+    grid = c.table(title, ">number", ">share", "")
+    for label, n in classes.items():
+        share = n / total if total else 0.0
+        grid.add_row(label, c.count(n), c.percent(share), c.bar(share))
+    return grid
+
+
+def _show_rows(rows: Sequence[Mapping[str, Any]], limit: int | None) -> None:
+    shown = rows[:limit]
+    title = "Tensors" if len(shown) == len(rows) else f"The {len(shown)} with the most elements"
+    grid = c.table("~tensor", "dtype", "shape", "encoding", ">elements", ">density", "")
+    densest = max((row["density"] for row in shown), default=0.0) or 1.0
+    for row in shown:
+        grid.add_row(
+            c.clean(row["name"]),
+            row["dtype"],
+            _shape(row["shape"]),
+            row["encoding"],
+            c.count(row["nnz"]),
+            c.percent(row["density"]),
+            c.bar(row["density"] / densest, 12),
+        )
+    out = c.out()
+    out.print(c.heading(title))
+    out.print(grid)
+    _say_rest(len(rows) - len(shown))
+
+
+def _show_list(title: str, rows: Sequence[Mapping[str, Any]], limit: int | None) -> None:
+    """The files of a reference, or the tensors of a table."""
+    grid = c.table("~name", "dtype", "shape", ">bytes") if title == "tensors" else (
+        c.table("~name", ">bytes", "blake3")
+    )  # fmt: skip
+    for row in rows[:limit]:
+        size = c.nbytes(row["nbytes"])
+        if title == "tensors":
+            grid.add_row(c.clean(row["name"]), row["dtype"], _shape(row["shape"]), size)
+        else:
+            grid.add_row(c.clean(row["name"]), size, c.clean(row["blake3"][:16]))
+    out = c.out()
+    out.print(c.heading(f"{title.capitalize()} ({len(rows):,})"))
+    out.print(grid)
+    _say_rest(len(rows) - len(rows[:limit]))
+
+
+def _say_rest(n: int) -> None:
+    if n:
+        c.out().print(f"and {n:,} more: --all", style="dim")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"

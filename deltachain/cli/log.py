@@ -1,0 +1,195 @@
+"""``deltachain log``: the versions of a chain, newest first."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.text import Text
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJson, Url
+
+COLUMNS: Final = (
+    ">version",
+    ">epoch",
+    "kind",
+    ">step",
+    "committed",
+    ">changed",
+    ">density",
+    ">bytes",
+    ">bits",
+    ">dense",
+    "state",
+)
+"""``bits``: of payload for each change; ``dense``: payload to all weights."""
+
+GIVE_WAY: Final = (">epoch", "committed")
+FULL_WIDTH: Final = 98
+
+if TYPE_CHECKING:
+    from deltachain.chain import Chain, Committed
+    from deltachain.manifest import Edge
+
+
+def log(
+    url: Url,
+    *,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, metavar="N", help="Versions to show.")
+    ] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Show the versions of a chain, newest first.
+
+    For each version: how much changed, how many bytes that took, and the state it leads to. Ways to
+    a version that were added later, such as anchors, stand below it.
+
+    Example: `deltachain log /mnt/policy -n 5`
+    """
+    from deltachain.chain import Chain
+    from deltachain.errors import ChainError
+    from deltachain.store import open_store
+    from deltachain.verify import edge_records
+
+    chain = Chain.open(open_store(url))
+    head = chain.head()
+    if head is None:
+        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+    first = max(0, head.version - limit + 1)
+    shown = list(chain.history(first, head.version))[::-1]
+    records: dict[int, list[Edge]] = defaultdict(list)
+    for record, summary in edge_records(chain, first, head.version):
+        records[summary.version].append(record.edge)
+    model = describe_model(chain)
+    versions = [_version(committed, records, model["nbytes"]) for committed in shown]
+    if as_json:
+        c.write_json(
+            {
+                "url": chain.store.url,
+                "chain": chain.identity.chain,
+                "head": head.version,
+                "model": model,
+                "versions": versions,
+            }
+        )
+    else:
+        _show(chain, head, model, versions)
+
+
+def describe_model(chain: Chain) -> dict[str, Any]:
+    """Sizes and wire dtypes of the chain's tensors."""
+    specs = chain.table.specs()
+    return {
+        "tensors": len(specs),
+        "numel": sum(spec.numel for spec in specs),
+        "nbytes": sum(spec.nbytes for spec in specs),
+        "dtypes": dict(Counter(spec.dtype for spec in specs).most_common()),
+        "aliases": len(chain.table.aliases),
+    }
+
+
+def _version(
+    committed: Committed, records: Mapping[int, list[Edge]], dense_nbytes: int
+) -> dict[str, Any]:
+    manifest = committed.manifest
+    edge = manifest.edge
+    return {
+        "version": manifest.version,
+        "epoch": manifest.epoch,
+        **_edge(edge, dense_nbytes),
+        "step": manifest.step,
+        "time": manifest.time,
+        "nnz": manifest.nnz,
+        "numel": manifest.numel,
+        "density": manifest.density,
+        "bits_per_change": c.bits_per_change(edge.nbytes, manifest.nnz),
+        "state": manifest.state,
+        "manifest": committed.digest,
+        "metadata": manifest.metadata,
+        "edges": [_edge(added, dense_nbytes) for added in records.get(manifest.version, [])],
+    }
+
+
+def _edge(edge: Edge, dense_nbytes: int) -> dict[str, Any]:
+    return {
+        "kind": edge.kind,
+        "base": edge.base,
+        "nbytes": edge.nbytes,
+        "parts": len(edge.parts),
+        "encodings": list(edge.encodings),
+        "dense_ratio": round(dense_nbytes / edge.nbytes, 2) if edge.nbytes else None,
+    }
+
+
+def _show(
+    chain: Chain, head: Committed, model: Mapping[str, Any], versions: Iterable[Mapping[str, Any]]
+) -> None:
+    dtypes = ", ".join(f"{dtype} in {n:,}" for dtype, n in model["dtypes"].items())
+    tied = f", {model['aliases']} tied" if model["aliases"] else ""
+    out = c.out()
+    out.print(
+        c.facts(
+            chain=f"{chain.identity.chain}  at {chain.store.url}",
+            head=f"version {head.version}, epoch {head.manifest.epoch}, "
+            f"state {head.manifest.state}",
+            model=f"{c.count(model['numel'])} elements in {model['tensors']:,} tensors{tied}, "
+            f"{c.nbytes(model['nbytes'])} ({dtypes})",
+        )
+    )
+    columns = [name for name in COLUMNS if out.width >= FULL_WIDTH or name not in GIVE_WAY]
+    grid = c.table(*columns)
+    for version in versions:
+        row = _row(version)
+        grid.add_row(*(row[name] for name in columns))
+        for edge in version["edges"]:
+            added = _added(edge)
+            grid.add_row(*(added.get(name, "") for name in columns), style="dim")
+    out.print()
+    out.print(grid)
+
+
+def _row(version: Mapping[str, Any]) -> dict[str, Text | str]:
+    """The cells of a version, by column."""
+    bits = version["bits_per_change"]
+    is_delta = version["kind"] == "delta"
+    return {
+        ">version": str(version["version"]),
+        ">epoch": Text(str(version["epoch"]), "dim"),
+        "kind": version["kind"] if is_delta else Text(version["kind"], "cyan"),
+        ">step": "" if version["step"] is None else str(version["step"]),
+        "committed": Text(_moment(version["time"]), "dim"),
+        ">changed": c.count(version["nnz"]),
+        ">density": c.percent(version["density"]),
+        ">bytes": _stored(version),
+        ">bits": f"{bits:.2f}" if bits and is_delta else "",
+        ">dense": f"1/{version['dense_ratio']:,.0f}" if version["nbytes"] and is_delta else "",
+        "state": Text(version["state"][:8], "dim"),
+    }
+
+
+def _added(edge: Mapping[str, Any]) -> dict[str, Text | str]:
+    """The cells of an edge that was added later: a size, and what its version does not say."""
+    return {
+        "kind": Text(f"+ {edge['kind']}", "cyan"),
+        "committed": "" if edge["base"] is None else f"from {edge['base']}",
+        ">bytes": _stored(edge),
+    }
+
+
+def _stored(edge: Mapping[str, Any]) -> str:
+    """Bytes, and objects where there are several."""
+    parts = f" in {edge['parts']}" if edge["parts"] > 1 else ""
+    return c.nbytes(edge["nbytes"]) + parts
+
+
+def _moment(seconds: float) -> str:
+    try:
+        return time.strftime("%d %b %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # by the publisher's clock, which may be nonsense
+        return "?"

@@ -1,0 +1,121 @@
+"""Bars on stderr while something takes long; nothing where nobody watches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from rich.progress import (
+    BarColumn,
+    FileSizeColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+
+from deltachain.cli.console import err
+from deltachain.store import Capabilities, ObjectInfo, Store
+from deltachain.store.base import Buffer
+
+_T = TypeVar("_T")
+
+
+@contextmanager
+def watching(store: Store, doing: str) -> Iterator[Store]:
+    """A store whose traffic is shown while something is done."""
+    console = err()
+    columns = (
+        SpinnerColumn(style="cyan"),
+        TextColumn("{task.description}"),
+        FileSizeColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(doing, total=None)
+        yield MeteredStore(store, lambda nbytes: progress.advance(task, nbytes))
+
+
+def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
+    """Pass ``things`` on and show how many of ``total`` are done."""
+    console = err()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=32, complete_style="cyan", finished_style="cyan"),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task(doing, total=total)
+        for thing in things:
+            progress.advance(task)
+            yield thing
+
+
+class MeteredStore:
+    """A store that reports the bytes of every object it reads or writes.
+
+    Args:
+        store: Does the work.
+        moved: Called with the bytes of each object, from any thread.
+    """
+
+    def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
+        self._store = store
+        self._moved = moved
+
+    @property
+    def url(self) -> str:
+        """See :class:`Store`."""
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See :class:`Store`."""
+        return self._store.capabilities
+
+    def get(self, key: str) -> bytes:
+        """See :class:`Store`."""
+        data = self._store.get(key)
+        self._moved(len(data))
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """See :class:`Store`."""
+        data = self._store.get_range(key, start, length)
+        self._moved(len(data))
+        return data
+
+    def put(self, key: str, data: Buffer) -> None:
+        """See :class:`Store`."""
+        self._store.put(key, data)
+        self._moved(len(data))
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """See :class:`Store`."""
+        self._store.put_if_absent(key, data)
+        self._moved(len(data))
+
+    def find(self, key: str) -> ObjectInfo | None:
+        """See :class:`Store`."""
+        return self._store.find(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """See :class:`Store`."""
+        return self._store.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """See :class:`Store`."""
+        self._store.delete(key)
+
+    def close(self) -> None:
+        """See :class:`Store`."""
+        self._store.close()

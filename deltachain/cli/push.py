@@ -1,0 +1,112 @@
+"""``deltachain push``: a checkpoint becomes the newest version of a chain."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJson, Encode, Encoding, Url
+
+if TYPE_CHECKING:
+    from deltachain.chain import Committed
+    from deltachain.push import Pushed
+
+
+def push(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or one safetensors file."),
+    ],
+    url: Url,
+    *,
+    step: Annotated[
+        int | None, typer.Option(metavar="N", help="The trainer's step, for the record.")
+    ] = None,
+    encoding: Encode = Encoding.STEP,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="A checkpoint that followers have as well. A new chain refers to it instead of "
+            "uploading it; for an older chain, where it lies here if it moved.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish a checkpoint: for any trainer that writes some.
+
+    The first push makes the chain. Each later one rebuilds the head, and publishes what tells the
+    checkpoint from it as the next version; a publisher that was at work there is fenced.
+    Configuration and tokenizer files of the first checkpoint travel with the chain.
+
+    Example: `deltachain push out/checkpoint-40 /mnt/policy --step 40`
+    """
+    from deltachain.cli.progress import watching
+    from deltachain.publish.config import PublishConfig
+    from deltachain.push import push as publish
+    from deltachain.store import open_store
+
+    start = time.perf_counter()
+    config = PublishConfig(url=url, encoding=encoding.value, base=base)
+    with watching(open_store(url), f"pushing {checkpoint.name}") as store:
+        pushed = publish(store, checkpoint, config, step=step)
+    report = _report(pushed, time.perf_counter() - start)
+    if as_json:
+        c.write_json(report)
+    else:
+        _show(pushed, report)
+
+
+def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
+    anchor = pushed.anchor
+    return {
+        "url": pushed.chain.store.url,
+        "chain": pushed.chain.identity.chain,
+        "version": pushed.head.version,
+        "epoch": pushed.head.manifest.epoch,
+        "state": pushed.head.manifest.state,
+        "committed": [_version(committed) for committed in pushed.committed],
+        "anchor": None if anchor is None else {"version": anchor.version, "nbytes": anchor.nbytes},
+        "seconds": round(seconds, 3),
+    }
+
+
+def _version(committed: Committed) -> dict[str, Any]:
+    manifest = committed.manifest
+    return {
+        "version": manifest.version,
+        "kind": manifest.edge.kind,
+        "step": manifest.step,
+        "nnz": manifest.nnz,
+        "density": manifest.density,
+        "nbytes": manifest.edge.nbytes,
+        "bits_per_change": c.bits_per_change(manifest.edge.nbytes, manifest.nnz),
+        "state": manifest.state,
+    }
+
+
+def _show(pushed: Pushed, report: dict[str, Any]) -> None:
+    out = c.out()
+    if not pushed.committed:
+        out.print(f"nothing to do: version {report['version']} holds this checkpoint already")
+    for version in report["committed"]:
+        changed = ""
+        if version["kind"] == "delta":
+            bits = version["bits_per_change"]
+            changed = (
+                f"  {c.count(version['nnz'])} changed, {c.percent(version['density'])}, "
+                f"{bits:.2f} bits each"
+            )
+        out.print(
+            f"[bold green]✓[/]  version {version['version']}  {version['kind']}  "
+            f"{c.nbytes(version['nbytes'])}{changed}  [dim]{version['state'][:8]}[/]",
+            markup=True,
+            soft_wrap=True,
+        )
+    if report["anchor"]:
+        out.print(f"   and an anchor for newcomers, {c.nbytes(report['anchor']['nbytes'])}")

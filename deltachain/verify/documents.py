@@ -1,0 +1,84 @@
+"""What the documents of a chain must say of each other."""
+
+from __future__ import annotations
+
+from deltachain import keys
+from deltachain.chain import Chain, Committed
+from deltachain.digest import object_digest
+from deltachain.errors import ChainError, DigestMismatchError, ForkedChainError, MalformedError
+from deltachain.manifest import EdgeRecord, EdgeSummary, summarise, unseal
+from deltachain.types import Version
+
+
+def newest(chain: Chain) -> Version:
+    """The newest version of which there is any manifest, also behind a gap.
+
+    Raises:
+        ChainError: There is none.
+    """
+    listed = [keys.version_of(info.key) for info in chain.store.list("manifests/")]
+    head = chain.head()
+    known = [version for version in listed if version is not None]
+    known += [head.version] if head else []
+    if not known:
+        raise ChainError(f"{chain.store.url} has no version yet")
+    return max(known)
+
+
+def edge_records(
+    chain: Chain, first: Version, last: Version
+) -> tuple[tuple[EdgeRecord, EdgeSummary], ...]:
+    """Every edge record of some versions, oldest first, whether a manifest lists it or not.
+
+    Raises:
+        MalformedError: One lies where another belongs.
+    """
+    found = []
+    for info in chain.store.list("edges/"):
+        version = keys.version_of(info.key)
+        if version is None or not first <= version <= last:
+            continue
+        data = chain.store.get(info.key)
+        record = unseal(data, EdgeRecord, key=info.key)
+        edge = record.edge
+        place = keys.edge_key(record.version, edge.kind, edge.base)
+        if record.chain != chain.identity.chain or place != info.key:
+            raise MalformedError(f"{info.key}: is {place} of chain {record.chain}", key=info.key)
+        digest = object_digest(data)
+        summary = summarise(version, edge, record.state, record=info.key, digest=digest)
+        found.append((record, summary))
+    return tuple(found)
+
+
+def check_manifest(chain: Chain, committed: Committed, before: Committed | None) -> None:
+    """What a manifest says follows from its parent and from the table."""
+    manifest, key = committed.manifest, keys.manifest_key(committed.version)
+    numel = sum(spec.numel for spec in chain.table.specs())
+    if manifest.numel != numel:
+        raise MalformedError(f"{key}: {manifest.numel} elements, the table has {numel}", key=key)
+    if manifest.edge.kind == "delta" and manifest.edge.base != committed.version - 1:
+        raise MalformedError(f"{key}: its delta starts from {manifest.edge.base}", key=key)
+    if committed.version == 0 and (manifest.parent or manifest.base_state):
+        raise MalformedError(f"{key}: version 0 has a parent", key=key)
+    if before is None:
+        return
+    if manifest.epoch < before.manifest.epoch:
+        raise ForkedChainError(
+            f"{key}: epoch {manifest.epoch} after epoch {before.manifest.epoch}",
+            version=committed.version,
+        )
+    if manifest.base_state != before.manifest.state:
+        raise another(f"{key}: base state", before.state, manifest.base_state, key=key)
+
+
+def check_record(record: EdgeRecord, key: str, committed: Committed) -> None:
+    """An edge record is about this very version."""
+    if record.manifest != committed.digest:
+        raise another(f"{key}: manifest", committed.digest, record.manifest, key=key)
+    if record.state != committed.manifest.state:
+        raise another(f"{key}: state", committed.state, record.state, key=key)
+
+
+def another(what: str, expected: object, actual: object, *, key: str) -> DigestMismatchError:
+    """The error for something that is not what it must be."""
+    return DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)

@@ -1,0 +1,226 @@
+"""The walk along a chain that proves it version by version."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltachain import keys
+from deltachain.chain import Chain, Committed
+from deltachain.errors import ChainError, MalformedError
+from deltachain.fetch import Fetched, fetch
+from deltachain.manifest import EdgeRecord, EdgeSummary
+from deltachain.plan import Plan
+from deltachain.types import StateDigest, Version
+from deltachain.verify.documents import (
+    another,
+    check_manifest,
+    check_record,
+    edge_records,
+    newest,
+)
+from deltachain.verify.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeProof:
+    """One edge, every object of it read and decoded.
+
+    Attributes:
+        kind: As in the manifest.
+        base: The version it starts from; ``None`` for nothing.
+        key: Of its record, or of the manifest that it was committed with.
+        nbytes: Bytes of its parts.
+        parts: Objects.
+        frames: Frames in them, each with a digest of its own.
+        nnz: Elements decoded.
+        proven: Whether it was shown to lead to the state of its version. An edge that starts before
+            the versions asked for can only be read.
+        refetched: Objects that were corrupt when first read.
+    """
+
+    kind: str
+    base: Version | None
+    key: str
+    nbytes: int
+    parts: int
+    frames: int
+    nnz: int
+    proven: bool
+    refetched: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionProof:
+    """One version: its manifest follows from the one before, its weights have its state."""
+
+    version: Version
+    epoch: int
+    manifest: str
+    state: StateDigest
+    edges: tuple[EdgeProof, ...]
+
+
+def verify(
+    chain: Chain, *, first: Version = 0, last: Version | None = None, base: Path | None = None
+) -> Iterator[VersionProof]:
+    """Prove versions one by one; the first thing that is wrong ends it.
+
+    Args:
+        chain: Opened, so that its identity and table are known to belong together.
+        first: Rebuilt from nothing by the cheapest plan.
+        last: The newest version that is in the store, when not given.
+        base: Where the base checkpoint lies here, if the chain starts from one.
+
+    Raises:
+        StoreError: An object is not there, or can not be read.
+        ChainError: The versions do not form one chain.
+        FormatError: An object is not what names it, or leads to another state.
+    """
+    end = newest(chain) if last is None else last
+    if first > end:
+        raise ChainError(f"version {first} is not committed, head is {end}", version=end)
+    for _ in chain.assets():  # each is proven as it is read
+        pass
+    walk = _Walk(chain, base, first, edge_records(chain, first, end))
+    before: Committed | None = None
+    for committed in chain.history(first, end):
+        check_manifest(chain, committed, before)
+        yield walk.step(committed)
+        before = committed
+
+
+class _Walk:
+    """Carries the weights along the chain and proves what lies on the way.
+
+    Args:
+        chain: Read.
+        base: Where the base checkpoint lies.
+        first: The version to start at.
+        records: Edges that were added later, of the versions to walk.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        base: Path | None,
+        first: Version,
+        records: tuple[tuple[EdgeRecord, EdgeSummary], ...],
+    ) -> None:
+        self._chain = chain
+        self._base = base
+        self._first = first
+        self._records = records
+        self._weights = Weights({spec.name: spec for spec in chain.table.specs()})
+        self._known: dict[tuple[Version, str], EdgeSummary] = {}
+        self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
+
+    def step(self, committed: Committed) -> VersionProof:
+        """Go to the next version."""
+        version, manifest = committed.version, committed.manifest
+        own = manifest.summary()
+        self._known[version, ""] = own
+        proofs = [self._begin(committed) if version == self._first else self._go(committed)]
+        for record, summary in self._records:
+            if record.version == version:
+                check_record(record, summary.record, committed)
+                self._known[version, summary.record] = summary
+                if summary.base is None:
+                    proofs.append(self._prove(summary, committed.state))
+                elif summary.base < self._first:
+                    proofs.append(_proof(self._fetch(summary), proven=False))
+        self._check_window(committed)
+        self._leave(committed)
+        return VersionProof(
+            version=version,
+            epoch=manifest.epoch,
+            manifest=committed.digest,
+            state=committed.state,
+            edges=(*proofs, *self._skips.pop(version, ())),
+        )
+
+    def _begin(self, committed: Committed) -> EdgeProof:
+        """Rebuild the first version from nothing."""
+        own = committed.manifest.summary()
+        edges = (own,) if own.base is None else self._chain.plan(None, committed).edges
+        for edge in edges:
+            proof = self._prove(edge, StateDigest.parse(edge.state), write=True)
+        if self._weights.state != committed.state:
+            key = keys.manifest_key(committed.version)
+            raise another(f"{key}: state", self._weights.state, committed.state, key=key)
+        return proof if own == edges[-1] else _proof(self._fetch(own), proven=False)
+
+    def _go(self, committed: Committed) -> EdgeProof:
+        """Apply the version's own edge."""
+        return self._prove(committed.manifest.summary(), committed.state, write=True)
+
+    def _leave(self, committed: Committed) -> None:
+        """Prove the skips that start here, while the weights are those of their base."""
+        for record, summary in self._records:
+            if summary.base == committed.version:
+                if record.base_state != committed.manifest.state:
+                    raise another(
+                        f"{summary.record}: base state",
+                        committed.state,
+                        record.base_state,
+                        key=summary.record,
+                    )
+                proof = self._prove(summary, StateDigest.parse(record.state))
+                self._skips[summary.version].append(proof)
+
+    def _prove(self, edge: EdgeSummary, expected: StateDigest, *, write: bool = False) -> EdgeProof:
+        fetched = self._fetch(edge)
+        self._weights.prove(fetched, expected, write=write)
+        return _proof(fetched, proven=True)
+
+    def _fetch(self, edge: EdgeSummary) -> Fetched:
+        plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
+        fetched = fetch(self._chain, plan, base=self._base)
+        for part in fetched.parts:
+            part.verify()
+        found = {row.encoding for part in fetched.parts for row in part.rows.values()}
+        if found != set(edge.encodings):
+            key = edge.record or keys.manifest_key(edge.version)
+            listed = ", ".join(edge.encodings) or "none"
+            raise MalformedError(
+                f"{key}: lists encodings {listed}, its parts have {', '.join(sorted(found))}",
+                key=key,
+            )
+        return fetched
+
+    def _check_window(self, committed: Committed) -> None:
+        """What a manifest lists of the versions before it is what is there, and complete."""
+        version, manifest = committed.version, committed.manifest
+        key = keys.manifest_key(version)
+        listed = {(edge.version, edge.record): edge for edge in manifest.recent}
+        for place, edge in listed.items():
+            if edge.version >= self._first and self._known.get(place) != edge:
+                raise MalformedError(
+                    f"{key}: lists a {edge.kind} to version {edge.version} that is not there so",
+                    key=key,
+                )
+        reach = max(self._first, manifest.window_from)
+        absent = [v for v in range(reach, version) if (v, "") not in listed]
+        if absent:
+            raise MalformedError(
+                f"{key}: its window from {manifest.window_from} leaves out version {absent[0]}",
+                key=key,
+            )
+
+
+def _proof(fetched: Fetched, *, proven: bool) -> EdgeProof:
+    edge = fetched.plan.edges[0]
+    streams = (row for part in fetched.parts for row in part.directory.streams)
+    return EdgeProof(
+        kind=edge.kind,
+        base=edge.base,
+        key=edge.record or keys.manifest_key(edge.version),
+        nbytes=fetched.nbytes,
+        parts=len(fetched.parts),
+        frames=sum(len(row.stored) for row in streams),
+        nnz=sum(part.nnz for part in fetched.parts),
+        proven=proven,
+        refetched=fetched.refetched,
+    )

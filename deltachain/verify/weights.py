@@ -1,0 +1,130 @@
+"""Bits of every tensor on their way along a chain, and the proof of each edge that starts there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deltachain import keys
+from deltachain.codec.directory import SPARSE, TensorRow
+from deltachain.delta import TensorDelta
+from deltachain.digest import digest_key
+from deltachain.errors import BrokenChainError, MalformedError
+from deltachain.fetch import Fetched
+from deltachain.kernels import host
+from deltachain.types import Bits, StateDigest, TensorSpec
+from deltachain.verify.documents import another
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What one row of a part does to one tensor.
+
+    Attributes:
+        new: New bits of the elements it gives.
+        added: Their contribution to the state digest.
+        removed: What the same elements contributed before; nothing when the row gives all of them.
+    """
+
+    new: Bits
+    added: StateDigest
+    removed: StateDigest
+
+    @property
+    def change(self) -> StateDigest:
+        """What it does to the state digest."""
+        return self.added - self.removed
+
+    def matches(self, row: TensorRow) -> bool:
+        """Whether this is what the writer of the row saw."""
+        return row.change == (self.change if row.encoding in SPARSE else self.added)
+
+
+def move(old: Bits, delta: TensorDelta) -> Move:
+    """Compute what a delta does to the bits of its tensor; writes nothing."""
+    key = digest_key(delta.spec)
+    if delta.indices is None:
+        return Move(delta.values, host.digest(key, delta.values), StateDigest())
+    before = host.gather(old, delta.indices)
+    new = delta.new_bits(before)
+    added = host.digest_at(key, delta.indices, new)
+    return Move(new, added, host.digest_at(key, delta.indices, before))
+
+
+def write_(bits: Bits, delta: TensorDelta, moved: Move) -> None:
+    """Write into the bits of the tensor what :func:`move` computed from them."""
+    if delta.indices is None:
+        bits[:] = moved.new
+    else:
+        host.scatter_(bits, delta.indices, moved.new)
+
+
+@dataclass(slots=True)
+class Weights:
+    """Bits of every tensor, and what each contributes to the state.
+
+    Attributes:
+        specs: Every tensor, by name.
+        bits: Flat, by name; written to.
+        digests: Contributions, by name.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    bits: dict[str, Bits] = field(default_factory=dict)
+    digests: dict[str, StateDigest] = field(default_factory=dict)
+
+    @property
+    def state(self) -> StateDigest:
+        """State digest of all of them."""
+        return sum(self.digests.values(), StateDigest())
+
+    def prove(self, fetched: Fetched, expected: StateDigest, *, write: bool) -> None:
+        """Show that an edge from these weights, or from nothing, leads to a state.
+
+        Raises:
+            BrokenChainError: It starts from nothing and does not give every tensor whole.
+            DigestMismatchError: It leads elsewhere, or a row changes what its digest does not say.
+        """
+        edge = fetched.plan.edges[0]
+        key = edge.record or keys.manifest_key(edge.version)
+        after = {} if edge.base is None else dict(self.digests)
+        for row, delta in _rows(fetched):
+            name = delta.spec.name
+            if not delta.is_dense and name not in after:
+                raise BrokenChainError(f"{key}: does not give all of {name!r}")
+            moved = move(self.bits.get(name, delta.values), delta)
+            if row is not None and not moved.matches(row):
+                raise another(f"{key}: {name!r}", row.change, moved.change, key=key)
+            after[name] = moved.added if delta.is_dense else after[name] + moved.change
+            if write:
+                self._write(delta, moved)
+        if absent := self.specs.keys() - after.keys():
+            raise BrokenChainError(f"{key}: does not give {min(absent)!r}", version=edge.version)
+        actual = sum(after.values(), StateDigest())
+        if actual != expected:
+            what = f"{key}: the {edge.kind} leads to another state than version {edge.version}"
+            raise another(what, expected, actual, key=key)
+        if write:
+            self.digests = after
+
+    def _write(self, delta: TensorDelta, moved: Move) -> None:
+        if delta.is_dense:
+            self.bits[delta.spec.name] = np.array(delta.values)
+        else:
+            write_(self.bits[delta.spec.name], delta, moved)
+
+
+def _rows(fetched: Fetched) -> Iterator[tuple[TensorRow | None, TensorDelta]]:
+    """Everything that one edge gives, each tensor once."""
+    if fetched.base is not None:
+        for name, spec in fetched.specs.items():
+            yield None, TensorDelta.dense(spec, fetched.base.bits(name))
+    seen: set[str] = set()
+    for part in fetched.parts:
+        for name, row in part.rows.items():
+            if name in seen:
+                raise MalformedError(f"{part.key}: {name!r} is in another part too", key=part.key)
+            seen.add(name)
+            yield row, part.read(name)

@@ -1,0 +1,129 @@
+"""Runs commands in this process, and makes checkpoints for them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typer.main import get_command
+
+from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.cli.app import app
+from deltachain.types import BITS_DTYPES, WIRE_DTYPES, Bits, TensorSpec
+
+COMMAND = get_command(app)  # once: putting it together takes longer than running it
+
+State = dict[str, Bits]
+
+SPECS = (
+    TensorSpec("embed.weight", "BF16", (96, 32)),
+    TensorSpec("layers.0.bias", "F16", (64,)),
+    TensorSpec("layers.0.norm", "F32", (32,)),
+    TensorSpec("layers.0.weight", "BF16", (64, 64)),
+    TensorSpec("layers.0.weight_scale", "F8_E8M0", (16,)),
+    TensorSpec("steps", "I64", ()),
+)
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left behind."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The one JSON object on stdout, which holds nothing else."""
+        found = json.loads(self.stdout)
+        assert isinstance(found, dict)
+        return found
+
+
+def invoke(*args: object) -> Done:
+    """Run the command line in this process; what it does not answer itself is raised."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = 0
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            COMMAND.main([str(arg) for arg in args], prog_name="deltachain")
+        except SystemExit as done:
+            code = done.code
+    assert isinstance(code, int)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def ok(*args: object) -> Done:
+    """Run a command that must succeed."""
+    done = invoke(*args)
+    assert done.code == 0, done.stderr
+    return done
+
+
+def random_state(seed: int = 0) -> State:
+    rng = np.random.default_rng(seed)
+    return {
+        s.name: np.frombuffer(rng.bytes(s.nbytes), s.bits_dtype).copy().reshape(-1) for s in SPECS
+    }
+
+
+def train(state: State, seed: int, share: float = 0.02) -> State:
+    """A copy in which a few elements of most tensors took a small step."""
+    rng = np.random.default_rng(seed)
+    after = {name: bits.copy() for name, bits in state.items()}
+    for name, bits in after.items():
+        if name != "layers.0.norm":
+            chosen = rng.random(bits.size) < share
+            bits[chosen] += rng.choice([1, 2, 300], chosen.sum()).astype(bits.dtype)
+    after["steps"] += np.uint64(1)
+    return after
+
+
+def write_checkpoint(folder: Path, state: Mapping[str, Bits]) -> Path:
+    """A checkpoint folder with what belongs beside weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_weights(folder / "model.safetensors", SPECS, lambda spec: state[spec.name])
+    (folder / "config.json").write_text('{"model_type": "tiny"}')
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def read_checkpoint(path: Path) -> State:
+    checkpoint = Checkpoint(path)
+    return {name: checkpoint.bits(name).copy() for name in checkpoint.specs}
+
+
+def same(one: Mapping[str, Bits], other: Mapping[str, Bits]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].tobytes() == other[name].tobytes() for name in one
+    )
+
+
+def safetensors_bytes(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], Bits]], *, padding: int = 0
+) -> bytes:
+    """A safetensors file put together by hand, in the order given, at any alignment."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, (dtype, shape, bits) in tensors.items():
+        assert bits.dtype == BITS_DTYPES[WIRE_DTYPES[dtype]]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + bits.nbytes)}
+        at += bits.nbytes
+    text = json.dumps(header).encode() + b" " * padding
+    data = b"".join(bits.tobytes() for _, _, bits in tensors.values())
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """A chain of four versions, and what each of them holds."""
+
+    url: Path
+    states: tuple[State, ...]

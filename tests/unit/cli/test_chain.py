@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltachain.chain import Chain
+from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.publish import Publisher
+from deltachain.store import open_store
+from deltachain.testing.models import TinyModel, bits_of, train_
+from tests.unit.cli.support import (
+    SPECS,
+    Pushed,
+    invoke,
+    ok,
+    random_state,
+    read_checkpoint,
+    safetensors_bytes,
+    same,
+    train,
+    write_checkpoint,
+)
+
+
+def head_of(url: Path) -> int:
+    head = Chain.open(open_store(url)).head()
+    assert head is not None
+    return head.version
+
+
+@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
+def test_every_pushed_version_is_pulled_bit_for_bit(encoding: str, tmp_path: Path) -> None:
+    states = [random_state()]
+    for seed in (1, 2):
+        states.append(train(states[-1], seed))
+    for number, state in enumerate(states):
+        folder = write_checkpoint(tmp_path / f"step-{number}", state)
+        ok("push", folder, tmp_path / "chain", "--encoding", encoding)
+    for version, state in enumerate(states):
+        ok("pull", tmp_path / "chain", "--version", version, "--out", tmp_path / f"v{version}")
+        assert same(read_checkpoint(tmp_path / f"v{version}"), state)
+    ok("verify", tmp_path / "chain")
+
+
+def test_a_pulled_folder_has_the_files_that_were_beside_the_weights(
+    pushed: Pushed, tmp_path: Path
+) -> None:
+    done = ok("pull", pushed.url, "--out", tmp_path / "out", "--json")
+    assert done.document["version"] == 3
+    assert sorted(done.document["files"]) == ["config.json", "tokenizer.json"]
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "tiny"}
+
+
+def test_a_pulled_folder_goes_forwards_and_back(pushed: Pushed, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for version in (1, 3, 0, 2):
+        ok("pull", pushed.url, "--version", version, "--out", out)
+        assert same(read_checkpoint(out), pushed.states[version])
+    assert "nothing to do" in ok("pull", pushed.url, "--version", 2, "--out", out).stdout
+    edited = out / "config.json"
+    edited.write_text("mine")
+    ok("pull", pushed.url, "--out", out)
+    assert edited.read_text() == "mine"
+
+
+def test_a_folder_of_another_chain_is_left_alone(pushed: Pushed, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", pushed.states[0])
+    ok("push", folder, tmp_path / "other")
+    out = tmp_path / "out"
+    ok("pull", tmp_path / "other", "--out", out)
+    before = (out / "model.safetensors").read_bytes()
+    for command in (("pull",), ("follow", "--once")):
+        done = invoke(command[0], pushed.url, "--out", out, *command[1:])
+        assert done.code == 4
+        assert "give another folder" in done.stderr
+    done = invoke("pull", pushed.url, "--out", folder)
+    assert done.code == 2
+    assert "not from a chain" in done.stderr
+    assert (out / "model.safetensors").read_bytes() == before
+    assert same(read_checkpoint(folder), pushed.states[0])
+
+
+def test_pushing_what_the_head_holds_commits_nothing(pushed: Pushed, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "again", pushed.states[-1])
+    before = sorted(file for file in pushed.url.rglob("*") if file.is_file())
+    done = ok("push", folder, pushed.url, "--json")
+    assert done.document["committed"] == []
+    assert sorted(file for file in pushed.url.rglob("*") if file.is_file()) == before
+    assert "nothing to do" in ok("push", folder, pushed.url).stdout
+
+
+def test_a_push_is_one_version_and_takes_the_chain_over(pushed: Pushed, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "next", train(pushed.states[-1], 9))
+    report = ok("push", folder, pushed.url, "--step", 40, "--json").document
+    assert (report["version"], report["epoch"]) == (4, 4)
+    (committed,) = report["committed"]
+    assert (committed["kind"], committed["step"]) == ("delta", 40)
+    changed = sum(
+        int(np.count_nonzero(pushed.states[-1][name] != bits))
+        for name, bits in read_checkpoint(folder).items()
+    )
+    assert committed["nnz"] == changed
+
+
+def test_pushes_reach_a_chain_that_training_began(tmp_path: Path) -> None:
+    model = TinyModel()
+    with Publisher(str(tmp_path / "chain")) as publisher:
+        publisher.attach(model, assets={})
+    ok("pull", tmp_path / "chain", "--out", tmp_path / "out")
+    pulled = tmp_path / "out"
+    checkpoint = Checkpoint(pulled)
+    name = min(checkpoint.specs)
+    file, offset = checkpoint.place(name)
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(b"\x55\xaa")
+    report = ok("push", pulled, tmp_path / "chain", "--json").document
+    assert report["committed"][0]["nnz"] in (1, 2)
+    train_(model, 1)
+    with Publisher(str(tmp_path / "chain")) as publisher:
+        publisher.attach(model, assets={})
+    ok("pull", tmp_path / "chain", "--out", tmp_path / "after")
+    found = read_checkpoint(tmp_path / "after")
+    assert all(np.array_equal(found[n], b) for n, b in bits_of(model).items() if n in found)
+    ok("verify", tmp_path / "chain")
+
+
+def test_a_base_reference_uploads_nothing_but_what_changed(tmp_path: Path) -> None:
+    state = random_state()
+    base = write_checkpoint(tmp_path / "base", state)
+    folder = write_checkpoint(tmp_path / "step-1", train(state, 1))
+    report = ok("push", folder, tmp_path / "chain", "--base", base, "--step", 1, "--json").document
+    assert [v["kind"] for v in report["committed"]] == ["base", "delta"]
+    assert [v["step"] for v in report["committed"]] == [None, 1]
+    assert report["committed"][0]["nbytes"] == 0
+    moved = tmp_path / "moved"
+    shutil.move(base, moved)
+    url, out = tmp_path / "chain", tmp_path / "out"
+    for command in (("verify", url), ("pull", url, "--out", out)):
+        done = invoke(*command)
+        assert done.code == 2
+        assert "base checkpoint" in done.stderr
+        ok(*command, "--base", moved)
+    assert same(read_checkpoint(out), read_checkpoint(folder))
+    assert "model.safetensors" in ok("inspect", url, "--version", 0).stdout
+    again = write_checkpoint(tmp_path / "step-2", train(state, 2))
+    report = ok("push", again, url, "--base", moved, "--json").document
+    assert report["committed"][0]["kind"] == "delta"
+
+
+def test_a_checkpoint_of_another_model_is_refused(pushed: Pushed, tmp_path: Path) -> None:
+    file = tmp_path / "one.safetensors"
+    source = Checkpoint(write_checkpoint(tmp_path / "folder", pushed.states[0]))
+    names = [spec for spec in SPECS if spec.name != "steps"]
+    write_weights(file, names, lambda spec: source.bits(spec.name))
+    done = invoke("push", file, pushed.url)
+    assert done.code == 4
+    assert "'steps'" in done.stderr
+    assert head_of(pushed.url) == 3
+
+
+def test_what_a_pulled_folder_says_of_itself_does_not_travel(
+    pushed: Pushed, tmp_path: Path
+) -> None:
+    ok("pull", pushed.url, "--out", tmp_path / "out")
+    ok("push", tmp_path / "out", tmp_path / "other")
+    names = {name for name, _ in Chain.open(open_store(tmp_path / "other")).assets()}
+    assert names == {"config.json", "tokenizer.json"}
+
+
+def test_log_shows_the_newest_versions_first(pushed: Pushed) -> None:
+    document = ok("log", pushed.url, "--json").document
+    assert [v["version"] for v in document["versions"]] == [3, 2, 1, 0]
+    assert [v["step"] for v in document["versions"]] == [3, 2, 1, 0]
+    assert document["model"]["dtypes"]["BF16"] == 2
+    first, *_, last = document["versions"]
+    assert (first["kind"], last["kind"]) == ("delta", "anchor")
+    assert first["bits_per_change"] > 0
+    assert first["dense_ratio"] > 1
+    limited = ok("log", pushed.url, "-n", 2, "--json").document
+    assert [v["version"] for v in limited["versions"]] == [3, 2]
+    shown = ok("log", pushed.url).stdout
+    assert document["chain"] in shown
+    assert first["state"][:8] in shown
+
+
+def test_log_lists_anchors_that_were_added_later(tmp_path: Path) -> None:
+    model = TinyModel(width=64)
+    with Publisher(str(tmp_path / "chain")) as publisher:
+        publisher.config = dataclasses.replace(publisher.config, anchor_factor=0.01)
+        publisher.attach(model, assets={})
+        for seed in range(3):
+            train_(model, seed, share=0.3)
+            publisher.publish(step=seed)
+            publisher.flush()
+    versions = ok("log", tmp_path / "chain", "--json").document["versions"]
+    added = {v["version"]: [edge["kind"] for edge in v["edges"]] for v in versions if v["edges"]}
+    assert added
+    assert all(kinds == ["anchor"] for kinds in added.values())
+    assert "+ anchor" in ok("log", tmp_path / "chain").stdout
+    report = ok("verify", tmp_path / "chain", "--json").document
+    assert report["edges"]["anchor"]["proven"] == 1 + len(added)
+    newest = max(added)
+    document = ok("inspect", tmp_path / "chain", "--anchor", "--json").document
+    assert (document["version"], document["kind"]) == (newest, "anchor")
+
+
+def test_inspect_counts_what_changed(pushed: Pushed) -> None:
+    contents = ok("inspect", pushed.url, "--version", 2, "--json").document["contents"]
+    changed = {
+        name: int(np.count_nonzero(bits != pushed.states[2][name]))
+        for name, bits in pushed.states[1].items()
+    }
+    found = {row["name"]: row["nnz"] for row in contents["rows"] if row["encoding"] == "step"}
+    assert found.items() <= changed.items()
+    assert found
+    assert sum(contents["magnitudes"].values()) == sum(found.values())
+    assert contents["densities"]["1 to 10 %"] > 0
+    stored = sum(stream["stored"] for stream in contents["streams"].values())
+    assert stored + contents["directory_nbytes"] == contents["nbytes"]
+    shown = ok("inspect", pushed.url, "--version", 2).stdout
+    assert "embed.weight" in shown
+    assert "█" in shown
+
+
+def test_inspect_shows_the_table_and_the_anchor(pushed: Pushed) -> None:
+    table = ok("inspect", pushed.url, "--table", "--json").document
+    assert {row["name"] for row in table["tensors"]} == {spec.name for spec in SPECS}
+    anchor = ok("inspect", pushed.url, "--anchor", "--json").document
+    assert anchor["kind"] == "anchor"
+    first = ok("inspect", pushed.url, "--anchor", "--version", 0, "--json").document
+    assert first["version"] == 0
+    assert first["contents"]["densities"]["whole"] == len(SPECS)
+    assert ok("inspect", pushed.url, "--table").stdout
+    assert ok("inspect", pushed.url, "--anchor", "--all").stdout
+
+
+def test_names_from_a_file_do_not_steer_the_terminal(tmp_path: Path) -> None:
+    name = "x\x1b[2J[red]y"
+    for file, bits in (("old", [0, 0]), ("new", [0, 1])):
+        tensors = {name: ("BF16", (2,), np.array(bits, np.uint16))}
+        (tmp_path / file).write_bytes(safetensors_bytes(tensors))
+    ok("diff", tmp_path / "old", tmp_path / "new", "-o", tmp_path / "d")
+    shown = ok("inspect", tmp_path / "d").stdout
+    assert "\x1b" not in shown
+    assert "[red]y" in shown
+    (tmp_path / "other").write_bytes(
+        safetensors_bytes({name: ("F16", (2,), np.array([0, 0], np.uint16))})
+    )
+    assert "\x1b" not in invoke("diff", tmp_path / "old", tmp_path / "other", "-o", "d").stderr

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import deltachain
+from deltachain.cli.app import PANELS
+from deltachain.cli.console import bar, clean, count, nbytes, percent
+from tests.unit.cli.support import (
+    Pushed,
+    invoke,
+    ok,
+    read_checkpoint,
+    same,
+    train,
+    write_checkpoint,
+)
+
+COMMANDS = [command.__name__ for commands in PANELS.values() for command in commands]
+
+
+def python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["push", "--help"]])
+def test_help_and_version_load_nothing_heavy(args: list[str]) -> None:
+    code = (
+        "import sys, contextlib, io\n"
+        f"sys.argv = ['deltachain', *{args!r}]\n"
+        "from deltachain.cli import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main()\n"
+        "print({'torch', 'numba', 'numpy', 'transformers'} & sys.modules.keys())"
+    )
+    assert python(code).strip() == "set()"
+
+
+def test_looking_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) -> None:
+    old, new = (write_checkpoint(tmp_path / name, pushed.states[n]) for n, name in enumerate("ab"))
+    commands = [
+        ["log", pushed.url],
+        ["inspect", pushed.url, "--all"],
+        ["verify", pushed.url],
+        ["diff", old, new, "--out", tmp_path / "d"],
+        ["patch", old, tmp_path / "d", "--out", tmp_path / "c"],
+    ]
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from typer.main import get_command\n"
+        "from deltachain.cli.app import app\n"
+        f"for args in {[[str(arg) for arg in args] for args in commands]!r}:\n"
+        "    assert not get_command(app).main(args, standalone_mode=False), args\n"
+    )
+    python(code)
+
+
+def test_a_missing_extra_is_named() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['torch'] = None\n"
+        "from deltachain.cli import main\n"
+        "sys.argv = ['deltachain', 'pull', 'x', '--out', 'y']\n"
+        "main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pip install 'deltachain[torch]'" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    shown = ok(command, "--help").stdout
+    assert f"Example: deltachain {command}" in shown
+
+
+def test_version() -> None:
+    assert ok("--version").stdout.strip() == f"deltachain {deltachain.__version__}"
+
+
+def test_errors_go_to_stderr_with_their_hint_and_exit_code(tmp_path: Path) -> None:
+    done = invoke("log", "s3://bucket/chain")
+    assert (done.code, done.stdout) == (2, "")
+    assert "hint" in done.stderr
+    done = invoke("log", tmp_path / "nothing", "--json")
+    assert (done.code, done.stdout) == (3, "")
+    assert invoke("nonsense").code == 2
+    assert invoke("pull", "x").code == 2
+    done = invoke("inspect", tmp_path / "nothing.safetensors")
+    assert done.code == 3
+
+
+def test_files_that_can_not_be_written_are_told_without_a_traceback(
+    pushed: Pushed, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path / "one", pushed.states[0])
+    done = invoke("diff", folder, folder, "--out", tmp_path / "absent" / "d")
+    assert done.code == 1
+    assert "No such file or directory" in done.stderr
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
+    for args in (["--debug", "log", str(tmp_path)], ["log", str(tmp_path), "--debug"]):
+        with pytest.raises(deltachain.DeltaChainError):
+            invoke(*args)
+
+
+def test_ctrl_c_is_answered_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deltachain.store.open_store", interrupted)
+    done = invoke("log", tmp_path)
+    assert (done.code, done.stdout) == (130, "")
+    assert "interrupted" in done.stderr
+
+
+def test_a_version_a_line_while_following(pushed: Pushed, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ok("pull", pushed.url, "--version", 0, "--out", out)
+    done = ok("follow", pushed.url, "--out", out, "--once", "--every-version", "--json")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["version"] for line in lines] == [1, 2, 3]
+    assert same(read_checkpoint(out), pushed.states[3])
+    assert ok("follow", pushed.url, "--out", out, "--once", "--json").stdout == ""
+
+
+@contextmanager
+def following(url: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "deltachain.cli", "follow", str(url), "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--poll", "0.1", "--json"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_following_ends_cleanly_when_told(
+    pushed: Pushed, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    out = tmp_path / "out"
+    with following(pushed.url, out) as process:
+        assert process.stdout is not None
+        assert '"version": 3' in process.stdout.readline()
+        state = train(pushed.states[3], 5)
+        ok("push", write_checkpoint(tmp_path / "next", state), pushed.url)
+        assert '"version": 4' in process.stdout.readline()
+        start = time.monotonic()
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=30)
+        assert process.returncode == code
+        assert time.monotonic() - start < 10
+        assert "Traceback" not in stderr
+    assert same(read_checkpoint(out), state)
+
+
+def test_following_may_begin_before_the_trainer(pushed: Pushed, tmp_path: Path) -> None:
+    with following(tmp_path / "later", tmp_path / "out") as process:
+        assert process.stdout is not None
+        ok("push", write_checkpoint(tmp_path / "first", pushed.states[0]), tmp_path / "later")
+        assert '"version": 0' in process.stdout.readline()
+
+
+def test_figures_are_short_and_never_hide_what_is_there() -> None:
+    assert [nbytes(n) for n in (0, 999, 1000, 1_520_000, 999_999)] == [
+        "0 B", "999 B", "1.00 kB", "1.52 MB", "1.00 MB",
+    ]  # fmt: skip
+    assert [count(n) for n in (0, 999, 12_345, 7 * 10**9)] == ["0", "999", "12.3 k", "7.00 G"]
+    assert [percent(x) for x in (0.0, 1e-9, 0.0123, 1.0)] == ["0 %", "<0.01 %", "1.23 %", "100 %"]
+    assert bar(0.0).plain == ""
+    assert bar(1e-9).plain == "▏"
+    assert bar(1.0, 4).plain == "████"
+    assert clean("a\x1b[31mb\u202e") == "a\ufffd[31mb\ufffd"

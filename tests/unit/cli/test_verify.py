@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltachain import keys
+from deltachain.chain import Chain
+from deltachain.codec import Change, encode_part
+from deltachain.delta import ABSOLUTE, TensorDelta, changes
+from deltachain.digest import digest_key
+from deltachain.errors import ChainError, DigestMismatchError, ForkedChainError
+from deltachain.kernels import host
+from deltachain.manifest import Edge, Manifest, ObjectRef, seal
+from deltachain.store import open_store
+from deltachain.types import StateDigest
+from deltachain.verify import verify
+from tests.unit.cli.support import SPECS, Pushed, State, invoke, ok
+
+
+def flip(file: Path, position: int = -1) -> None:
+    data = bytearray(file.read_bytes())
+    data[position] ^= 4
+    file.write_bytes(data)
+
+
+def payload(url: Path, version: int) -> Path:
+    (found,) = (url / "deltas").glob(f"{version:020d}-*/*")
+    return found
+
+
+def rewrite(url: Path, version: int, edit: Callable[[str], str]) -> None:
+    file = url / keys.manifest_key(version)
+    before = file.read_text()
+    after = edit(before)
+    assert before != after
+    file.write_text(after)
+
+
+def test_a_whole_chain_is_proven(pushed: Pushed) -> None:
+    report = ok("verify", pushed.url, "--json").document
+    assert (report["first"], report["last"]) == (0, 3)
+    anchors = report["edges"]["anchor"]
+    assert anchors["proven"] == anchors["edges"] == 2  # one of version 0, one added behind another
+    assert report["edges"]["delta"]["proven"] == 3
+    assert report["refetched"] == []
+    assert [v["version"] for v in report["versions"]] == [0, 1, 2, 3]
+    head = Chain.open(open_store(pushed.url)).head()
+    assert head is not None
+    assert report["state"] == str(head.state)
+    assert "proven" in ok("verify", pushed.url).stdout
+
+
+def test_a_part_of_a_chain_is_proven_from_nothing(pushed: Pushed) -> None:
+    report = ok("verify", pushed.url, "--from", 1, "--to", 2, "--json").document
+    assert [v["version"] for v in report["versions"]] == [1, 2]
+    assert report["edges"]["delta"] | {"nbytes": 0, "frames": 0, "nnz": 0} == {
+        "edges": 2, "proven": 2, "objects": 2, "nbytes": 0, "frames": 0, "nnz": 0,
+    }  # fmt: skip
+    assert invoke("verify", pushed.url, "--from", 9).code == 4
+    assert invoke("verify", pushed.url, "--to", 9).code == 4
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_corrupt_object_is_named(pushed: Pushed, version: int) -> None:
+    file = payload(pushed.url, version)
+    for position in random.Random(version).sample(range(file.stat().st_size), 20):  # noqa: S311
+        flip(file, position)
+        done = invoke("verify", pushed.url)
+        assert done.code == 5
+        assert str(file.relative_to(pushed.url)) in done.stderr
+        assert "expected" in done.stderr
+        assert done.stdout == ""
+        flip(file, position)
+    ok("verify", pushed.url)
+
+
+def test_an_object_that_is_gone_is_named(pushed: Pushed) -> None:
+    file = payload(pushed.url, 2)
+    file.unlink()
+    done = invoke("verify", pushed.url)
+    assert done.code == 3
+    assert str(file.relative_to(pushed.url)) in done.stderr
+
+
+def test_a_manifest_that_is_gone_is_missed_even_when_the_hint_is(pushed: Pushed) -> None:
+    (pushed.url / keys.manifest_key(1)).unlink()
+    for gone in (None, keys.HEAD_KEY):
+        if gone:
+            (pushed.url / gone).unlink()
+        done = invoke("verify", pushed.url)
+        assert done.code == 4
+        assert "version 1 is missing" in done.stderr
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(pushed: Pushed) -> None:
+    file = pushed.url / keys.manifest_key(1)
+    for position in random.Random(0).sample(range(file.stat().st_size), 40):  # noqa: S311
+        flip(file, position)
+        done = invoke("verify", pushed.url)
+        assert done.code in (3, 4, 5), (position, done.stderr)
+        flip(file, position)
+    ok("verify", pushed.url)
+
+
+def test_a_tampered_manifest_is_not_the_parent_of_the_next(pushed: Pushed) -> None:
+    rewrite(pushed.url, 2, lambda text: text.replace('"step":2', '"step":7'))
+    done = invoke("verify", pushed.url)
+    assert done.code == 4
+    assert "parent" in done.stderr
+
+
+def test_a_head_that_claims_another_state_is_found(pushed: Pushed) -> None:
+    state = json.loads((pushed.url / keys.manifest_key(3)).read_text())["payload"]["state"]
+    rewrite(pushed.url, 3, lambda text: text.replace(state, "0" * 32))
+    done = invoke("verify", pushed.url)
+    assert done.code == 5
+    assert state in done.stderr
+    assert "0" * 32 in done.stderr
+
+
+def test_assets_and_table_are_proven(pushed: Pushed) -> None:
+    (asset,) = (pushed.url / "assets").glob("*/config.json")
+    flip(asset)
+    assert invoke("verify", pushed.url).code == 5
+    flip(asset)
+    flip(pushed.url / keys.TABLE_KEY)
+    assert invoke("verify", pushed.url).code == 5
+
+
+def append(url: Path, edit: Callable[[Manifest], Manifest]) -> None:
+    """Commit a version that nobody checked."""
+    chain = Chain.open(open_store(url))
+    head = chain.head()
+    assert head is not None
+    before = head.manifest
+    manifest = Manifest(
+        chain=before.chain, version=before.version + 1, epoch=before.epoch, commit_id="f" * 32,
+        parent=head.digest, step=None, time=0.0, base_state=before.state, state=before.state,
+        nnz=0, numel=before.numel, edge=Edge(kind="delta", base=before.version),
+        recent=(*before.recent, before.summary()), window_from=before.window_from,
+    )  # fmt: skip
+    document = seal(edit(manifest))
+    (url / keys.manifest_key(before.version + 1)).write_bytes(document)
+
+
+def replaced(**fields: object) -> Callable[[Manifest], Manifest]:
+    def edit(manifest: Manifest) -> Manifest:
+        values = {name: getattr(manifest, name) for name in manifest.__struct_fields__}
+        return Manifest(**{**values, **fields})
+
+    return edit
+
+
+def test_an_empty_version_is_fine(pushed: Pushed) -> None:
+    append(pushed.url, lambda manifest: manifest)
+    assert ok("verify", pushed.url, "--json").document["last"] == 4
+
+
+def test_an_epoch_that_goes_back_is_a_fork(pushed: Pushed) -> None:
+    append(pushed.url, replaced(epoch=1))
+    with pytest.raises(ForkedChainError, match="epoch 1 after epoch 3"):
+        list(verify(Chain.open(open_store(pushed.url))))
+
+
+def test_an_incomplete_window_is_found(pushed: Pushed) -> None:
+    append(pushed.url, replaced(recent=()))
+    done = invoke("verify", pushed.url)
+    assert done.code == 5
+    assert "leaves out version 0" in done.stderr
+
+
+def test_another_base_state_is_found(pushed: Pushed) -> None:
+    append(pushed.url, replaced(base_state="0" * 32))
+    done = invoke("verify", pushed.url)
+    assert done.code == 5
+    assert "base state" in done.stderr
+
+
+def add_edge(url: Path, version: int, edge: Edge) -> None:
+    chain = Chain.open(open_store(url))
+    base = chain.read(edge.base) if edge.base is not None else None
+    chain.add_edge(chain.read(version), edge, base.manifest.state if base else "")
+
+
+def put_part(url: Path, kind: keys.PayloadKind, version: int, rows: list[Change]) -> Edge:
+    key = keys.payload_key(kind, version, 9, "f" * 32, 0)
+    part = encode_part(rows)
+    file = url / key
+    file.parent.mkdir(parents=True)
+    file.write_bytes(part.data)
+    ref = ObjectRef(key=key, nbytes=len(part.data), blake3=part.digest, directory=part.directory)
+    return Edge(kind="anchor", encodings=part.encodings, parts=(ref,))
+
+
+def test_a_skip_is_proven_to_lead_where_the_deltas_do(pushed: Pushed) -> None:
+    rows = list(_skip(pushed.states[0], pushed.states[2]))
+    edge = put_part(pushed.url, "skip", 2, rows)
+    add_edge(pushed.url, 2, Edge(kind="skip", base=0, encodings=edge.encodings, parts=edge.parts))
+    report = ok("verify", pushed.url, "--json").document
+    assert report["edges"]["skip"]["proven"] == 1
+    late = ok("verify", pushed.url, "--from", 1, "--json").document
+    assert (late["edges"]["skip"]["edges"], late["edges"]["skip"]["proven"]) == (1, 0)
+    assert "not proven" in ok("verify", pushed.url, "--from", 1).stdout
+
+
+def _skip(old: State, new: State) -> list[Change]:
+    rows = []
+    for spec in SPECS:
+        delta = changes(spec, old[spec.name], new[spec.name])
+        assert delta.indices is not None
+        key, values = digest_key(spec), new[spec.name][delta.indices]
+        before = old[spec.name][delta.indices]
+        change = host.digest_at(key, delta.indices, values)
+        change -= host.digest_at(key, delta.indices, before)
+        rows.append(Change(delta, change))
+    return [row for row in rows if row.delta.nnz]
+
+
+def test_an_anchor_of_another_state_is_found(pushed: Pushed) -> None:
+    rows = [
+        Change(TensorDelta.dense(s, bits), host.digest(digest_key(s), bits))
+        for s in SPECS
+        for bits in [pushed.states[1][s.name]]
+    ]
+    add_edge(pushed.url, 2, put_part(pushed.url, "anchor", 2, rows))
+    done = invoke("verify", pushed.url)
+    assert done.code == 5
+    assert "the anchor leads to another state than version 2" in done.stderr
+
+
+def test_an_anchor_that_is_not_whole_is_found(pushed: Pushed) -> None:
+    spec, bits = SPECS[0], pushed.states[2][SPECS[0].name]
+    rows = [Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))]
+    add_edge(pushed.url, 2, put_part(pushed.url, "anchor", 2, rows))
+    done = invoke("verify", pushed.url)
+    assert done.code == 4
+    assert "does not give" in done.stderr
+
+
+def test_a_row_that_lies_about_its_change_is_found(pushed: Pushed) -> None:
+    spec = SPECS[0]
+    bits = pushed.states[3][spec.name]
+    delta = changes(spec, bits, bits + bits.dtype.type(1))
+    assert delta.indices is not None
+    told = TensorDelta(spec=spec, indices=delta.indices[:1], values=bits[:1] + 1, absolute=ABSOLUTE)
+    edge = put_part(pushed.url, "delta", 4, [Change(told, StateDigest(1, 2))])
+    lie = Edge(kind="delta", base=3, encodings=edge.encodings, parts=edge.parts)
+    append(pushed.url, replaced(edge=lie))
+    with pytest.raises(DigestMismatchError, match=r"embed\.weight"):
+        list(verify(Chain.open(open_store(pushed.url))))
+
+
+def test_an_empty_store_has_nothing_to_prove(tmp_path: Path, pushed: Pushed) -> None:
+    assert invoke("verify", tmp_path / "nothing").code == 3
+    for file in (pushed.url / "manifests").iterdir():
+        file.unlink()
+    (pushed.url / keys.HEAD_KEY).unlink()
+    with pytest.raises(ChainError, match="no version yet"):
+        list(verify(Chain.open(open_store(pushed.url))))
