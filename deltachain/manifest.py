@@ -7,21 +7,30 @@ half understood.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeVar
+import json
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from deltachain.errors import MalformedError, UnsupportedFormatError
+from deltachain.errors import ConfigError, MalformedError, UnsupportedFormatError
 from deltachain.types import StateDigest, TensorSpec, Version
 
 FORMAT: Final = 1
 """Number of the formats that this version writes and reads."""
 FEATURES: Final[frozenset[str]] = frozenset()
 """What a document may require of us."""
-WINDOW: Final = 64
-"""Recent edges that a manifest lists."""
 
 EdgeKind = Literal["delta", "anchor", "skip", "base"]
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A version, a number or a length, as read."""
+
+Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+"""Dimensions, as read: few enough that multiplying them takes no time."""
+
+_NAME: Final = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}"
+Key: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"\A({_NAME}(/{_NAME})*)?\Z", max_length=512)]
+"""A key that every store can hold, as read; empty for none."""
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -39,8 +48,8 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
         xet_hash: How a Hugging Face bucket pins the content; empty elsewhere.
     """
 
-    key: str
-    nbytes: int
+    key: Key
+    nbytes: Count
     blake3: str
     directory: str = ""
     xet_hash: str = ""
@@ -50,7 +59,7 @@ class FileRef(Struct, frozen=True, kw_only=True):
     """One file of a checkpoint that the chain does not hold itself."""
 
     name: str
-    nbytes: int
+    nbytes: Count
     blake3: str
 
 
@@ -83,10 +92,16 @@ class Edge(Struct, frozen=True, kw_only=True):
     """
 
     kind: EdgeKind
-    base: Version | None = None
+    base: Count | None = None
     encodings: tuple[str, ...] = ()
     parts: tuple[ObjectRef, ...] = ()
     reference: BaseRef | None = None
+
+    def __post_init__(self) -> None:
+        if (self.reference is not None) != (self.kind == "base"):
+            raise ValueError(f"{self.kind} edge: a base edge has a reference, no other has")
+        if self.reference is not None and self.parts:
+            raise ValueError("a base edge has no parts")
 
     @property
     def nbytes(self) -> int:
@@ -109,15 +124,18 @@ class EdgeSummary(Struct, frozen=True, kw_only=True):
         state: State digest of the version it reaches.
     """
 
-    version: Version
+    version: Count
     kind: EdgeKind
-    base: Version | None
-    nbytes: int
-    parts: int
+    base: Count | None
+    nbytes: Count
+    parts: Count
     encodings: tuple[str, ...]
     state: str
-    record: str = ""
+    record: Key = ""
     digest: str = ""
+
+    def __post_init__(self) -> None:
+        _check_way(self.version, self.kind, self.base)
 
 
 class Document(Struct, frozen=True, kw_only=True):
@@ -151,20 +169,27 @@ class Manifest(Document, frozen=True, kw_only=True):
     """
 
     chain: str
-    version: Version
-    epoch: int
+    version: Count
+    epoch: Count
     commit_id: str
     parent: str
     step: int | None
     time: float
     base_state: str
     state: str
-    nnz: int
-    numel: int
+    nnz: Count
+    numel: Count
     edge: Edge
     recent: tuple[EdgeSummary, ...] = ()
-    window_from: Version = 0
+    window_from: Count = 0
     metadata: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        _check_way(self.version, self.edge.kind, self.edge.base)
+        if self.window_from > max(0, self.version - 1):
+            raise ValueError(f"version {self.version}: its window begins at {self.window_from}")
+        if any(edge.version >= self.version for edge in self.recent):
+            raise ValueError(f"version {self.version}: a recent edge is no earlier one")
 
     @property
     def density(self) -> float:
@@ -180,17 +205,20 @@ class EdgeRecord(Document, frozen=True, kw_only=True):
     """A way to a version that was added after its commit."""
 
     chain: str
-    version: Version
+    version: Count
     manifest: str
     base_state: str
     state: str
     edge: Edge
 
+    def __post_init__(self) -> None:
+        _check_way(self.version, self.edge.kind, self.edge.base)
+
 
 class Head(Document, frozen=True, kw_only=True):
     """A hint: a version that exists, and records of anchors. Never the truth."""
 
-    version: Version
+    version: Count
     anchors: tuple[EdgeSummary, ...] = ()
 
 
@@ -202,16 +230,23 @@ class Table(Document, frozen=True, kw_only=True):
         aliases: Names that tied weights also have, and the name they are published under.
     """
 
-    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    tensors: tuple[tuple[str, str, Shape], ...]
     aliases: dict[str, str] = {}
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors, checked.
 
         Raises:
-            ConfigError: A dtype or a shape is none.
+            ConfigError: A dtype or a shape is none, a name is there twice, or an alias of nothing.
         """
-        return tuple(TensorSpec(*row) for row in self.tensors)
+        specs = tuple(TensorSpec(*row) for row in self.tensors)
+        names = {spec.name for spec in specs}
+        if len(names) < len(specs):
+            raise ConfigError(f"{len(specs)} tensors have {len(names)} names")
+        for alias, name in self.aliases.items():
+            if alias in names or name not in names:
+                raise ConfigError(f"alias {alias!r} of {name!r}: it must name one tensor, another")
+        return specs
 
 
 class Identity(Document, frozen=True, kw_only=True):
@@ -238,6 +273,16 @@ class Envelope(Struct, frozen=True, kw_only=True):
     signatures: tuple[Signature, ...] = ()
 
 
+def _check_way(version: Version, kind: str, base: Version | None) -> None:
+    """An edge leads forward, from where its kind says."""
+    if kind in ("anchor", "base"):
+        fits = base is None
+    else:
+        fits = base is not None and (base == version - 1 if kind == "delta" else base < version - 1)
+    if not fits:
+        raise ValueError(f"no {kind} leads from version {base} to {version}")
+
+
 def summarise(
     version: Version, edge: Edge, state: str, *, record: str = "", digest: str = ""
 ) -> EdgeSummary:
@@ -256,6 +301,15 @@ def summarise(
 
 
 _D = TypeVar("_D", bound=Document)
+
+
+def _no_repeats(fields: list[tuple[str, Any]]) -> None:
+    """What JSON leaves open: which of two equal names counts. Here none does."""
+    seen = set()
+    for name, _ in fields:
+        if name in seen:
+            raise ValueError(f"field {name[:80]!r} is there twice")
+        seen.add(name)
 
 
 class _Gate(msgspec.Struct):
@@ -283,8 +337,9 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
         if gate.format != FORMAT or unknown:
             needs = ", ".join(sorted(unknown)) or f"format {gate.format}"
             raise UnsupportedFormatError(f"{key}: needs {needs}", key=key)
+        json.loads(data, object_pairs_hook=_no_repeats)
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+    except (ValueError, RecursionError) as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
 
 
@@ -297,7 +352,8 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     """Take a document out of its envelope and read it as :func:`parse` does."""
     try:
         envelope = msgspec.json.decode(data, type=Envelope)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        json.loads(data, object_pairs_hook=_no_repeats)
+    except (ValueError, RecursionError) as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
     return parse(bytes(envelope.payload), kind, key=key)
 

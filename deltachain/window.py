@@ -8,8 +8,9 @@ from typing import Final
 from deltachain.manifest import EdgeSummary, Manifest
 from deltachain.types import Version
 
-WINDOW: Final = 64
-"""Versions whose edges a manifest lists completely."""
+WINDOW: Final = 16
+"""Versions whose edges a manifest lists completely. More would spare those who are far behind some
+small reads, and cost every version of a small model more than its delta should."""
 
 ANCHORS_LISTED: Final = 2
 """Edges from nothing that every manifest lists, however old they are."""

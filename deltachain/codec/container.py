@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,12 @@ from deltachain.types import WIRE_DTYPES
 
 MAX_HEADER: Final = 100_000_000
 """Bytes of header that safetensors itself accepts."""
+
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""A count, a length or an offset, as read."""
+
+Shape: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
+"""Dimensions, as read: few enough that multiplying them takes no time."""
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
@@ -63,8 +69,8 @@ class Header:
 
 class _Raw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: Shape
+    data_offsets: tuple[Size, Size]
 
 
 def write_header(
@@ -101,7 +107,7 @@ def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
         fields = msgspec.json.decode(read_at(8, length), type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
         raw = {name: msgspec.json.decode(text, type=_Raw) for name, text in fields.items()}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise MalformedError(f"{key}: header: {exc}", key=key) from exc
     header = Header(metadata, _entries(raw, 8 + length, key), 8 + length)
     if header.file_nbytes != nbytes:
@@ -119,7 +125,7 @@ def _entries(raw: Mapping[str, _Raw], base: int, key: str) -> dict[str, Entry]:
         start, stop = entry.data_offsets
         if start != at or stop < start:
             raise MalformedError(f"{key}: {name!r} lies at {start}:{stop}, expected {at}", key=key)
-        if entry.dtype not in WIRE_DTYPES or any(dim < 0 for dim in entry.shape):
+        if entry.dtype not in WIRE_DTYPES:
             raise MalformedError(f"{key}: {name!r} is {entry.dtype}{entry.shape}", key=key)
         size = WIRE_DTYPES[entry.dtype]
         for dim in entry.shape:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from deltachain.codec import directory as d
-from deltachain.codec.container import Buffer, Entry, Header, ReadAt, read_header, reader_of
+from deltachain.codec.container import (
+    Buffer,
+    Entry,
+    Header,
+    ReadAt,
+    read_header,
+    reader_of,
+    write_header,
+)
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
@@ -22,17 +29,15 @@ from deltachain.kernels import host
 from deltachain.kernels.reference import SplitSteps
 from deltachain.types import BITS_DTYPES, Bits, Indices, TensorSpec
 
-MAX_DIRECTORY: Final = 1 << 28
-"""Bytes a directory may inflate to."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A row, its segments, and where it begins in each stream of its bucket."""
+    """A row, its segments, where it begins in each stream of its bucket, and how far it goes."""
 
     row: d.TensorRow
     segments: tuple[d.Segment, ...]
     at: Mapping[str, int]
+    lengths: Mapping[str, int]
 
 
 class Part:
@@ -40,6 +45,12 @@ class Part:
 
     Only the frames that a tensor needs are read, verified and inflated. Not for use by several
     threads at once; opening it twice is cheap.
+
+    Attributes:
+        key: As given.
+        digest: blake3 of the front of the file, as stored in it.
+        directory: What it says of its tensors and streams.
+        rows: The rows of the directory, by tensor name.
 
     Args:
         read_at: Reads a range of the object.
@@ -58,22 +69,18 @@ class Part:
         self.compressed = _check_metadata(header, key)
         self.digest = _check_front(header, read_at, key)
         self.directory = _read_directory(header, read_at, compressed=self.compressed, key=key)
-        self._tensors = _place(self.directory, key)
+        self._tensors = _place(self.directory, compressed=self.compressed, key=key)
+        self.rows = MappingProxyType({name: t.row for name, t in self._tensors.items()})
         self._streams = {
             row.name: StreamReader(frames, read_at, compressed=self.compressed, key=key)
-            for row, frames in _frames(self.directory, header, key)
+            for row, frames in _frames(self.directory, header, compressed=self.compressed, key=key)
         }
-        _check_streams(self._tensors, self._streams, key)
+        _check_streams(self._tensors, header, self._streams, key)
 
     @classmethod
     def from_bytes(cls, data: Buffer, *, key: str = "") -> Part:
         """Open an object that is in memory or mapped."""
         return cls(reader_of(data), len(data), key=key)
-
-    @property
-    def rows(self) -> Mapping[str, d.TensorRow]:
-        """The rows of the directory, by tensor name."""
-        return MappingProxyType({name: tensor.row for name, tensor in self._tensors.items()})
 
     @property
     def nnz(self) -> int:
@@ -92,6 +99,7 @@ class Part:
                 self._streams[row.name].check(number)
         for name in self._tensors:
             self.read(name)
+        self._check_padding()
 
     def __iter__(self) -> Iterator[TensorDelta]:
         return (self.read(name) for name in self._tensors)
@@ -103,7 +111,14 @@ class Part:
             DigestMismatchError: A frame differs from the one the directory names.
             MalformedError: The streams contradict the directory.
         """
-        tensor = self._tensors[name]
+        try:
+            return self._decode(self._tensors[name]).validate()
+        except MalformedError as exc:
+            if exc.key:
+                raise
+            raise MalformedError(f"{self.key}: {exc.args[0]}", key=self.key) from exc
+
+    def _decode(self, tensor: _Tensor) -> TensorDelta:
         spec, encoding = tensor.row.spec, tensor.row.encoding
         if encoding in d.UNCOMPRESSED:
             return self._read_raw(tensor.row, spec)
@@ -114,12 +129,20 @@ class Part:
             values, absolute = self._planes(tensor, "value", spec.itemsize), ABSOLUTE
         else:
             values, absolute = self._steps(tensor, spec.itemsize), STEP
-        return TensorDelta(spec=spec, indices=indices, values=values, absolute=absolute).validate()
+        return TensorDelta(spec=spec, indices=indices, values=values, absolute=absolute)
+
+    def _check_padding(self) -> None:
+        """The last byte of a stream of bits is filled up with zeros."""
+        for name, (nbytes, bits) in _bucket_streams(self._tensors.values()).items():
+            if self._streams[name].read(nbytes - 1, nbytes)[0] >> bits:
+                raise MalformedError(
+                    f"{self.key}: {name!r} is not filled up with zeros", key=self.key
+                )
 
     def _units(self, tensor: _Tensor, stream: str) -> npt.NDArray[np.uint8]:
         """A tensor's share of one stream: bytes, or one byte of 0 or 1 for each bit."""
-        count = d.stream_lengths(tensor.row, tensor.segments)[stream]
-        at, name = tensor.at[stream], d.stream_name(tensor.row.bucket, stream)
+        count, at = tensor.lengths[stream], tensor.at[stream]
+        name = d.stream_name(tensor.row.bucket, stream)
         if not count:
             return np.empty(0, np.uint8)
         if not d.in_bits(stream):
@@ -145,9 +168,13 @@ class Part:
         out = np.empty(tensor.row.nnz, np.int64)
         at, filled = 0, 0
         for segment in tensor.segments:
-            offsets = host.decode_gaps(gaps[at : at + segment.gaps])
-            if offsets.size != segment.nnz or (offsets.size and offsets[-1] >= segment.length):
-                raise MalformedError(f"{self.key}: {tensor.row.name!r}: gaps leave the segment")
+            mine = gaps[at : at + segment.gaps]
+            offsets = host.decode_gaps(mine)
+            fits = offsets.size == segment.nnz and offsets[-1] < segment.length
+            if not fits or mine[-1] == np.iinfo(mine.dtype).max:
+                raise MalformedError(
+                    f"{self.key}: {tensor.row.name!r}: gaps leave the segment", key=self.key
+                )
             out[filled : filled + segment.nnz] = offsets
             out[filled : filled + segment.nnz] += segment.start
             at, filled = at + segment.gaps, filled + segment.nnz
@@ -161,17 +188,19 @@ class Part:
             wide=self._planes(tensor, "wide", width),
         )
         if not _is_canonical(split):
-            raise MalformedError(f"{self.key}: {tensor.row.name!r}: steps are not canonical")
+            raise MalformedError(
+                f"{self.key}: {tensor.row.name!r}: steps are not canonical", key=self.key
+            )
         return host.join_steps(split)
 
     def _read_raw(self, row: d.TensorRow, spec: TensorSpec) -> TensorDelta:
         if row.encoding == d.PLAIN:
             values = self._array(spec.name).view(spec.bits_dtype)
-            return TensorDelta.dense(spec, values).validate()
+            return TensorDelta.dense(spec, values)
         indices = self._array(f"{spec.name}.indices")
         wide = indices.view("<i4" if spec.numel < 1 << 31 else "<i8").astype(np.int64)
         values = self._array(f"{spec.name}.values").view(spec.bits_dtype)
-        return TensorDelta(spec=spec, indices=wide, values=values, absolute=ABSOLUTE).validate()
+        return TensorDelta(spec=spec, indices=wide, values=values, absolute=ABSOLUTE)
 
     def _array(self, stream: str) -> npt.NDArray[np.uint8]:
         reader = self._streams[stream]
@@ -185,18 +214,24 @@ def _is_canonical(split: SplitSteps) -> bool:
         return False
     if int(np.count_nonzero(escaped)) != split.wide.size or bool(np.any(split.magnitude < 2)):
         return False
+    if not split.wide.size and split.wide.itemsize > 1:
+        return True
+    negative = split.negative[split.exception]
+    if split.wide.itemsize == 1:  # a magnitude beyond the sign's range is a step of the other sign
+        return not bool(np.any(split.magnitude > negative + np.uint8(127)))
     again = host.split_steps(split.wide)
-    signs = split.negative[split.exception][escaped]
-    return bool(np.all(again.magnitude == 255)) and np.array_equal(again.negative, signs)
+    return bool(np.all(again.magnitude == 255)) and np.array_equal(
+        again.negative, negative[escaped]
+    )
 
 
 def _dense(spec: TensorSpec, segments: tuple[d.Segment, ...], values: Bits) -> TensorDelta:
     """Dense when the segments cover the tensor; else absolute bits of the windows they cover."""
     if values.size == spec.numel:
-        return TensorDelta.dense(spec, values).validate()
+        return TensorDelta.dense(spec, values)
     windows = [np.arange(s.start, s.start + s.length) for s in segments]
     indices = np.concatenate([np.empty(0, np.int64), *windows])
-    return TensorDelta(spec=spec, indices=indices, values=values, absolute=ABSOLUTE).validate()
+    return TensorDelta(spec=spec, indices=indices, values=values, absolute=ABSOLUTE)
 
 
 def _check_metadata(header: Header, key: str) -> bool:
@@ -226,9 +261,13 @@ def _check_front(header: Header, read_at: ReadAt, key: str) -> str:
     if entry.nbytes != 32:
         raise MalformedError(f"{key}: digest of {entry.nbytes} bytes", key=key)
     expected = bytes(read_at(entry.start, 32)).hex()
-    actual = object_digest(read_at(0, entry.start))
+    front = read_at(0, entry.start)
+    actual = object_digest(front)
     if actual != expected:
         raise DigestMismatchError(f"{key}: directory", expected=expected, actual=actual, key=key)
+    entries = [(e.name, e.dtype, e.shape, e.nbytes) for e in header.entries.values()]
+    if front[: header.nbytes] != write_header(header.metadata, entries):
+        raise MalformedError(f"{key}: the header is not canonical", key=key)
     return actual
 
 
@@ -236,16 +275,22 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
     entry = _entry(header, "directory", 0, key)
     data = read_at(entry.start, entry.nbytes)
     claimed = header.metadata.get("directory_nbytes", "")
-    if not (claimed.isascii() and claimed.isdigit() and int(claimed) <= MAX_DIRECTORY):
-        raise MalformedError(f"{key}: directory of {claimed!r} bytes", key=key)
+    nbytes = int(claimed) if claimed.isdecimal() and len(claimed) < 10 else -1
+    fits = nbytes >= 0 and str(nbytes) == claimed and (compressed or nbytes == entry.nbytes)
+    if not fits or nbytes > d.MAX_DIRECTORY:
+        raise MalformedError(f"{key}: directory of {claimed[:20]!r} bytes", key=key)
+    document = inflate(data, nbytes, key=key) if compressed else bytes(data)
     try:
-        document = inflate(data, int(claimed), key=key) if compressed else data
-        return msgspec.json.decode(document, type=d.Directory)
+        directory = msgspec.json.decode(document, type=d.Directory)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise MalformedError(f"{key}: directory: {exc}", key=key) from exc
+    again = msgspec.json.encode(directory)
+    if document != (again if compressed else again + b" " * (-len(again) % 8)):
+        raise MalformedError(f"{key}: the directory is not canonical", key=key)
+    return directory
 
 
-def _place(directory: d.Directory, key: str) -> dict[str, _Tensor]:
+def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _Tensor]:
     """Give each tensor its segments and its place in every stream, checking both."""
     try:
         segments = tuple(d.segments_of(directory.segments))
@@ -255,14 +300,17 @@ def _place(directory: d.Directory, key: str) -> dict[str, _Tensor]:
     reached: dict[int, dict[str, int]] = {}
     used = 0
     for row in directory.tensors:
-        if row.segments < 0 or row.name in tensors:
-            raise MalformedError(f"{key}: row of {row.name!r} is repeated or negative", key=key)
+        if row.name in tensors:
+            raise MalformedError(f"{key}: {row.name!r} has two rows", key=key)
+        if compressed and row.encoding in d.UNCOMPRESSED:
+            raise MalformedError(f"{key}: {row.name!r} is {row.encoding}, compressed", key=key)
         mine = segments[used : used + row.segments]
         used += row.segments
         d.check_row(row, mine, key)
         at = reached.setdefault(row.bucket, {})
         lengths = {} if row.encoding in d.UNCOMPRESSED else d.stream_lengths(row, mine)
-        tensors[row.name] = _Tensor(row, mine, {name: at.get(name, 0) for name in lengths})
+        begins = {name: at.get(name, 0) for name in lengths}
+        tensors[row.name] = _Tensor(row, mine, begins, lengths)
         for name, length in lengths.items():
             at[name] = at.get(name, 0) + length
     if used != len(segments):
@@ -271,7 +319,7 @@ def _place(directory: d.Directory, key: str) -> dict[str, _Tensor]:
 
 
 def _frames(
-    directory: d.Directory, header: Header, key: str
+    directory: d.Directory, header: Header, *, compressed: bool, key: str
 ) -> Iterator[tuple[d.StreamRow, Frames]]:
     """Pair every stream row with its entry, in file order."""
     entries = list(header.entries.values())[2:]
@@ -279,7 +327,8 @@ def _frames(
         raise MalformedError(f"{key}: the directory lists other streams than the header", key=key)
     for entry, row in zip(entries, directory.streams, strict=True):
         fits = len(row.stored) == len(row.raw) == len(row.digests)
-        fits = fits and sum(row.stored) == entry.nbytes and all(n > 0 for n in row.stored)
+        fits = fits and (compressed or row.stored == row.raw)
+        fits = fits and sum(row.stored) == entry.nbytes
         if not fits or any(not 0 < n <= FRAME for n in row.raw):
             raise MalformedError(f"{key}: frames of {row.name!r} do not add up", key=key)
         yield row, Frames(entry.start, row.stored, row.raw, row.digests)
@@ -287,23 +336,35 @@ def _frames(
 
 def _check_streams(
     tensors: Mapping[str, _Tensor],
+    header: Header,
     streams: Mapping[str, StreamReader],
     key: str,
 ) -> None:
-    """Every stream has exactly the length its tensors need, and nobody's stream is there."""
-    needed: dict[str, int] = {}
+    """Every stream is there, as long as its tensors need it, and nobody's stream is there."""
+    sizes = {name: nbytes for name, (nbytes, _) in _bucket_streams(tensors.values()).items()}
+    arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensor in tensors.values():
-        row = tensor.row
-        if row.encoding == d.PLAIN:
-            needed[row.name] = row.spec.nbytes
-        elif row.encoding == d.RAW:
-            needed[f"{row.name}.indices"] = row.nnz * (4 if row.spec.numel < 1 << 31 else 8)
-            needed[f"{row.name}.values"] = row.nnz * row.spec.itemsize
-        else:
-            for stream, units in d.stream_lengths(row, tensor.segments).items():
-                end = tensor.at[stream] + units
-                size = (end + 7) // 8 if d.in_bits(stream) else end
-                needed[d.stream_name(row.bucket, stream)] = size
-    found = {name: reader.nbytes for name, reader in streams.items()}
-    if found != {name: size for name, size in needed.items() if size or name in found}:
+        for name, dtype, shape in d.arrays_of(tensor.row):
+            if name in sizes or name in arrays:
+                raise MalformedError(f"{key}: {name!r} is two streams", key=key)
+            arrays[name] = dtype, shape
+    fits = streams.keys() == sizes.keys() | arrays.keys()
+    for name in streams if fits else ():
+        entry = header.entries[name]
+        form = arrays.get(name, ("U8", (entry.nbytes,)))
+        fits = fits and (entry.dtype, entry.shape) == form
+        fits = fits and streams[name].nbytes == sizes.get(name, entry.nbytes)
+    if not fits:
         raise MalformedError(f"{key}: streams and tensors do not match", key=key)
+
+
+def _bucket_streams(tensors: Iterable[_Tensor]) -> dict[str, tuple[int, int]]:
+    """Bytes, and bits in the last of them, of every stream that is not empty."""
+    sizes: dict[str, tuple[int, int]] = {}
+    for tensor in tensors:
+        for stream, units in tensor.lengths.items():
+            end = (tensor.at[stream] + units) * (1 if d.in_bits(stream) else 8)
+            if end:
+                name = d.stream_name(tensor.row.bucket, stream)
+                sizes[name] = (end + 7) // 8, (end - 1) % 8 + 1
+    return sizes

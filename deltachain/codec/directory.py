@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from deltachain.codec.container import Shape, Size
 from deltachain.errors import ConfigError, MalformedError, UnsupportedFormatError
 from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
 
@@ -21,6 +22,9 @@ ENCODINGS: Final = frozenset((STEP, OVERWRITE, DENSE, RAW, PLAIN))
 
 SPARSE: Final = frozenset((STEP, OVERWRITE, RAW))
 UNCOMPRESSED: Final = frozenset((RAW, PLAIN))
+
+MAX_DIRECTORY: Final = 1 << 26
+"""Bytes a directory may inflate to: a part of a trillion elements fits."""
 
 
 class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,12 +44,12 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: Shape
     encoding: str
-    bucket: int
-    gap: int
-    nnz: int
-    segments: int
+    bucket: Size
+    gap: Size
+    nnz: Size
+    segments: Size
     digest: str
 
     @property
@@ -71,20 +75,20 @@ class SegmentColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         wide: Steps whose magnitude does not fit below 255.
     """
 
-    start: tuple[int, ...]
-    length: tuple[int, ...]
-    nnz: tuple[int, ...]
-    gaps: tuple[int, ...]
-    exceptions: tuple[int, ...]
-    wide: tuple[int, ...]
+    start: tuple[Size, ...]
+    length: tuple[Size, ...]
+    nnz: tuple[Size, ...]
+    gaps: tuple[Size, ...]
+    exceptions: tuple[Size, ...]
+    wide: tuple[Size, ...]
 
 
 class StreamRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One stream of the file and its frames: bytes stored, bytes inflated, blake3 as stored."""
 
     name: str
-    stored: tuple[int, ...]
-    raw: tuple[int, ...]
+    stored: tuple[Size, ...]
+    raw: tuple[Size, ...]
     digests: tuple[str, ...]
 
 
@@ -146,6 +150,15 @@ def stream_lengths(row: TensorRow, segments: tuple[Segment, ...]) -> dict[str, i
     return lengths | {f"wide.{k}": sum(s.wide for s in segments) for k in range(width)}
 
 
+def arrays_of(row: TensorRow) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Name, dtype and shape of each array that a raw or plain tensor has for itself."""
+    if row.encoding == PLAIN:
+        yield row.name, row.dtype, row.shape
+    elif row.encoding == RAW:
+        yield f"{row.name}.indices", "I32" if row.spec.numel < 1 << 31 else "I64", (row.nnz,)
+        yield f"{row.name}.values", row.dtype, (row.nnz,)
+
+
 def in_bits(stream: str) -> bool:
     """Whether the stream's unit is a bit."""
     return stream in ("sign", "exception")
@@ -171,11 +184,11 @@ def check_row(row: TensorRow, segments: tuple[Segment, ...], key: str) -> None:
     except ConfigError as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
     if row.encoding in UNCOMPRESSED:
-        fits = row.nnz == numel if row.encoding == PLAIN else 0 <= row.nnz <= numel
-        fits = fits and not segments and row.gap == 0
+        fits = row.nnz == numel if row.encoding == PLAIN else row.nnz <= numel
+        fits = fits and not segments and row.gap == row.bucket == 0
     else:
         fits = row.gap in ((1, 2) if row.encoding in SPARSE else (0,))
-        fits = fits and row.bucket >= 0 and row.nnz == sum(s.nnz for s in segments)
+        fits = fits and row.nnz == sum(s.nnz for s in segments)
         fits = fits and _segments_fit(row, segments, numel)
     if not fits:
         raise MalformedError(f"{key}: the row of {row.name!r} contradicts itself", key=key)
@@ -186,7 +199,7 @@ def _segments_fit(row: TensorRow, segments: tuple[Segment, ...], numel: int) -> 
     at = 0
     limit = (1 << 8 * row.gap) - 1
     for s in segments:
-        if min(s.nnz, s.gaps, s.exceptions, s.wide) < 0 or not 0 < s.length <= 1 << 20:
+        if not 0 < s.nnz <= s.length <= 1 << 20:
             return False
         if s.start < at or s.start + s.length > numel or s.wide > s.exceptions:
             return False
@@ -194,7 +207,7 @@ def _segments_fit(row: TensorRow, segments: tuple[Segment, ...], numel: int) -> 
             return False
         if row.encoding in SPARSE and not s.nnz <= s.gaps <= s.nnz + s.length // limit:
             return False
-        if s.nnz > s.length or s.exceptions > (s.nnz if row.encoding == STEP else 0):
+        if s.exceptions > (s.nnz if row.encoding == STEP else 0):
             return False
         at = s.start + s.length
     return True

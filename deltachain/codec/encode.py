@@ -261,13 +261,7 @@ def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
     streams = [stream for item in encoded for stream in item.streams]
     if not compress:  # arrays of wide elements first: then every one is aligned for a reader
         streams.sort(key=lambda s: -WIRE_DTYPES[s.dtype])
-    document = msgspec.json.encode(
-        d.Directory(
-            tensors=tuple(rows),
-            segments=d.columns_of([s for item in encoded for s in item.segments]),
-            streams=tuple(stream.row for stream in streams),
-        )
-    )
+    document = _directory(rows, [s for item in encoded for s in item.segments], streams)
     stored = deflate(document) if compress else document + b" " * (-len(document) % 8)
     metadata = {
         "deltachain": FORMAT,
@@ -284,3 +278,28 @@ def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
     data = b"".join([front, bytes.fromhex(digest), *(f for s in streams for f in s.frames)])
     encodings = tuple(sorted({row.encoding for row in rows}))
     return EncodedPart(data, object_digest(data), digest, sum(row.nnz for row in rows), encodings)
+
+
+def _directory(
+    rows: Sequence[d.TensorRow], segments: list[d.Segment], streams: Sequence[_Stream]
+) -> bytes:
+    """The directory as it is written, once every name in the file is known to be the only one."""
+    names = [row.name for row in rows]
+    entries = ["__metadata__", "directory", "digest", *(stream.row.name for stream in streams)]
+    for group in (names, entries):
+        if len(set(group)) < len(group):
+            repeated = next(name for name in group if group.count(name) > 1)
+            raise ConfigError(f"{repeated!r} would be in the part twice")
+    document = msgspec.json.encode(
+        d.Directory(
+            tensors=tuple(rows),
+            segments=d.columns_of(segments),
+            streams=tuple(stream.row for stream in streams),
+        )
+    )
+    if len(document) > d.MAX_DIRECTORY:
+        raise ConfigError(
+            f"a directory of {len(document)} bytes, at most {d.MAX_DIRECTORY}",
+            hint="write smaller parts",
+        )
+    return document

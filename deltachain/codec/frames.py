@@ -66,7 +66,9 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
     try:
         claimed = zstandard.frame_content_size(frame)
         if claimed != nbytes:
-            raise MalformedError(f"{key}: a frame claims {claimed} bytes, expected {nbytes}")
+            raise MalformedError(
+                f"{key}: a frame claims {claimed} bytes, expected {nbytes}", key=key
+            )
         data = _decompressor().decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc

@@ -90,9 +90,13 @@ class FollowerProcess:
             raise self._failure(f"exited with {code}")
 
     def kill(self) -> None:
-        """End it, however far it is."""
+        """End it, however far it is, and let go of its pipes."""
         self._process.kill()
         self._process.wait()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def _read(self) -> None:
         for line in self._process.stdout or ():

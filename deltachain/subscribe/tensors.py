@@ -76,14 +76,14 @@ class TensorTarget:
         self._held = held
 
     def _refuse_shared(self) -> None:
-        """Two tensors of the chain must not lie in the same memory: one would overwrite the other."""
+        """Two tensors of the chain in the same memory would overwrite one another."""
         owner: dict[int, str] = {}
         for name, live in self._live.items():
             for bits in live:
                 at = bits.data_ptr() if isinstance(bits, Tensor) else bits.ctypes.data
                 if len(bits) and owner.setdefault(at, name) != name:
                     raise TensorMismatchError(
-                        f"{owner[at]!r} and {name!r} are tied in the target, and are not in the chain",
+                        f"{owner[at]!r} and {name!r} are tied in the target, not in the chain",
                         tensor=name,
                     )
 

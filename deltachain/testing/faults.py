@@ -1,0 +1,193 @@
+"""A store that goes wrong by script, for crash and corruption tests.
+
+>>> FaultyStore(inner, Fault("kill-after", "manifests/", nth=2))        # doctest: +SKIP
+>>> FaultyStore(inner, Fault("corrupt", "deltas/", times=None))         # doctest: +SKIP
+
+Each fault counts the calls that it is about: those that write, or those that read, an object whose
+key begins with its prefix. It strikes from the ``nth`` on, ``times`` times.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from deltachain.errors import StorePermissionError, StoreUnavailableError
+from deltachain.store.base import Buffer, Capabilities, ObjectInfo, Store, not_found
+
+Action: TypeAlias = Literal[
+    "kill", "kill-after", "fail", "lose-reply", "full", "refuse", "corrupt", "truncate", "hide"
+]
+"""What goes wrong.
+
+Of writes: ``kill`` and ``kill-after`` end this process by SIGKILL, before or after the object is
+there; ``fail`` and ``lose-reply`` say that the store is unavailable, without and with the effect;
+``full`` and ``refuse`` are a full disk and missing permission. Of reads: ``corrupt`` flips a bit in
+the middle, ``truncate`` leaves the last byte out, ``hide`` finds no such object.
+"""
+
+READS: Final = frozenset({"corrupt", "truncate", "hide"})
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One line of the script.
+
+    Attributes:
+        do: What goes wrong, or a function that is called before a write.
+        prefix: Of the keys that it is about.
+        nth: The first call that it strikes, counted from 1.
+        times: How many calls in a row it strikes; None for all that follow.
+    """
+
+    do: Action | Callable[[], object]
+    prefix: str = ""
+    nth: int = 1
+    times: int | None = 1
+
+    def strikes(self, call: int) -> bool:
+        """Whether it strikes the ``call``-th call that it is about."""
+        return self.nth <= call and (self.times is None or call < self.nth + self.times)
+
+
+class FaultyStore:
+    """Another store, and what goes wrong with it.
+
+    Args:
+        inner: The store.
+        faults: What goes wrong, and when.
+
+    Attributes:
+        inner: The store itself, for a look behind the faults.
+        down: While set, every call says that the store is unavailable.
+        struck: The action and the key of every fault that struck, oldest first.
+        keys_read: Every key that was read whole, oldest first.
+    """
+
+    def __init__(self, inner: Store, *faults: Fault) -> None:
+        self.inner = inner
+        self.down = False
+        self.struck: list[tuple[str, str]] = []
+        self.keys_read: list[str] = []
+        self._calls = dict.fromkeys(faults, 0)
+        self._lock = threading.Lock()
+
+    def add(self, *faults: Fault) -> None:
+        """Lengthen the script; its counts begin now."""
+        with self._lock:
+            self._calls.update(dict.fromkeys(faults, 0))
+
+    def mend(self) -> None:
+        """Nothing goes wrong any more."""
+        with self._lock:
+            self._calls.clear()
+        self.down = False
+
+    @property
+    def url(self) -> str:
+        """That of the store."""
+        return self.inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the store."""
+        return self.inner.capabilities
+
+    def get(self, key: str) -> bytes:
+        """Read a whole object; see ``Store``."""
+        self._check_up(key)
+        self.keys_read.append(key)
+        data = self.inner.get(key)
+        for fault in self._due(key, reads=True):
+            data = self._spoil(fault, key, data)
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Read a range, out of an object that may have gone wrong; see ``Store``."""
+        return self.get(key)[start : start + length]
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write an object; see ``Store``."""
+        self._write(key, data, self.inner.put)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Write an object under a key that has none; see ``Store``."""
+        self._write(key, data, self.inner.put_if_absent)
+
+    def find(self, key: str) -> ObjectInfo | None:
+        """Look an object up; see ``Store``."""
+        self._check_up(key)
+        hidden = any(fault.do == "hide" for fault in self._due(key, reads=True, only="hide"))
+        return None if hidden else self.inner.find(key)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object; see ``Store``."""
+        self._check_up(prefix)
+        return self.inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        """Remove an object; see ``Store``."""
+        self._check_up(key)
+        self.inner.delete(key)
+
+    def close(self) -> None:
+        """Leave the store open: it belongs to the test."""
+
+    def _write(self, key: str, data: Buffer, write: Callable[[str, Buffer], None]) -> None:
+        self._check_up(key)
+        due = list(self._due(key, reads=False))
+        for fault in due:
+            self._before(fault, key)
+        write(key, data)
+        for fault in due:
+            if fault.do == "kill-after":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault.do == "lose-reply":
+                raise StoreUnavailableError(f"{key!r}: reply lost", key=key, url=self.url)
+
+    def _before(self, fault: Fault, key: str) -> None:
+        """What goes wrong before anything is written."""
+        if callable(fault.do):
+            fault.do()
+        elif fault.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault.do == "fail":
+            raise StoreUnavailableError(f"{key!r}: unavailable", key=key, url=self.url)
+        elif fault.do == "full":
+            hint = "the disk is full: free some space, then try again"
+            raise StoreUnavailableError(f"{key!r}: no space", key=key, url=self.url, hint=hint)
+        elif fault.do == "refuse":
+            raise StorePermissionError(f"{key!r}: refused", key=key, url=self.url)
+
+    def _spoil(self, fault: Fault, key: str, data: bytes) -> bytes:
+        """What goes wrong with bytes on their way here."""
+        if fault.do == "hide":
+            raise not_found(key, self.url)
+        if fault.do == "truncate":
+            return data[:-1]
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 0x10]) + data[middle + 1 :]
+
+    def _due(self, key: str, *, reads: bool, only: str = "") -> Iterator[Fault]:
+        """The faults that strike this call, which counts for every fault that it is about."""
+        with self._lock:
+            about = [
+                fault
+                for fault in self._calls
+                if (fault.do in READS) == reads
+                and key.startswith(fault.prefix)
+                and only in ("", fault.do)
+            ]
+            for fault in about:
+                self._calls[fault] += 1
+            struck = [fault for fault in about if fault.strikes(self._calls[fault])]
+            self.struck += [(str(fault.do), key) for fault in struck]
+        yield from struck
+
+    def _check_up(self, key: str) -> None:
+        if self.down:
+            raise StoreUnavailableError(f"{key!r}: the store is down", key=key, url=self.url)

@@ -1,0 +1,71 @@
+"""One process of a crash test: it publishes or follows until it kills itself.
+
+Run as a script with one argument, the JSON of what to do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import FileStore
+from deltachain.subscribe import Subscriber
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import TinyModel, replica_of, train_
+
+STEPS = 4
+PART_NBYTES = 64
+
+
+def publish(url: str, do: Any, prefix: str, nth: int) -> None:
+    """Train and publish version after version; an anchor goes behind each."""
+    store = FaultyStore(FileStore(url), Fault(do, prefix, nth=nth))
+    config = PublishConfig(url=url, part_nbytes=PART_NBYTES, anchor_factor=0.001)
+    model = TinyModel()
+    with Publisher(config, store=store).attach(model) as publisher:
+        for step in range(1, STEPS + 1):
+            train_(model, step)
+            publisher.publish(step=step)
+            publisher.flush()
+
+
+def follow(url: str, kind: str, folder: str, versions: list[int], kill: list[Any]) -> None:
+    """Hold one version after another; die in the last swap, in the n-th call of a function."""
+    *first, last = versions
+    subscriber = Subscriber(url, replica_of(TinyModel(), kind, Path(folder)).target)
+    for version in first:
+        subscriber.update(version)
+    staged = subscriber.stage(last)
+    assert staged is not None
+    die_in(*kill)
+    subscriber.swap(staged)
+
+
+def die_in(module: str, name: str, nth: int, when: str) -> None:
+    """Let the n-th call of a function be the last thing that this process does."""
+    home: Any = importlib.import_module(module)
+    original, calls = getattr(home, name), 0
+
+    def deadly(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(home, name, deadly)
+
+
+if __name__ == "__main__":
+    job = json.loads(sys.argv[1])
+    role = publish if job.pop("role") == "publish" else follow
+    role(**job)

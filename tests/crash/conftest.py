@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHILD = Path(__file__).with_name("child.py")
+
+
+@pytest.fixture
+def killed() -> Callable[..., None]:
+    """Run a process that must end by SIGKILL, and by nothing else."""
+
+    def run(**job: Any) -> None:
+        path = os.pathsep.join(entry for entry in sys.path if entry)
+        done = subprocess.run(
+            [sys.executable, CHILD, json.dumps(job)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+
+    return run

@@ -1,0 +1,116 @@
+"""A follower that is killed inside a swap, and what its successor finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.subscribe import Subscriber
+from deltachain.testing.models import State, TinyModel, bits_of, replica_of, same, train_
+
+FOLDER = "deltachain.subscribe.folder"
+JOURNAL = "deltachain.subscribe.journal"
+TARGET = "deltachain.subscribe.target"
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
+    """A chain of versions 0 to 3, and their bits."""
+    url = str(tmp_path_factory.mktemp("store") / "chain")
+    model = TinyModel()
+    truth: list[State] = [bits_of(model)]
+    with Publisher(PublishConfig(url=url)).attach(model) as publisher:
+        for step in (1, 2, 3):
+            train_(model, step, share=0.05)
+            publisher.publish(step=step)
+            publisher.flush()
+            truth.append(bits_of(model))
+    return url, truth
+
+
+def prove(url: str, kind: str, folder: Path, *, holds: int | None, truth: list[State]) -> None:
+    """Open what the killed process left, prove it, and follow on."""
+    replica = replica_of(TinyModel(), kind, folder)
+    subscriber = Subscriber(url, replica.target)
+    assert subscriber.status().version == holds
+    assert subscriber.scrub() == (holds is not None)
+    if holds is not None:
+        assert same(replica.bits(), truth[holds])
+    subscriber.update()
+    assert subscriber.version == 3
+    assert same(replica.bits(), truth[3])
+    assert subscriber.scrub()
+
+
+@pytest.mark.parametrize(
+    ("kill", "holds"),
+    [
+        ([JOURNAL, "write_atomic", 1, "before"], 1),
+        ([JOURNAL, "write_atomic", 1, "after"], 1),
+        ([JOURNAL, "write_atomic", 2, "before"], 1),
+        ([JOURNAL, "write_atomic", 2, "after"], 2),
+        ([FOLDER, "write", 3, "before"], 2),
+        ([FOLDER, "write_atomic", 1, "before"], 2),
+        ([FOLDER, "write_atomic", 1, "after"], 2),
+    ],
+    ids=[
+        "before-the-journal",
+        "before-the-seal",
+        "while-sealing",
+        "after-the-seal",
+        "while-writing",
+        "before-it-is-remembered",
+        "before-the-journal-is-cleared",
+    ],
+)
+def test_a_folder_holds_the_version_before_or_the_one_after(
+    killed: Callable[..., None],
+    chain: tuple[str, list[State]],
+    tmp_path: Path,
+    kill: list[Any],
+    holds: int,
+) -> None:
+    url, truth = chain
+    mirror = tmp_path / "mirror"
+    killed(role="follow", url=url, kind="folder", folder=str(mirror), versions=[1, 2], kill=kill)
+    prove(url, "folder", mirror, holds=holds, truth=truth)
+
+
+@pytest.mark.parametrize(
+    ("kill", "holds"),
+    [
+        ([FOLDER, "write", 3, "before"], None),
+        ([FOLDER, "write_atomic", 1, "after"], None),
+        (["deltachain.checkpoint", "sync_folder", 2, "before"], 2),
+    ],
+    ids=["while-writing", "before-the-weights-appear", "after-the-weights-appeared"],
+)
+def test_a_folder_that_was_being_filled_holds_nothing_or_everything(
+    killed: Callable[..., None],
+    chain: tuple[str, list[State]],
+    tmp_path: Path,
+    kill: list[Any],
+    holds: int | None,
+) -> None:
+    url, truth = chain
+    mirror = tmp_path / "mirror"
+    killed(role="follow", url=url, kind="folder", folder=str(mirror), versions=[2], kill=kill)
+    prove(url, "folder", mirror, holds=holds, truth=truth)
+    left = {path.name for path in mirror.iterdir()}
+    assert left == {"model.safetensors", "deltachain.json"}
+
+
+@pytest.mark.parametrize("kind", ["dict", "module"])
+def test_memory_is_lost_and_its_successor_joins_again(
+    killed: Callable[..., None], chain: tuple[str, list[State]], tmp_path: Path, kind: str
+) -> None:
+    url, truth = chain
+    kill = [TARGET, "write", 3, "before"]
+    nowhere = tmp_path / "unused"
+    killed(role="follow", url=url, kind=kind, folder=str(nowhere), versions=[1, 2], kill=kill)
+    assert not nowhere.exists()
+    prove(url, kind, nowhere, holds=None, truth=truth)

@@ -1,0 +1,391 @@
+"""A chain, a trainer and two followers under anything that can happen to them, in any order.
+
+After every step: what is committed never changes and has the bits that the trainer had; versions
+and epochs only grow; a follower holds the bits of the version that it claims, and goes back only
+when told to; an apply that failed wrote nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from deltachain.chain import Chain
+from deltachain.errors import DeltaChainError, PoisonedError, PublisherFencedError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import MemoryStore
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.testing.faults import Action, Fault, FaultyStore
+from deltachain.testing.models import (
+    Replica,
+    State,
+    bits_of,
+    plain_model,
+    recompute,
+    replica_of,
+    same,
+    train_,
+)
+
+SEEDS = st.integers(0, 1 << 16)
+SHARES = st.sampled_from([0.005, 0.02, 0.3, 1.0])
+WHO = st.sampled_from([0, 1])
+FAILURES: list[tuple[Action, str]] = [
+    ("fail", "deltas/"),
+    ("lose-reply", "deltas/"),
+    ("full", "deltas/"),
+    ("fail", "manifests/"),
+    ("refuse", "manifests/"),
+]
+TROUBLE: list[tuple[Action, str]] = [
+    ("corrupt", "anchors/"),
+    ("corrupt", "deltas/"),
+    ("truncate", ""),
+    ("hide", ""),
+]
+ENCODINGS = st.sampled_from(["step", "overwrite", "raw"])
+
+
+class Follower:
+    """A subscriber, its target, and what is known of it.
+
+    Attributes:
+        tainted: Whether somebody else wrote to the target and nobody has noticed yet.
+        floor: The version that it may not go below by itself.
+    """
+
+    def __init__(self, store: MemoryStore, replica: Replica) -> None:
+        self.inner, self.replica = store, replica
+        self.tainted, self.floor = False, -1
+        self.open()
+
+    def open(self) -> None:
+        """Start the process anew; memory stays where it is."""
+        self.store = FaultyStore(self.inner)
+        config = SubscribeConfig(url=self.inner.url, stage_budget=20_000)
+        self.subscriber = Subscriber(config, self.replica.target, store=self.store)
+
+    def bits(self) -> State | None:
+        """What the target holds; None for a folder that was never filled."""
+        target = self.replica.target
+        empty = isinstance(target, Path) and not (target / "model.safetensors").exists()
+        return None if empty else self.replica.bits()
+
+    def attempt(self, call: Callable[[], object]) -> None:
+        """Do something that may fail; then it must not have written."""
+        before = self.bits()
+        try:
+            call()
+        except PoisonedError:
+            raise AssertionError("nothing here breaks in the middle of a write") from None
+        except DeltaChainError:
+            after = self.bits()
+            assert (before is None) == (after is None)
+            assert before is None or after is None or same(before, after)
+
+    def scribble(self, seed: int) -> None:
+        """Flip one bit behind the subscriber's back."""
+        if isinstance(self.replica.target, Path):
+            with (self.replica.target / "model.safetensors").open("r+b") as file:
+                file.seek(-1 - seed % 500, 2)
+                byte = file.read(1)[0]
+                file.seek(-1, 1)
+                file.write(bytes([byte ^ 1]))
+        else:
+            assert isinstance(self.replica.target, dict)
+            tensor = self.replica.target["0.weight"].view(-1).view(torch.int16)
+            tensor[seed % tensor.numel()] ^= 1
+        self.tainted = True
+
+
+def publish_and_wait(publisher: Publisher, step: int | None = None) -> None:
+    publisher.publish(step=step)
+    publisher.flush()
+
+
+class Machine(RuleBasedStateMachine):
+    """Everything at once."""
+
+    @initialize(encoding=ENCODINGS, factor=st.sampled_from([0.001, 3.0, 1e6]))
+    def begin(self, encoding: str, factor: float) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="deltachain-machine-"))
+        self.inner = MemoryStore()
+        self.settings: dict[str, Any] = {"encoding": encoding, "anchor_factor": factor}
+        self.truth: list[State] = []
+        self.manifests: list[bytes] = []
+        self.damaged: dict[str, bytes] = {}
+        self.attach(plain_model())
+        self.note(bits_of(self.model))
+        self.followers = [
+            Follower(self.inner, replica_of(self.model, "dict", self.folder / "unused")),
+            Follower(self.inner, replica_of(self.model, "folder", self.folder / "mirror")),
+        ]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "followers"):
+            return
+        try:
+            self.end()
+        finally:
+            shutil.rmtree(self.folder)
+
+    def end(self) -> None:
+        """With all damage repaired, everything can be proven and everybody gets to the head."""
+        for key, data in self.damaged.items():
+            self.inner.put(key, data)
+        found = recompute(self.inner)
+        assert len(found) == len(self.truth)
+        assert all(same(found[v].state, state) for v, state in enumerate(self.truth))
+        newcomer = Follower(self.inner, replica_of(self.model, "dict", self.folder))
+        for follower in (*self.followers, newcomer):
+            follower.store.mend()
+            if follower.tainted:
+                follower.subscriber.scrub()
+            follower.subscriber.release()
+            follower.subscriber.update()
+            assert follower.subscriber.version == len(self.truth) - 1
+            bits = follower.bits()
+            assert bits is not None
+            assert same(bits, self.truth[-1])
+
+    # The trainer
+
+    def attach(self, model: Any) -> None:
+        """Another process takes over, with a model in some state."""
+        self.model, self.store = model, FaultyStore(self.inner)
+        config = PublishConfig(url=self.inner.url, **self.settings)
+        self.publisher = Publisher(config, store=self.store).attach(model)
+
+    def note(self, *states: State) -> None:
+        """Record what has been committed: one state for each new version, or fewer."""
+        chain = Chain.open(self.inner)
+        head = chain.head()
+        assert head is not None
+        new = head.version + 1 - len(self.truth)
+        assert new <= len(states)
+        self.truth += states[len(states) - new :]
+        for info in list(self.inner.list("manifests/"))[len(self.manifests) :]:
+            self.manifests.append(self.inner.get(info.key))
+
+    def take_over(self, model: Any) -> None:
+        before = len(self.truth)
+        old = self.publisher
+        self.attach(model)
+        changed = not same(self.truth[-1], bits_of(model))
+        self.note(self.truth[-1], *([bits_of(model)] if changed else []))
+        assert len(self.truth) == before + 1 + changed
+        with pytest.raises(PublisherFencedError):
+            publish_and_wait(old)
+        self.note()
+
+    @rule(seed=SEEDS, share=SHARES)
+    def publish(self, seed: int, share: float) -> None:
+        before = len(self.truth)
+        train_(self.model, seed, share=share)
+        publish_and_wait(self.publisher, seed)
+        self.note(bits_of(self.model))
+        assert len(self.truth) == before + 1
+
+    @rule(seed=SEEDS, share=SHARES, failure=st.sampled_from(FAILURES))
+    def publish_fails(self, seed: int, share: float, failure: tuple[Action, str]) -> None:
+        fault = Fault(*failure)
+        self.store.add(fault)
+        train_(self.model, seed, share=share)
+        future = self.publisher.publish(step=seed)
+        error = future.exception(60)
+        if error is not None:
+            with pytest.raises(type(error)):
+                self.publisher.flush()
+        assert (error is None) == (not self.store.struck)
+        self.note(*([] if error else [bits_of(self.model)]))
+        self.store.mend()
+        self.store.struck.clear()
+
+    @rule(seed=SEEDS, share=SHARES, known=st.booleans())
+    def reply_is_lost(self, seed: int, share: float, known: bool) -> None:
+        self.store.add(Fault("lose-reply", "manifests/"))
+        if not known:
+            self.store.add(Fault("hide", f"manifests/{len(self.truth):020d}"))
+        train_(self.model, seed, share=share)
+        future = self.publisher.publish(step=seed)
+        assert (future.exception(60) is None) == known
+        if not known:
+            with pytest.raises(DeltaChainError):
+                self.publisher.flush()
+        self.note(bits_of(self.model))
+        self.store.mend()
+        self.store.struck.clear()
+
+    @rule()
+    def restart_in_the_same_state(self) -> None:
+        model = plain_model()
+        model.load_state_dict(self.model.state_dict())
+        self.take_over(model)
+
+    @rule(data=st.data())
+    def restart_in_an_older_state(self, data: st.DataObject) -> None:
+        version = data.draw(st.integers(0, len(self.truth) - 1))
+        model = plain_model()
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                bits = torch.from_numpy(self.truth[version][name].view("<i2").copy())
+                tensor.view(-1).view(torch.int16).copy_(bits)
+        self.take_over(model)
+
+    @rule(seed=SEEDS)
+    def another_publisher_takes_over(self, seed: int) -> None:
+        self.take_over(plain_model(seed))
+
+    @rule(data=st.data())
+    def an_object_is_damaged(self, data: st.DataObject) -> None:
+        keys = [i.key for prefix in ("anchors/", "deltas/") for i in self.inner.list(prefix)]
+        key = data.draw(st.sampled_from(keys))
+        sound = self.damaged.setdefault(key, self.inner.get(key))
+        self.inner.put(key, sound[:-1] + bytes([sound[-1] ^ 1]))
+
+    @precondition(lambda self: self.damaged)
+    @rule()
+    def the_objects_are_repaired(self) -> None:
+        for key, data in self.damaged.items():
+            self.inner.put(key, data)
+        self.damaged.clear()
+
+    # The followers
+
+    @rule(who=WHO)
+    def follow(self, who: int) -> None:
+        follower = self.followers[who]
+        follower.attempt(follower.subscriber.update)
+
+    @rule(who=WHO, data=st.data())
+    def follow_to(self, who: int, data: st.DataObject) -> None:
+        follower = self.followers[who]
+        version = data.draw(st.integers(0, len(self.truth)))
+        follower.attempt(lambda: follower.subscriber.update(version))
+
+    @rule(who=WHO, trouble=st.sampled_from(TROUBLE), nth=st.integers(1, 4))
+    def follow_through_trouble(self, who: int, trouble: tuple[Action, str], nth: int) -> None:
+        follower = self.followers[who]
+        follower.store.add(Fault(*trouble, nth=nth, times=2))
+        follower.attempt(follower.subscriber.update)
+        follower.store.mend()
+
+    @rule(who=WHO, data=st.data())
+    def roll_back(self, who: int, data: st.DataObject) -> None:
+        follower = self.followers[who]
+        follower.floor = -1
+        version = data.draw(st.none() | st.integers(0, len(self.truth) - 1))
+        follower.attempt(lambda: follower.subscriber.rollback(version))
+
+    @rule(who=WHO)
+    def release(self, who: int) -> None:
+        self.followers[who].subscriber.release()
+
+    @rule(who=WHO)
+    def restart_a_follower(self, who: int) -> None:
+        follower = self.followers[who]
+        follower.open()
+        follower.tainted, follower.floor = False, -1  # it verifies what it finds
+        follower.attempt(lambda: follower.subscriber.chain)
+
+    @rule(who=WHO, seed=SEEDS)
+    def somebody_else_writes(self, who: int, seed: int) -> None:
+        if self.followers[who].subscriber.version is not None:
+            self.followers[who].scribble(seed)
+
+    @rule(who=WHO)
+    def scrub(self, who: int) -> None:
+        follower = self.followers[who]
+        version, bits = follower.subscriber.version, follower.bits()
+        sound = version is not None and bits is not None and same(bits, self.truth[version])
+        assert follower.subscriber.scrub() == sound
+        follower.tainted = False
+
+    # What always holds
+
+    @invariant()
+    def what_is_committed_never_changes(self) -> None:
+        now = [self.inner.get(info.key) for info in self.inner.list("manifests/")]
+        assert now == self.manifests
+        assert len(self.truth) == len(now)
+
+    @invariant()
+    def history_is_one_line(self) -> None:
+        chain = Chain.open(self.inner)
+        history = list(chain.history(0, len(self.truth) - 1))
+        epochs = [committed.manifest.epoch for committed in history]
+        assert epochs == sorted(epochs)
+        named = [ref.key for c in history for ref in c.manifest.edge.parts]
+        assert len(set(named)) == len(named)
+        assert all(self.inner.find(key) is not None for key in named)
+
+    @invariant()
+    def followers_hold_what_they_claim(self) -> None:
+        chain = Chain.open(self.inner)
+        for follower in self.followers:
+            held = follower.subscriber.held
+            if held is None:
+                follower.tainted = False  # nothing is claimed
+                continue
+            committed = chain.read(held.version)
+            assert (held.manifest, held.state) == (committed.digest, committed.manifest.state)
+            assert held.version >= follower.floor
+            follower.floor = held.version
+            bits = follower.bits()
+            assert bits is not None
+            assert follower.tainted or same(bits, self.truth[held.version])
+
+
+def test_anything_in_any_order() -> None:
+    chosen = settings(
+        max_examples=25,
+        stateful_step_count=30,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Machine, settings=chosen)
+
+
+@pytest.mark.slow
+def test_anything_in_any_order_for_longer() -> None:
+    chosen = settings(
+        max_examples=600,
+        stateful_step_count=60,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Machine, settings=chosen)
+
+
+def test_the_machine_would_notice_a_wrong_bit() -> None:
+    machine = Machine()
+    machine.begin("step", 3.0)
+    machine.publish(1, 0.02)
+    machine.follow(0)
+    tensors = machine.followers[0].replica.target
+    assert isinstance(tensors, dict)
+    tensors["0.weight"].view(-1).view(torch.int16)[0] ^= 1
+    with pytest.raises(AssertionError):
+        machine.followers_hold_what_they_claim()
+    machine.truth[1] = machine.truth[0]
+    with pytest.raises(AssertionError):
+        machine.end()
+    shutil.rmtree(machine.folder)

@@ -1,0 +1,156 @@
+"""Two publishers for one version: always exactly one commits it, and the other says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Barrier
+from typing import TypeVar
+
+import pytest
+
+from deltachain.chain import Chain, Committed
+from deltachain.errors import PublisherFencedError
+from deltachain.manifest import Edge, Table
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.writer import Writer, take_over
+from deltachain.store import FileStore, MemoryStore, Store
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import bits_of, plain_model, recompute, same, train_
+from deltachain.types import StateDigest
+
+ROUNDS = 200
+TABLE = Table(tensors=(("a", "BF16", (4,)),))
+
+T = TypeVar("T")
+
+
+@pytest.fixture(params=["memory", "file"])
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Store]:
+    """A fresh store for each round."""
+    if request.param == "memory":
+        return lambda _: MemoryStore()
+    return lambda number: FileStore(tmp_path / str(number))
+
+
+def race(one: Callable[[], T], two: Callable[[], T]) -> T:
+    """Run both at once; exactly one must succeed, and the other be fenced."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(one), pool.submit(two)]
+    errors = [future.exception() for future in futures]
+    assert [type(error) for error in errors if error is not None] == [PublisherFencedError]
+    return next(future.result() for future in futures if future.exception() is None)
+
+
+def at_once(store: Store, *, nth: int = 1) -> tuple[FaultyStore, FaultyStore]:
+    """Two handles that reach their ``nth`` commit together."""
+    barrier = Barrier(2, timeout=60)
+    fault = Fault(barrier.wait, "manifests/", nth=nth)
+    return FaultyStore(store, fault), FaultyStore(store, fault)
+
+
+def open_chain(store: Store) -> Chain:
+    return Chain.create(store, TABLE, chain_id="one", time=0.0, assets={})
+
+
+def writer(store: Store, parent: Committed | None) -> Writer:
+    return Writer(open_chain(store), numel=4, metadata={}, parent=parent)
+
+
+def commit(store: Store, parent: Committed | None) -> Callable[[], Committed]:
+    """Commit the version after ``parent``."""
+
+    def run() -> Committed:
+        mine = writer(store, parent)
+        draft = mine.draft(state=StateDigest(1, 1), step=None, nnz=0)
+        base = None if parent is None else parent.version
+        return mine.commit(draft, Edge(kind="anchor" if parent is None else "delta", base=base))
+
+    return run
+
+
+def adopt(store: Store) -> Callable[[], Committed]:
+    """Take the chain over."""
+
+    def run() -> Committed:
+        mine = take_over(open_chain(store), numel=4, metadata={})
+        assert mine is not None
+        assert mine.parent is not None
+        return mine.parent
+
+    return run
+
+
+def test_of_two_racing_writers_exactly_one_commits(make_store: Callable[[int], Store]) -> None:
+    for number in range(ROUNDS):
+        store = make_store(number)
+        chain = open_chain(store)
+        head: Committed | None = None
+        for version in range(3):  # the first version, and then from one head
+            one, two = at_once(store)
+            head = race(commit(one, head), commit(two, head))
+            assert chain.head() == head
+            assert head.version == version
+        one, two = at_once(store)
+        owner = race(adopt(one), adopt(two))
+        assert (owner.version, owner.manifest.epoch) == (3, 1)
+        assert [c.manifest.epoch for c in chain.history(0, 3)] == [0, 0, 0, 1]
+
+
+def attach(store: Store) -> Callable[[], Publisher]:
+    return lambda: Publisher(PublishConfig(url=store.url), store=store).attach(plain_model())
+
+
+def publish(publisher: Publisher, seed: int) -> int:
+    """Train and publish one version."""
+    session = publisher._session
+    assert session is not None
+    train_(session.source.model, seed)
+    publisher.publish(step=seed)
+    receipt = publisher.flush()
+    assert receipt is not None
+    return receipt.version
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_of_two_racing_publishers_exactly_one_owns_the_chain(number: int) -> None:
+    store = MemoryStore()
+    one, two = at_once(store)
+    with race(attach(one), attach(two)) as owner:
+        publish(owner, number)
+        found = recompute(store)
+        assert list(found) == [0, 1]
+        one, two = at_once(store)
+        with race(attach(one), attach(two)) as successor:
+            assert (successor.version, successor.epoch) == (3, 1)  # took over, then went back
+            with pytest.raises(PublisherFencedError):
+                publish(owner, 7)
+    found = recompute(store)
+    session = successor._session
+    assert session is not None
+    assert same(found[max(found)].state, bits_of(session.source.model))
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_last_publish_that_races_a_takeover_is_whole_or_not_there(number: int) -> None:
+    store = MemoryStore()
+    barrier = Barrier(2, timeout=60)
+    old = FaultyStore(store, Fault(barrier.wait, "manifests/", nth=2))
+    new = FaultyStore(store, Fault(barrier.wait, "manifests/", nth=1))
+    with attach(old)() as publisher, ThreadPoolExecutor(1) as pool:
+        takeover = pool.submit(attach(new))
+        with suppress(PublisherFencedError):
+            publish(publisher, number)
+        with takeover.result(60) as successor:
+            with pytest.raises(PublisherFencedError):
+                publish(publisher, 99)
+            publish(successor, 3)
+    found = recompute(store)
+    epochs = [found[v].committed.manifest.epoch for v in found]
+    assert epochs == sorted(epochs)
+    assert epochs.count(0) in (1, 2)
+    session = successor._session
+    assert session is not None
+    assert same(found[max(found)].state, bits_of(session.source.model))

@@ -1,0 +1,142 @@
+"""Takes a part to pieces and puts it together again, wrongly, with every digest right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zstandard
+from blake3 import blake3
+
+Json = dict[str, Any]
+
+FRAME = 1 << 20
+
+
+def dumps(document: object) -> bytes:
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False).encode()
+
+
+def compress(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(data)
+
+
+def unsized(data: bytes) -> bytes:
+    """A zstd frame that does not state its content size."""
+    return zstandard.ZstdCompressor(level=1, write_content_size=False).compress(data)
+
+
+@dataclass
+class Forgery:
+    """A part in pieces. Whoever edits them decides what the file says; digests are made to fit.
+
+    Attributes:
+        metadata: The strings of the header.
+        rows: Tensor rows.
+        segments: Columns.
+        streams: Inflated bytes, by entry.
+        forms: dtype and shape of entries that are not flat bytes.
+        on_frame: Last word on a stored frame.
+        on_directory: Last word on the directory, as a document.
+        on_document: Last word on the bytes of the directory, before compression.
+        on_stored: Last word on them behind it.
+        on_header: Last word on the header, as a document.
+        on_front: Last word on the bytes of the header.
+        claims: Metadata that replaces what is true.
+        frame_nbytes: Most bytes of a frame.
+    """
+
+    metadata: dict[str, str]
+    rows: list[Json]
+    segments: dict[str, list[int]]
+    streams: dict[str, bytes]
+    forms: dict[str, tuple[str, list[int]]]
+    on_frame: Callable[[bytes], bytes] = lambda frame: frame
+    on_directory: Callable[[Json], object] = lambda _: None
+    on_document: Callable[[bytes], bytes] = lambda document: document
+    on_stored: Callable[[bytes], bytes] = lambda stored: stored
+    on_header: Callable[[Json], object] = lambda _: None
+    on_front: Callable[[bytes], bytes] = lambda header: header
+    claims: dict[str, str] = field(default_factory=dict)
+    frame_nbytes: int = FRAME
+
+    @property
+    def zstd(self) -> bool:
+        return self.metadata["compression"] == "zstd"
+
+    def build(self) -> bytes:
+        """The file."""
+        frames = {name: self.frames(data) for name, data in self.streams.items()}
+        stored = self.directory(frames)
+        shapes = [("directory", "U8", [len(stored)], len(stored)), ("digest", "U8", [32], 32)]
+        for name, pieces in frames.items():
+            size = sum(map(len, pieces))
+            shapes.append((name, *self.forms.get(name, ("U8", [size])), size))
+        header: Json = {"__metadata__": dict(sorted((self.metadata | self.claims).items()))}
+        at = 0
+        for name, dtype, shape, size in shapes:
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        self.on_header(header)
+        text = dumps(header)
+        text = self.on_front(text + b" " * (-len(text) % 8))
+        front = len(text).to_bytes(8, "little") + text + stored
+        return front + blake3(front).digest() + b"".join(b"".join(p) for p in frames.values())
+
+    def frames(self, data: bytes) -> list[bytes]:
+        size = self.frame_nbytes
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        return [self.on_frame(compress(p) if self.zstd else p) for p in pieces]
+
+    def directory(self, frames: dict[str, list[bytes]]) -> bytes:
+        streams = []
+        for name, pieces in frames.items():
+            size = self.frame_nbytes
+            left = [len(self.streams[name]) - n * size for n in range(len(pieces))]
+            streams.append(
+                {
+                    "name": name,
+                    "stored": [len(piece) for piece in pieces],
+                    "raw": [min(size, n) for n in left],
+                    "digests": [blake3(piece).hexdigest() for piece in pieces],
+                }
+            )
+        document = {"tensors": self.rows, "segments": self.segments, "streams": streams}
+        self.on_directory(document)
+        text = dumps(document)
+        text = self.on_document(text if self.zstd else text + b" " * (-len(text) % 8))
+        self.metadata["directory_nbytes"] = str(len(text))
+        return self.on_stored(compress(text) if self.zstd else text)
+
+
+def take_apart(data: bytes) -> Forgery:
+    """The pieces of a sound part."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    metadata = header.pop("__metadata__")
+    zstd = metadata["compression"] == "zstd"
+
+    def inflate(piece: bytes) -> bytes:
+        return zstandard.ZstdDecompressor().decompress(piece) if zstd else piece
+
+    def piece(name: str) -> bytes:
+        first, last = header[name]["data_offsets"]
+        return data[start + first : start + last]
+
+    directory = json.loads(inflate(piece("directory")))
+    streams = {}
+    for row in directory["streams"]:
+        left, whole = piece(row["name"]), b""
+        for size in row["stored"]:
+            whole, left = whole + inflate(left[:size]), left[size:]
+        streams[row["name"]] = whole
+    forms = {name: (header[name]["dtype"], header[name]["shape"]) for name in streams}
+    return Forgery(
+        metadata=metadata,
+        rows=directory["tensors"],
+        segments=directory["segments"],
+        streams=streams,
+        forms={} if zstd else forms,
+    )

@@ -1,0 +1,250 @@
+"""Writes the frozen fixtures of a format, once and never again: ``python -m tests.format.freeze``.
+
+``build`` gives the files, so that tests can hold today's writer to the bytes of that day.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from deltachain.chain import Chain, Committed
+from deltachain.codec import Change, Part, encode_part
+from deltachain.delta import ABSOLUTE, TensorDelta, changes
+from deltachain.digest import digest_key
+from deltachain.kernels import reference
+from deltachain.keys import PayloadKind, payload_key
+from deltachain.manifest import Edge, EdgeSummary, Manifest, ObjectRef, Table
+from deltachain.store.memory import MemoryStore
+from deltachain.types import Bits, StateDigest, TensorSpec
+from deltachain.window import window, window_from
+
+FOLDER: Final = Path(__file__).parent / "v1"
+
+SPECS: Final = (
+    TensorSpec("embed.weight", "BF16", (6, 5)),
+    TensorSpec("norm.weight", "F32", (7,)),
+    TensorSpec("router.scale", "F8_E4M3", (3, 3)),
+    TensorSpec("steps", "I64", ()),
+    TensorSpec("unused.weight", "F16", (0, 3)),
+)
+EMBED, NORM, ROUTER, STEPS, UNUSED = SPECS
+LARGE: Final = TensorSpec("large.weight", "BF16", (1100, 1000))
+TINY: Final = TensorSpec("w", "BF16", (2, 4))
+
+Weights = dict[str, Bits]
+
+
+def version(number: int) -> Weights:
+    """Bits of all tensors in one of the four versions; the last differs from none."""
+    embed = np.array([0x3C00 + 37 * i % 512 for i in range(30)], np.uint16)
+    norm = np.array([0x3F800000 + 0x1001 * i for i in range(7)], np.uint32)
+    router = np.array([16 * i + 3 for i in range(9)], np.uint8)
+    steps = np.array([1000], np.uint64)
+    embed[4], norm[5] = 0, 0x7FC00001  # +0.0, a NaN with a payload
+    if number >= 1:
+        embed[[0, 1, 4, 7, 29]] += np.array([1, 0xFFFF, 0x8000, 300, 0xFF80], np.uint16)
+        norm[[0, 5]] += np.array([1, 0x1000000], np.uint32)
+        router[[2, 8]] += np.array([0x80, 0xFE], np.uint8)
+        steps += np.uint64(1)
+    if number >= 2:
+        embed[[1, 2]] += np.array([1, 2], np.uint16)
+        norm ^= np.uint32(0x80000000)
+        router[[2, 3]] += np.array([0x80, 0x7F], np.uint8)
+        steps -= np.uint64(1002)  # wraps below zero
+    bits: tuple[Bits, ...] = (embed, norm, router, steps, np.empty(0, np.uint16))
+    return {spec.name: array for spec, array in zip(SPECS, bits, strict=True)}
+
+
+def state(weights: Weights) -> StateDigest:
+    parts = (reference.digest(digest_key(spec), weights[spec.name]) for spec in SPECS)
+    return sum(parts, StateDigest())
+
+
+def step(spec: TensorSpec, old: Bits, new: Bits) -> Change:
+    delta = changes(spec, old, new)
+    return Change(delta, change_of(spec, old, new))
+
+
+def absolute(spec: TensorSpec, old: Bits, new: Bits) -> Change:
+    indices = np.flatnonzero(old != new)
+    delta = TensorDelta(spec=spec, indices=indices, values=new[indices], absolute=ABSOLUTE)
+    return Change(delta, change_of(spec, old, new))
+
+
+def change_of(spec: TensorSpec, old: Bits, new: Bits) -> StateDigest:
+    indices, key = np.flatnonzero(old != new), digest_key(spec)
+    after = reference.digest_at(key, indices, new[indices])
+    return after - reference.digest_at(key, indices, old[indices])
+
+
+def dense(spec: TensorSpec, new: Bits) -> Change:
+    return Change(TensorDelta.dense(spec, new), reference.digest(digest_key(spec), new))
+
+
+def tiny_change() -> Change:
+    """Steps of +1, -1, +3 and 0x8000, at flat indices 0, 2, 3 and 7."""
+    old = np.array([0x3F80, 0x4000, 0xBF80, 0x0001, 0x3F81, 0x3F82, 0x3F83, 0x0000], np.uint16)
+    new = old.copy()
+    new[[0, 2, 3, 7]] += np.array([1, 0xFFFF, 3, 0x8000], np.uint16)
+    return step(TINY, old, new)
+
+
+def large_change() -> Change:
+    """Two-byte gaps in two segments, one of them an escape."""
+    old = np.zeros(LARGE.numel, np.uint16)
+    new = old.copy()
+    new[[3, 65_538, 200_000, 1_048_575, 1_048_576, 1_099_999]] = [1, 2, 0xFFFF, 254, 255, 0x8000]
+    return step(LARGE, old, new)
+
+
+def parts() -> Iterator[tuple[str, bytes]]:
+    """One part for each encoding, and the one whose bytes FORMAT.md explains."""
+    old, new = version(0), version(2)
+    some = [spec for spec in SPECS if not np.array_equal(old[spec.name], new[spec.name])]
+    pairs = [(spec, old[spec.name], new[spec.name]) for spec in some]
+    steps = [step(*pair) for pair in pairs]
+    overwrites = [absolute(*pair) for pair in pairs]
+    every = [dense(spec, new[spec.name]) for spec in SPECS]
+    yield "tiny", encode_part([tiny_change()]).data
+    yield "step", encode_part([*steps, large_change()]).data
+    yield "overwrite", encode_part(overwrites).data
+    yield "dense", encode_part(every).data
+    yield "raw", encode_part(overwrites, raw=True).data
+    yield "plain", encode_part(every, raw=True).data
+
+
+class Builder:
+    """A chain in memory, made of fixed ids and times."""
+
+    def __init__(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> None:
+        self.store = MemoryStore()
+        rows = tuple((s.name, s.dtype, s.shape) for s in specs)
+        self.numel = sum(spec.numel for spec in specs)
+        table = Table(tensors=rows, aliases=dict(aliases))
+        assets = {"config.json": b'{"model_type":"tiny"}'}
+        self.chain = Chain.create(
+            self.store, table, chain_id=f"{7:032x}", time=1700000000.5, assets=assets
+        )
+        self.parent: Committed | None = None
+        self.added: list[EdgeSummary] = []
+
+    def put(
+        self,
+        kind: PayloadKind,
+        base: int | None,
+        number: int,
+        items: Iterable[Change],
+        *,
+        raw: bool = False,
+    ) -> Edge:
+        """One part in the store, and the edge that it makes."""
+        part = encode_part(items, raw=raw)
+        key = payload_key(kind, number, 0, f"{number:032x}", 0)
+        self.store.put(key, part.data)
+        ref = ObjectRef(
+            key=key, nbytes=len(part.data), blake3=part.digest, directory=part.directory
+        )
+        return Edge(kind=kind, base=base, encodings=part.encodings, parts=(ref,))
+
+    def commit(
+        self, number: int, edge: Edge, reached: StateDigest, *, nnz: int, epoch: int = 0
+    ) -> None:
+        parent = self.parent
+        manifest = Manifest(
+            chain=self.chain.identity.chain,
+            version=number,
+            epoch=epoch,
+            commit_id=f"{number:032x}",
+            parent=parent.digest if parent else "",
+            step=10 * number if number else None,
+            time=1700000000.0 + 0.25 * number,
+            base_state=parent.manifest.state if parent else "",
+            state=str(reached),
+            nnz=nnz,
+            numel=self.numel,
+            edge=edge,
+            recent=window(parent.manifest if parent else None, self.added),
+            window_from=window_from(number),
+            metadata={"run": "fixture"},
+        )
+        self.parent = self.chain.commit(manifest)
+        self.added.clear()
+
+
+def chain() -> Iterator[tuple[str, bytes]]:
+    """An anchor, a delta of steps, one of absolute bits, an empty version of the next epoch."""
+    builder = Builder(SPECS, {"lm_head.weight": "embed.weight"})
+    zero, one, two = version(0), version(1), version(2)
+    by_step = [step(s, zero[s.name], one[s.name]) for s in SPECS[:4]]
+    mixed = [
+        absolute(EMBED, one[EMBED.name], two[EMBED.name]),
+        dense(NORM, two[NORM.name]),
+        *(step(s, one[s.name], two[s.name]) for s in (ROUTER, STEPS)),
+    ]
+    every = [dense(spec, zero[spec.name]) for spec in SPECS]
+    builder.commit(0, builder.put("anchor", None, 0, every), state(zero), nnz=47)
+    builder.commit(1, builder.put("delta", 0, 1, by_step), state(one), nnz=10)
+    builder.commit(2, builder.put("delta", 1, 2, mixed), state(two), nnz=12)
+    assert builder.parent is not None
+    anchor = builder.put("anchor", None, 2, [dense(s, two[s.name]) for s in SPECS])
+    skip = builder.put("skip", 0, 2, [step(s, zero[s.name], two[s.name]) for s in SPECS[:4]])
+    base_states = {"anchor": str(state(one)), "skip": str(state(zero))}
+    builder.added = [
+        builder.chain.add_edge(builder.parent, edge, base_states[edge.kind])
+        for edge in (anchor, skip)
+    ]
+    anchors = builder.added[:1]
+    builder.commit(3, Edge(kind="delta", base=2), state(two), nnz=0, epoch=1)
+    builder.chain.write_head(3, anchors)
+    for info in builder.store.list():
+        yield info.key, builder.store.get(info.key)
+
+
+def contents(part: Part) -> dict[str, Any]:
+    """What a part says, in a form that any language can compare with."""
+    return {
+        delta.spec.name: {
+            "encoding": part.rows[delta.spec.name].encoding,
+            "dtype": delta.spec.dtype,
+            "shape": list(delta.spec.shape),
+            "indices": None if delta.indices is None else delta.indices.tolist(),
+            "values": delta.values.tobytes().hex(),
+        }
+        for delta in part
+    }
+
+
+def expected(files: Mapping[str, bytes]) -> bytes:
+    """What a reader must find in the fixtures, for readers that do not trust ours."""
+    found = {name: contents(Part.from_bytes(files[name])) for name in files if "parts/" in name}
+    versions = [
+        {"state": str(state(w)), "weights": {name: w[name].tobytes().hex() for name in w}}
+        for w in (version(number) for number in range(4))
+    ]
+    return json.dumps({"parts": found, "versions": versions}, indent=1).encode() + b"\n"
+
+
+def build() -> dict[str, bytes]:
+    """Every fixture, by path inside its folder."""
+    files = {f"parts/{name}.safetensors": data for name, data in parts()}
+    files |= {f"chain/{key}": data for key, data in chain()}
+    return files | {"expected.json": expected(files)}
+
+
+def main(folder: Path) -> None:
+    """Write the fixtures into a folder that does not exist yet."""
+    folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
+    for name, data in build().items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

@@ -1,0 +1,347 @@
+"""A reader of parts made from FORMAT.md alone: it shares no code with deltachain.
+
+It holds numbers in plain lists and is slow. What it can not read, the page does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import zstandard
+from blake3 import blake3
+
+from tests.format.stranger_base import (
+    RefusedError,
+    UnsupportedError,
+    check_fields,
+    check_sizes,
+    digest_of,
+    read_json,
+    require,
+    write_json,
+)
+
+WIDTHS: Final = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64"), 8),
+}
+GAPS: Final = {1: ("gap8",), 2: ("gap16.0", "gap16.1")}
+ENCODINGS: Final = ("step", "overwrite", "dense", "raw", "plain")
+COLUMNS: Final = ("start", "length", "nnz", "gaps", "exceptions", "wide")
+ROW: Final = {
+    "name": str,
+    "dtype": str,
+    "shape": list,
+    "encoding": str,
+    "bucket": int,
+    "gap": int,
+    "nnz": int,
+    "segments": int,
+    "digest": str,
+}
+STREAM: Final = {"name": str, "stored": list, "raw": list, "digests": list}
+
+Segment = dict[str, int]
+
+
+# Section 3
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One tensor of a part: ``values[n]`` belongs to flat index ``indices[n]``."""
+
+    row: dict[str, Any]
+    indices: Sequence[int]
+    values: list[int]
+
+    @property
+    def is_absolute(self) -> bool:
+        return bool(self.row["encoding"] != "step")
+
+    @property
+    def width(self) -> int:
+        return WIDTHS[self.row["dtype"]]
+
+    def bytes(self) -> bytes:
+        return b"".join(value.to_bytes(self.width, "little") for value in self.values)
+
+    def apply(self, bits: list[int]) -> None:
+        top = 1 << 8 * self.width
+        for i, value in zip(self.indices, self.values, strict=True):
+            bits[i] = value if self.is_absolute else (bits[i] + value) % top
+
+
+def read_part(data: bytes) -> dict[str, Delta]:
+    """Every tensor of a part, all of it verified."""
+    metadata, entries, at = read_header(data)
+    zstd = metadata["compression"] == "zstd"
+    directory = read_directory(data[at : at + entries[0][3]], metadata, zstd=zstd)
+    front = at + entries[0][3]
+    require(data[front : front + 32] == blake3(data[:front]).digest(), "digest of the front")
+    streams: dict[str, bytes] = {}
+    at = front + 32
+    require([e[0] for e in entries[2:]] == [s["name"] for s in directory["streams"]], "streams")
+    for (name, _, _, nbytes), stream in zip(entries[2:], directory["streams"], strict=True):
+        streams[name] = read_frames(data[at : at + nbytes], stream, zstd=zstd)
+        at += nbytes
+    forms = {name: (dtype, shape) for name, dtype, shape, _ in entries[2:]}
+    return read_tensors(directory, streams, forms, zstd=zstd)
+
+
+def read_header(data: bytes) -> tuple[dict[str, str], list[tuple[str, str, list[int], int]], int]:
+    """Metadata, ``(name, dtype, shape, nbytes)`` of each entry, and where the data begins."""
+    require(len(data) >= 8, "too short")
+    length = int.from_bytes(data[:8], "little")
+    require(length <= min(100_000_000, len(data) - 8), "length of the header")
+    document = read_json(data[8 : 8 + length])
+    text = write_json(document)
+    require(text + b" " * (-len(text) % 8) == data[8 : 8 + length], "header is not canonical")
+    require(isinstance(document, dict) and next(iter(document), "") == "__metadata__", "metadata")
+    metadata = document.pop("__metadata__")
+    require(isinstance(metadata, dict) and list(metadata) == sorted(metadata), "metadata")
+    require(all(isinstance(value, str) for value in metadata.values()), "metadata")
+    require("deltachain" in metadata, "not a part")
+    if metadata["deltachain"] != "1" or metadata.get("compression") not in ("zstd", "none"):
+        raise UnsupportedError("a later part")
+    entries, at = [], 0
+    for name, entry in document.items():
+        check_fields(entry, {"dtype": str, "shape": list, "data_offsets": list})
+        check_shape(entry["dtype"], entry["shape"])
+        nbytes = WIDTHS[entry["dtype"]] * numel_of(entry["shape"])
+        require(entry["data_offsets"] == [at, at + nbytes], "entries do not tile the data")
+        entries.append((name, entry["dtype"], entry["shape"], nbytes))
+        at += nbytes
+    require(8 + length + at == len(data), "length of the file")
+    require([e[0] for e in entries[:2]] == ["directory", "digest"], "front")
+    forms = [(dtype, len(shape)) for _, dtype, shape, _ in entries[:2]]
+    require(forms == [("U8", 1)] * 2 and entries[1][3] == 32, "front")
+    return metadata, entries, 8 + length
+
+
+def check_shape(dtype: str, shape: Any) -> None:
+    check_sizes(shape, "shape")
+    require(dtype in WIDTHS and len(shape) <= 64, f"{dtype} {len(shape)} dimensions")
+
+
+def numel_of(shape: Sequence[int]) -> int:
+    product = 1
+    for dim in shape:
+        product *= dim
+    return product
+
+
+def inflate(frame: bytes, nbytes: int) -> bytes:
+    try:
+        require(zstandard.frame_content_size(frame) == nbytes, "content size of a frame")
+        data = zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
+    except zstandard.ZstdError as exc:
+        raise RefusedError(str(exc)) from exc
+    require(len(data) == nbytes, "content of a frame")
+    return data
+
+
+def read_directory(stored: bytes, metadata: dict[str, str], *, zstd: bool) -> dict[str, Any]:
+    claimed = metadata.get("directory_nbytes", "")
+    require(claimed.isdecimal() and len(claimed) < 10, "directory_nbytes")
+    nbytes = int(claimed)
+    require(str(nbytes) == claimed and nbytes <= 1 << 26, "directory_nbytes")
+    require(zstd or nbytes == len(stored), "directory_nbytes")
+    text = inflate(stored, nbytes) if zstd else stored
+    directory = read_json(text)
+    again = write_json(directory)
+    require(text == again + (b"" if zstd else b" " * (-len(again) % 8)), "directory not canonical")
+    check_fields(directory, {"tensors": list, "segments": dict, "streams": list})
+    check_fields(directory["segments"], dict.fromkeys(COLUMNS, list))
+    for column in directory["segments"].values():
+        check_sizes(column, "segments")
+    for row in directory["tensors"]:
+        check_fields(row, ROW)
+    for stream in directory["streams"]:
+        check_fields(stream, STREAM)
+        check_sizes(stream["stored"] + stream["raw"], "frames")
+    return dict(directory)
+
+
+def read_frames(data: bytes, stream: dict[str, Any], *, zstd: bool) -> bytes:
+    rows = list(zip(stream["stored"], stream["raw"], stream["digests"], strict=False))
+    lengths = {len(stream[column]) for column in ("stored", "raw", "digests")}
+    require(lengths == {len(rows)} and sum(stream["stored"]) == len(data), "frames")
+    pieces, at = [], 0
+    for stored, raw, expected in rows:
+        frame = data[at : at + stored]
+        require(stored and 0 < raw <= 1 << 20 and (zstd or stored == raw), "frame")
+        require(digest_of(frame) == expected, "digest of a frame")
+        pieces.append(inflate(frame, raw) if zstd else frame)
+        at += stored
+    return b"".join(pieces)
+
+
+# Section 4
+
+
+class Cursor:
+    """Takes each stream from front to back, and knows what is left."""
+
+    def __init__(self, streams: dict[str, bytes]) -> None:
+        self.streams = streams
+        self.at = dict.fromkeys(streams, 0)
+        self.bits: set[str] = set()
+
+    def take(self, name: str, count: int) -> bytes:
+        if not count:
+            return b""
+        at = self.at.get(name, 0)
+        require(at + count <= len(self.streams.get(name, b"")), f"{name} is too short")
+        self.at[name] = at + count
+        return self.streams[name][at : at + count]
+
+    def take_bits(self, name: str, count: int) -> list[int]:
+        if not count:
+            return []
+        self.bits.add(name)
+        at = self.at.get(name, 0)
+        stream = self.streams.get(name, b"")
+        require(at + count <= 8 * len(stream), f"{name} is too short")
+        self.at[name] = at + count
+        return [stream[n // 8] >> n % 8 & 1 for n in range(at, at + count)]
+
+    def planes(self, names: Sequence[str], count: int) -> list[int]:
+        planes = [self.take(name, count) for name in names]
+        return [int.from_bytes(element, "little") for element in zip(*planes, strict=True)]
+
+    def finish(self) -> None:
+        for name, stream in self.streams.items():
+            end = self.at[name]
+            require(stream or "#" not in name[:1], f"{name} is empty")
+            if name in self.bits:
+                require((end + 7) // 8 == len(stream), f"{name} is too long")
+                require(end % 8 == 0 or not stream[-1] >> end % 8, f"{name}: bits behind the end")
+            else:
+                require(end == len(stream), f"{name} is too long")
+
+
+def read_tensors(
+    directory: dict[str, Any],
+    streams: dict[str, bytes],
+    forms: dict[str, tuple[str, list[int]]],
+    *,
+    zstd: bool,
+) -> dict[str, Delta]:
+    columns = directory["segments"]
+    require(len({len(column) for column in columns.values()}) == 1, "segments")
+    segments = [dict(zip(COLUMNS, s, strict=True)) for s in zip(*columns.values(), strict=True)]
+    cursor = Cursor(streams)
+    found: dict[str, Delta] = {}
+    owned: set[str] = set()
+    for row in directory["tensors"]:
+        if row["encoding"] not in ENCODINGS:
+            raise UnsupportedError(row["encoding"])
+        check_shape(row["dtype"], row["shape"])
+        require(row["name"] not in found and numel_of(row["shape"]) <= 1 << 48, "row")
+        require(len(row["digest"]) == 32 and set(row["digest"]) <= set("0123456789abcdef"), "row")
+        mine, segments = segments[: row["segments"]], segments[row["segments"] :]
+        require(len(mine) == row["segments"], "segments")
+        if row["encoding"] in ("raw", "plain"):
+            require(not zstd and not (mine or row["gap"] or row["bucket"]), "raw row")
+            found[row["name"]] = read_arrays(row, cursor, forms, owned)
+        else:
+            found[row["name"]] = read_segments(row, mine, cursor)
+    require(not segments, "segments that are nobody's")
+    for name in streams.keys() - owned:
+        require(name[:1] == "#" and forms[name] == ("U8", forms[name][1][:1]), f"{name}: form")
+    cursor.finish()
+    return found
+
+
+def read_arrays(
+    row: dict[str, Any],
+    cursor: Cursor,
+    forms: dict[str, tuple[str, list[int]]],
+    owned: set[str],
+) -> Delta:
+    """``raw`` and ``plain``."""
+    numel, nnz, width = numel_of(row["shape"]), row["nnz"], WIDTHS[row["dtype"]]
+
+    def array(name: str, dtype: str, shape: list[int]) -> list[int]:
+        require(forms.get(name) == (dtype, shape) and name not in owned, f"{name}: form")
+        owned.add(name)
+        size = WIDTHS[dtype]
+        data = cursor.take(name, size * numel_of(shape))
+        return [int.from_bytes(data[n : n + size], "little") for n in range(0, len(data), size)]
+
+    if row["encoding"] == "plain":
+        require(nnz == numel, "nnz")
+        return Delta(row, range(numel), array(row["name"], row["dtype"], row["shape"]))
+    indices = array(f"{row['name']}.indices", "I32" if numel < 1 << 31 else "I64", [nnz])
+    values = array(f"{row['name']}.values", row["dtype"], [nnz])
+    ascending = all(a < b for a, b in pairwise(indices))
+    require(ascending and all(i < numel for i in indices), "indices")
+    require(all(value < 1 << 8 * width for value in values), "values")
+    return Delta(row, indices, values)
+
+
+def read_segments(row: dict[str, Any], segments: list[Segment], cursor: Cursor) -> Delta:
+    """``step``, ``overwrite`` and ``dense``."""
+    encoding, reached = row["encoding"], 0
+    require(row["gap"] in ((0,) if encoding == "dense" else (1, 2)), "gap")
+    require(row["nnz"] == sum(s["nnz"] for s in segments), "nnz")
+    indices: list[int] = []
+    for s in segments:
+        require(0 < s["nnz"] <= s["length"] <= 1 << 20 and s["start"] >= reached, "segment")
+        reached = s["start"] + s["length"]
+        require(reached <= numel_of(row["shape"]), "segment")
+        require(encoding == "step" or s["exceptions"] == s["wide"] == 0, "segment")
+        if encoding == "dense":
+            require(s["nnz"] == s["length"] and not s["gaps"], "segment")
+            indices += range(s["start"], reached)
+        else:
+            offsets = read_gaps(row, s, cursor)
+            indices += [s["start"] + offset for offset in offsets]
+    if encoding == "step":
+        values = [step for s in segments for step in read_steps(row, s, cursor)]
+    else:
+        stream = {"overwrite": "value", "dense": "dense"}[encoding]
+        names = [f"#{row['bucket']}.{stream}.{k}" for k in range(WIDTHS[row["dtype"]])]
+        values = [value for s in segments for value in cursor.planes(names, s["nnz"])]
+    return Delta(row, indices, values)
+
+
+def read_gaps(row: dict[str, Any], segment: Segment, cursor: Cursor) -> list[int]:
+    names = [f"#{row['bucket']}.{name}" for name in GAPS[row["gap"]]]
+    most = (1 << 8 * row["gap"]) - 1
+    offsets, at = [], 0
+    gaps = cursor.planes(names, segment["gaps"])
+    for gap in gaps:
+        at += gap
+        if gap < most:
+            offsets.append(at)
+            at += 1
+    fits = len(offsets) == segment["nnz"] and offsets[-1] < segment["length"] and gaps[-1] < most
+    require(fits, "gaps leave the segment")
+    return offsets
+
+
+def read_steps(row: dict[str, Any], segment: Segment, cursor: Cursor) -> Iterator[int]:
+    prefix, width = f"#{row['bucket']}.", WIDTHS[row["dtype"]]
+    top = 1 << 8 * width
+    signs = cursor.take_bits(prefix + "sign", segment["nnz"])
+    exceptions = cursor.take_bits(prefix + "exception", segment["nnz"])
+    magnitudes = cursor.take(prefix + "magnitude", segment["exceptions"])
+    wide = cursor.planes([f"{prefix}wide.{k}" for k in range(width)], segment["wide"])
+    require(sum(exceptions) == len(magnitudes) and magnitudes.count(255) == len(wide), "exceptions")
+    short, long = iter(magnitudes), iter(wide)
+    for sign, exception in zip(signs, exceptions, strict=True):
+        magnitude = next(short) if exception else 1
+        require(not exception or magnitude > 1, "steps are not canonical")
+        step = magnitude if not sign else top - magnitude
+        if magnitude == 255:
+            step = next(long)
+            require((top - step if sign else step) >= 255, "steps are not canonical")
+        require(0 < step < top and step >> 8 * width - 1 == sign, "steps are not canonical")
+        yield step

@@ -1,0 +1,306 @@
+"""A reader of whole chains made from FORMAT.md alone: it shares no code with deltachain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from tests.format.stranger import Delta, check_shape, numel_of, read_part
+from tests.format.stranger_base import (
+    RefusedError,
+    UnsupportedError,
+    digest_of,
+    is_size,
+    read_json,
+    require,
+    state_text,
+    tensor_lanes,
+)
+
+Json = dict[str, Any]
+Weights = dict[str, list[int]]
+Get = Callable[[str], bytes | None]
+"""The bytes of a key, or None where there is no such object."""
+
+KINDS: Final = {"delta": "deltas", "anchor": "anchors", "skip": "skips", "base": ""}
+REQUIRED: Final = object()
+"""Default of a field that has none."""
+
+
+def number(value: object) -> bool:
+    finite = isinstance(value, (int, float)) and abs(value) < 1 << 1024
+    return finite and not isinstance(value, bool)
+
+
+def text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def step_count(value: object) -> bool:
+    return value is None or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(text, value))
+
+
+def text_map(value: object) -> bool:
+    return isinstance(value, dict) and all(map(text, value.values()))
+
+
+def maybe_size(value: object) -> bool:
+    return value is None or is_size(value)
+
+
+def kind(value: object) -> bool:
+    return value in KINDS
+
+
+def anything(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+Check = Callable[[Any], bool]
+Fields = Mapping[str, tuple[Check, object]]
+
+
+def many(fields: Fields) -> Check:
+    return lambda value: isinstance(value, list) and all(fits(item, fields) for item in value)
+
+
+def one(fields: Fields) -> Check:
+    return lambda value: fits(value, fields)
+
+
+def one_or_none(fields: Fields) -> Check:
+    return lambda value: value is None or fits(value, fields)
+
+
+def fits(document: Any, fields: Fields) -> bool:
+    """Whether it has these fields and no others; fills in defaults."""
+    if not isinstance(document, dict) or document.keys() - fields.keys():
+        return False
+    for name, (_, default) in fields.items():
+        if name not in document and default is REQUIRED:
+            return False
+        document.setdefault(name, default)
+    return all(check(document[name]) for name, (check, _) in fields.items())
+
+
+OBJECT: Final[Fields] = {
+    "key": (text, REQUIRED),
+    "nbytes": (is_size, REQUIRED),
+    "blake3": (text, REQUIRED),
+    "directory": (text, ""),
+    "xet_hash": (text, ""),
+}
+FILE: Final[Fields] = {name: OBJECT[name] for name in ("nbytes", "blake3")} | {
+    "name": (text, REQUIRED)
+}
+REFERENCE: Final[Fields] = {
+    "repo": (text, ""),
+    "revision": (text, ""),
+    "path": (text, ""),
+    "files": (many(FILE), []),
+}
+EDGE: Final[Fields] = {
+    "kind": (kind, REQUIRED),
+    "base": (maybe_size, None),
+    "encodings": (texts, []),
+    "parts": (many(OBJECT), []),
+    "reference": (one_or_none(REFERENCE), None),
+}
+SUMMARY: Final[Fields] = {
+    "version": (is_size, REQUIRED),
+    "kind": (kind, REQUIRED),
+    "base": (maybe_size, REQUIRED),
+    "nbytes": (is_size, REQUIRED),
+    "parts": (is_size, REQUIRED),
+    "encodings": (texts, REQUIRED),
+    "state": (text, REQUIRED),
+    "record": (text, ""),
+    "digest": (text, ""),
+}
+DOCUMENT: Final[Fields] = {
+    "format": (is_size, REQUIRED),
+    "requires": (texts, []),
+    "ext": (anything, {}),
+}
+CHAIN: Final[Fields] = {
+    **DOCUMENT,
+    "chain": (text, REQUIRED),
+    "created": (number, REQUIRED),
+    "table": (text, REQUIRED),
+    "assets": (many(OBJECT), []),
+}
+TABLE: Final[Fields] = {
+    **DOCUMENT,
+    "tensors": (lambda value: isinstance(value, list), REQUIRED),
+    "aliases": (text_map, {}),
+}
+MANIFEST: Final[Fields] = {
+    **DOCUMENT,
+    "chain": (text, REQUIRED),
+    "version": (is_size, REQUIRED),
+    "epoch": (is_size, REQUIRED),
+    "commit_id": (text, REQUIRED),
+    "parent": (text, REQUIRED),
+    "step": (step_count, REQUIRED),
+    "time": (number, REQUIRED),
+    "base_state": (text, REQUIRED),
+    "state": (text, REQUIRED),
+    "nnz": (is_size, REQUIRED),
+    "numel": (is_size, REQUIRED),
+    "edge": (one(EDGE), REQUIRED),
+    "recent": (many(SUMMARY), []),
+    "window_from": (is_size, 0),
+    "metadata": (text_map, {}),
+}
+RECORD: Final[Fields] = {
+    **DOCUMENT,
+    **dict.fromkeys(("chain", "manifest", "base_state", "state"), (text, REQUIRED)),
+    "version": (is_size, REQUIRED),
+    "edge": (one(EDGE), REQUIRED),
+}
+HEAD: Final[Fields] = {
+    **DOCUMENT,
+    "version": (is_size, REQUIRED),
+    "anchors": (many(SUMMARY), []),
+}
+SIGNATURE: Final[Fields] = dict.fromkeys(("key_id", "algorithm", "value"), (text, REQUIRED))
+ENVELOPE: Final[Fields] = {
+    "payload": (anything, REQUIRED),
+    "signatures": (many(SIGNATURE), []),
+}
+
+
+def check_document(document: Any, fields: Fields) -> Json:
+    require(isinstance(document, dict), "not an object")
+    require(is_size(document.get("format")) and texts(document.get("requires", [])), "gate")
+    if document["format"] != 1 or document.get("requires"):
+        raise UnsupportedError("a later document")
+    require(fits(document, fields), "other fields, or of other types")
+    return dict(document)
+
+
+def open_envelope(data: bytes, fields: Fields) -> Json:
+    envelope = read_json(data)
+    require(fits(envelope, ENVELOPE), "not an envelope")
+    return check_document(envelope["payload"], fields)
+
+
+def check_way(version: int, edge: Json) -> None:
+    base, delta = edge["base"], edge["kind"] == "delta"
+    if edge["kind"] in ("anchor", "base"):
+        require(base is None, "an edge from nothing has no base")
+    else:
+        require(base is not None and (base < version - 1, base == version - 1)[delta], "base")
+
+
+class Chain:
+    """The chain that ``get`` reads."""
+
+    def __init__(self, get: Get) -> None:
+        self._get = get
+        self.identity = check_document(read_json(self.get("chain.json")), CHAIN)
+        data = self.get("table.json")
+        require(digest_of(data) == self.identity["table"], "digest of the table")
+        self.table = check_document(read_json(data), TABLE)
+        self.specs: dict[str, tuple[str, list[int]]] = {}
+        for row in self.table["tensors"]:
+            require(isinstance(row, list) and len(row) == 3 and text(row[0]), "tensor")
+            check_shape(row[1], row[2])
+            require(row[0] not in self.specs and numel_of(row[2]) <= 1 << 48, "tensor")
+            self.specs[row[0]] = row[1], row[2]
+        for alias, name in self.table["aliases"].items():
+            require(alias not in self.specs and name in self.specs, "alias")
+
+    def get(self, key: str) -> bytes:
+        data = self._get(key)
+        if data is None:
+            raise RefusedError(f"no {key}")
+        return data
+
+    def manifest(self, version: int) -> Json:
+        manifest = open_envelope(self.get(manifest_key(version)), MANIFEST)
+        require(manifest["chain"] == self.identity["chain"], "another chain")
+        require(manifest["version"] == version, "another version")
+        check_way(version, manifest["edge"])
+        require(manifest["window_from"] in range(max(version, 1)), "window")
+        for edge in manifest["recent"]:
+            require(edge["version"] < version, "recent")
+            check_way(edge["version"], edge)
+        return manifest
+
+    def head(self) -> int:
+        """The newest version, by probing; every manifest must name the one before as its parent."""
+        version, parent = -1, ""
+        while (data := self._get(manifest_key(version + 1))) is not None:
+            version += 1
+            require(self.manifest(version)["parent"] == parent, "forked")
+            parent = digest_of(data)
+        require(version >= 0, "no version")
+        return version
+
+    def edges(self) -> list[tuple[int, Json]]:
+        """Every edge that the manifests list, with the version it leads to."""
+        found: list[tuple[int, Json]] = []
+        records: dict[str, str] = {}
+        for version in range(self.head() + 1):
+            manifest = self.manifest(version)
+            found.append((version, manifest["edge"]))
+            records |= {e["record"]: e["digest"] for e in manifest["recent"] if e["record"]}
+        for key, digest in records.items():
+            data = self.get(key)
+            require(digest_of(data) == digest, f"digest of {key}")
+            record = open_envelope(data, RECORD)
+            committed = digest_of(self.get(manifest_key(record["version"])))
+            require(record["manifest"] == committed, "record of another manifest")
+            require(record["state"] == self.manifest(record["version"])["state"], "state")
+            check_way(record["version"], record["edge"])
+            found.append((record["version"], record["edge"]))
+        return found
+
+    def routes(self, version: int) -> list[list[tuple[int, Json]]]:
+        """Every way from nothing to a version."""
+        ways: dict[int, list[list[tuple[int, Json]]]] = {v: [] for v in range(version + 1)}
+        for reached, edge in sorted(self.edges(), key=lambda item: item[0]):
+            if reached <= version:
+                starts = [[]] if edge["base"] is None else ways[edge["base"]]
+                ways[reached] += [[*start, (reached, edge)] for start in starts]
+        return ways[version]
+
+    def follow(self, route: list[tuple[int, Json]]) -> Weights:
+        """The weights at the end of a way from nothing, proven."""
+        weights: Weights = {}
+        for version, edge in route:
+            for ref in edge["parts"]:
+                folder = f"{KINDS[edge['kind']]}/{version:020d}-"
+                require(ref["key"].startswith(folder), "part of another version")
+                self.apply(self.part(ref), weights)
+        require(weights.keys() == self.specs.keys(), "not every tensor")
+        lanes = [0, 0]
+        for name, bits in weights.items():
+            for n, lane in enumerate(tensor_lanes(name, *self.specs[name], bits)):
+                lanes[n] += lane
+        require(state_text(lanes) == self.manifest(route[-1][0])["state"], "state digest")
+        return weights
+
+    def part(self, ref: Json) -> dict[str, Delta]:
+        data = self.get(ref["key"])
+        require(len(data) == ref["nbytes"] and digest_of(data) == ref["blake3"], "part")
+        return read_part(data)
+
+    def apply(self, part: dict[str, Delta], weights: Weights) -> None:
+        for name, delta in part.items():
+            dtype, shape = self.specs.get(name, ("", []))
+            require((delta.row["dtype"], delta.row["shape"]) == (dtype, shape), f"{name}: row")
+            if name not in weights:
+                whole = delta.is_absolute and len(delta.values) == numel_of(shape)
+                require(whole, f"{name} is not given whole")
+                weights[name] = [0] * numel_of(shape)
+            delta.apply(weights[name])
+
+
+def manifest_key(version: int) -> str:
+    return f"manifests/{version:020d}.json"

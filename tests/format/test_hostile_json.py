@@ -1,0 +1,314 @@
+"""Documents that somebody tampered with: each is refused by one of two errors, or is sound."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from blake3 import blake3
+
+from deltachain.chain import Chain
+from deltachain.errors import FormatError, MalformedError, UnsupportedFormatError
+from deltachain.manifest import (
+    Document,
+    EdgeRecord,
+    Head,
+    Identity,
+    Manifest,
+    Table,
+    parse,
+    unseal,
+)
+from deltachain.store.memory import MemoryStore
+from tests.format import stranger_chain
+from tests.format.stranger_base import RefusedError, read_json
+
+VALUES: tuple[Any, ...] = (
+    *(None, -1, 1 << 70, 10**4000, 1.5, True, "x", ""),
+    *([], {}, [None], {"x": None}),
+)
+MANY = b"9" * 10_000
+CHAIN = Path(__file__).parent / "v1" / "chain"
+FILES: dict[str, tuple[str, type[Document], stranger_chain.Fields]] = {
+    "chain": ("chain.json", Identity, stranger_chain.CHAIN),
+    "table": ("table.json", Table, stranger_chain.TABLE),
+    "head": ("head.json", Head, stranger_chain.HEAD),
+    "manifest": (f"manifests/{3:020d}.json", Manifest, stranger_chain.MANIFEST),
+    "record": (f"edges/{2:020d}/skip-{0:020d}.json", EdgeRecord, stranger_chain.RECORD),
+}
+ENVELOPES = ("manifest", "record")
+
+
+def frozen(name: str) -> bytes:
+    return (CHAIN / FILES[name][0]).read_bytes()
+
+
+def read(name: str, data: bytes) -> Document:
+    kind = FILES[name][1]
+    take = unseal if name in ENVELOPES else parse
+    return take(data, kind, key=name)
+
+
+def is_refused(name: str, data: bytes) -> bool:
+    try:
+        read(name, data)
+    except FormatError:
+        return True
+    return False
+
+
+def is_refused_by_stranger(name: str, data: bytes) -> bool:
+    fields = FILES[name][2]
+    try:
+        if name in ENVELOPES:
+            stranger_chain.open_envelope(data, fields)
+        else:
+            stranger_chain.check_document(read_json(data), fields)
+    except RefusedError:
+        return True
+    return False
+
+
+def document(name: str) -> Any:
+    whole = json.loads(frozen(name))
+    return whole["payload"] if name in ENVELOPES else whole
+
+
+def sealed(name: str, content: Any) -> bytes:
+    whole = {"payload": content, "signatures": []} if name in ENVELOPES else content
+    return json.dumps(whole, separators=(",", ":")).encode()
+
+
+def places(content: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The path of every value inside a document."""
+    if path:
+        yield path
+    items = content.items() if isinstance(content, dict) else enumerate(content)
+    for name, value in items:
+        if isinstance(value, (dict, list)):
+            yield from places(value, *path, name)
+        else:
+            yield (*path, name)
+
+
+def replaced(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    changed = copy.deepcopy(content)
+    inner = changed
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    return changed
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_was_frozen_is_sound(name: str) -> None:
+    assert not is_refused(name, frozen(name))
+    assert not is_refused_by_stranger(name, frozen(name))
+    assert sealed(name, document(name)) == frozen(name)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_values_of_other_types_are_refused_by_both_readers_or_by_none(name: str) -> None:
+    content = document(name)
+    free = {"ext", "metadata", "aliases"}
+    differ, refused = [], 0
+    for path in places(content):
+        if free & set(path):
+            continue
+        for value in VALUES:
+            data = sealed(name, replaced(content, path, value))
+            ours = is_refused(name, data)
+            refused += ours
+            # Shapes, keys and ways are checked where they are used, which is elsewhere there.
+            elsewhere = {"tensors", "key", "record", "recent", "version", "base", "kind", "parts"}
+            elsewhere |= {"reference", "window_from", "edge", "anchors"}
+            if not elsewhere & set(path) and ours != is_refused_by_stranger(name, data):
+                differ.append((path, value))
+    assert differ == []
+    assert refused > 50
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_fields_that_nobody_knows_are_malformed_at_every_depth(name: str) -> None:
+    content = document(name)
+    accepted = []
+    for path in [(), *places(content)]:
+        inner = content
+        for step in path:
+            inner = inner[step]
+        if isinstance(inner, dict) and not {"ext", "metadata", "aliases"} & set(path):
+            changed = replaced(content, (*path, "colour"), "red")
+            if not is_refused(name, sealed(name, changed)):
+                accepted.append(path)
+    assert accepted == []
+    with pytest.raises(MalformedError, match="colour"):
+        read(name, sealed(name, content | {"colour": "red"}))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_ext_may_hold_anything(name: str) -> None:
+    ext = {"later": [1, {"a": None}], "x": 1e300}
+    assert read(name, sealed(name, document(name) | {"ext": ext})).ext == ext
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("change", [{"requires": ["ranks"]}, {"format": 2}, {"format": 0}])
+def test_what_is_newer_is_unsupported_whatever_else_is_in_it(
+    name: str, change: dict[str, Any]
+) -> None:
+    later = sealed(name, {"colour": "red"} | document(name) | change)
+    with pytest.raises(UnsupportedFormatError):
+        read(name, later)
+    assert is_refused_by_stranger(name, later)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_documents_without_a_format_are_malformed(name: str) -> None:
+    content = document(name)
+    del content["format"]
+    with pytest.raises(MalformedError):
+        read(name, sealed(name, content))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_truncation_is_malformed(name: str) -> None:
+    data = frozen(name)
+    assert [n for n in range(len(data)) if not is_refused(name, data[:n])] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_flipped_bit_raises_another_error(name: str) -> None:
+    # Whether the text still is a document is another matter: digests name its exact bytes.
+    data = bytearray(frozen(name))
+    refused = 0
+    for bit in range(8 * len(data)):
+        data[bit // 8] ^= 1 << bit % 8
+        refused += is_refused(name, bytes(data))
+        data[bit // 8] ^= 1 << bit % 8
+    assert refused > 2 * len(data)
+
+
+def no_documents(data: bytes) -> dict[str, bytes]:
+    deep = b"[" * 200_000 + b"]" * 200_000
+    return {
+        "nothing": b"",
+        "something behind it": data + b"{}",
+        "a byte order mark": b"\xef\xbb\xbf" + data,
+        "another encoding": data.decode().encode("utf-16"),
+        "no text": data.replace(b'"ext":{}', b'"ext":{"x":"\xff"}'),
+        "no text in a name": data.replace(b'"ext":{}', b'"ext":{"\xff":1}'),
+        "half a character": data.replace(b'"ext":{}', b'"ext":{"x":"\\ud800"}'),
+        "no number": data.replace(b'"ext":{}', b'"ext":{"x":NaN}'),
+        "a float beyond all": data.replace(b'"ext":{}', b'"ext":{"x":1e999}'),
+        "a number of many digits": data.replace(b'"format":1', b'"format":' + b"1" * 100_000),
+        "many digits where anything goes": data.replace(b'"ext":{}', b'"ext":{"x":' + MANY + b"}"),
+        "a deep nest": deep,
+        "a deep nest where anything goes": data.replace(b'"ext":{}', b'"ext":{"x":' + deep + b"}"),
+        "a field twice": data.replace(b'"ext":{}', b'"ext":{},"ext":{}'),
+        "a field twice where anything goes": data.replace(b'"ext":{}', b'"ext":{"a":1,"a":1}'),
+        "a list": b"[]",
+        "null": b"null",
+    }
+
+
+@pytest.mark.parametrize("what", no_documents(b'{"ext":{},"format":1}'))
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_document_is_malformed(name: str, what: str) -> None:
+    data = no_documents(frozen(name))[what]
+    assert data != frozen(name)
+    with pytest.raises(MalformedError):
+        read(name, data)
+
+
+def test_envelopes_are_strict_and_signatures_are_carried() -> None:
+    payload = document("manifest")
+    signature = {"key_id": "a", "algorithm": "b", "value": "c"}
+    signed = json.dumps({"payload": payload, "signatures": [signature]}).encode()
+    assert read("manifest", signed) == read("manifest", frozen("manifest"))
+    for wrong in ({"signatures": [signature | {"d": ""}]}, {"colour": ""}, {"payload": 1}):
+        with pytest.raises(MalformedError):
+            read("manifest", json.dumps({"payload": payload} | wrong).encode())
+
+
+WAYS = {
+    "a delta from an older version": {"kind": "delta", "base": 1},
+    "a delta from itself": {"kind": "delta", "base": 3},
+    "a delta from nothing": {"kind": "delta", "base": None},
+    "a delta from a later version": {"kind": "delta", "base": 4},
+    "a skip from the version before": {"kind": "skip", "base": 2},
+    "an anchor from a version": {"kind": "anchor", "base": 2},
+    "a base without a reference": {"kind": "base", "base": None},
+    "a reference of a delta": {"reference": {"path": "x"}},
+}
+
+
+@pytest.mark.parametrize("what", WAYS)
+def test_edges_that_lead_nowhere_are_malformed(what: str) -> None:
+    # Edges that led back, or were cheaper than nothing, would send a planner in circles.
+    content = document("manifest")
+    content["edge"] |= WAYS[what]
+    with pytest.raises(MalformedError):
+        read("manifest", sealed("manifest", content))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 3},
+        {"version": 2**63},
+        {"nbytes": -(10**9)},
+        {"parts": -1},
+        {"kind": "sideways"},
+        {"base": 1},
+        {"record": "../../etc/passwd"},
+    ],
+)
+def test_summaries_that_can_not_be_are_malformed(change: dict[str, Any]) -> None:
+    content = document("manifest")
+    content["recent"][0] |= change
+    with pytest.raises(MalformedError):
+        read("manifest", sealed("manifest", content))
+
+
+def test_a_window_that_does_not_go_back_is_malformed() -> None:
+    # Reading backwards from window to window would never end.
+    with pytest.raises(MalformedError):
+        read("manifest", sealed("manifest", document("manifest") | {"window_from": 3}))
+
+
+@pytest.mark.parametrize(
+    "key", ["/etc/passwd", "../x", "a/../b", ".hidden", "a//b", "a/", "a\n", "é", "a" * 513, "a b"]
+)
+def test_keys_that_no_store_can_hold_are_malformed(key: str) -> None:
+    content = document("record")
+    content["edge"]["parts"][0]["key"] = key
+    with pytest.raises(MalformedError):
+        read("record", sealed("record", content))
+
+
+TABLES: dict[str, dict[str, Any]] = {
+    "a name twice": {"tensors": [["a", "F32", [1]], ["a", "F32", [2]]], "aliases": {}},
+    "a dtype that has no wire form": {"tensors": [["a", "F4", [1]]], "aliases": {}},
+    "a dimension below zero": {"tensors": [["a", "F32", [-1]]], "aliases": {}},
+    "a huge tensor": {"tensors": [["a", "F32", [1 << 40, 1 << 40]]], "aliases": {}},
+    "very many dimensions": {"tensors": [["a", "F32", [2**62] * 50_000]], "aliases": {}},
+    "an alias of nothing": {"tensors": [["a", "F32", [1]]], "aliases": {"b": "c"}},
+    "an alias that is a tensor": {"tensors": [["a", "F32", [1]]], "aliases": {"a": "a"}},
+    "a row of two": {"tensors": [["a", "F32"]], "aliases": {}},
+    "a row of four": {"tensors": [["a", "F32", [1], 0]], "aliases": {}},
+}
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_tables_of_no_model_are_malformed(what: str) -> None:
+    store = MemoryStore()
+    table = sealed("table", document("table") | TABLES[what])
+    identity = document("chain") | {"table": blake3(table).hexdigest()}
+    store.put("table.json", table)
+    store.put("chain.json", sealed("chain", identity))
+    with pytest.raises(MalformedError):
+        Chain.open(store)

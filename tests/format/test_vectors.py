@@ -1,0 +1,236 @@
+"""Every number in the tables of FORMAT.md, computed again."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import pytest
+import zstandard
+from blake3 import blake3
+
+from deltachain.codec import ENCODINGS, Part
+from deltachain.codec.container import MAX_HEADER
+from deltachain.codec.directory import MAX_DIRECTORY
+from deltachain.codec.encode import SEGMENT
+from deltachain.codec.frames import FRAME
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
+from deltachain.digest import digest_key
+from deltachain.kernels import host, reference
+from deltachain.types import BITS_DTYPES, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
+from tests.format import freeze, stranger
+from tests.format.stranger_base import mix, state_text, tensor_key, tensor_lanes
+
+TEXT: Final = (freeze.FOLDER.parents[2] / "deltachain" / "FORMAT.md").read_text(encoding="utf-8")
+TINY: Final = (freeze.FOLDER / "parts" / "tiny.safetensors").read_bytes()
+
+
+def section(title: str) -> str:
+    found = re.search(
+        rf"^### {re.escape(title)}\n(.*?)(?=^### |\Z)", TEXT, re.MULTILINE | re.DOTALL
+    )
+    assert found is not None, title
+    return found[1]
+
+
+def table(text: str) -> list[dict[str, str]]:
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:]]
+
+
+def block(kind: str) -> str:
+    found = re.search(rf"^```{kind}\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert found is not None, kind
+    return found[1]
+
+
+def number(text: str) -> int:
+    return int(text, 16 if text.startswith("0x") else 10)
+
+
+def raw(text: str) -> bytes:
+    return b"" if text == "none" else bytes.fromhex(text)
+
+
+def spec_of(row: Mapping[str, str]) -> TensorSpec:
+    return TensorSpec(json.loads(row["name"]), row["dtype"], tuple(json.loads(row["shape"])))
+
+
+MIX = table(section("8.1 mix"))
+KEYS = table(section("8.2 Keys of a tensor"))
+STATES = table(section("8.3 State digest of a tensor"))
+GAPS = table(section("8.4 Gaps"))
+STEPS = table(section("8.5 Steps"))
+BITS = table(section("8.6 Streams of bits"))
+CASTS = table(section("8.7 fp32 to BF16"))
+FOLDS = table(section("8.8 Folding of one element, width 16"))
+
+
+def test_every_table_has_rows() -> None:
+    assert [len(t) for t in (MIX, KEYS, STATES, GAPS, STEPS, BITS, CASTS, FOLDS)] == [
+        *(6, 4, 6, 9, 20, 5, 12, 8)
+    ]
+
+
+@pytest.mark.parametrize("row", MIX)
+def test_mix(row: dict[str, str]) -> None:
+    key, i, b = (number(row[name]) for name in ("key", "i", "b"))
+    ours = reference.mix(key, np.array([i], np.int64), np.array([b], np.uint64))
+    assert [int(ours[0]), mix(key, i, b)] == [number(row["mix"])] * 2
+
+
+@pytest.mark.parametrize("row", KEYS)
+def test_keys_of_tensors(row: dict[str, str]) -> None:
+    spec = spec_of(row)
+    keys = (number(row["key[0]"]), number(row["key[1]"]))
+    assert digest_key(spec) == tensor_key(spec.name, spec.dtype, spec.shape) == keys
+
+
+@pytest.mark.parametrize("row", STATES)
+def test_state_digests_of_tensors(row: dict[str, str]) -> None:
+    spec = spec_of(row)
+    bits: Bits = np.frombuffer(raw(row["bytes"]), spec.bits_dtype)
+    assert bits.size == spec.numel
+    key = digest_key(spec)
+    theirs = tensor_lanes(spec.name, spec.dtype, spec.shape, bits.tolist())
+    found = [str(reference.digest(key, bits)), str(host.digest(key, bits)), state_text(theirs)]
+    assert found == [row["digest"]] * 3
+
+
+@pytest.mark.parametrize("row", GAPS)
+def test_gaps(row: dict[str, str]) -> None:
+    width = int(row["gap"])
+    offsets = np.array(row["offsets"].split(), np.int64)
+    planes = [raw(text) for text in row["bytes"].split()]
+    for kernels in (reference, host):
+        gaps = kernels.encode_gaps(offsets, width)
+        elements = gaps.view(np.uint8).reshape(-1, width)
+        assert [elements[:, k].tobytes() for k in range(width)] == planes
+        assert np.array_equal(kernels.decode_gaps(gaps), offsets)
+
+
+@pytest.mark.parametrize("row", STEPS)
+def test_steps(row: dict[str, str]) -> None:
+    dtype = BITS_DTYPES[int(row["width"]) // 8]
+    old, new = (np.array([number(row[name])], dtype) for name in ("old", "new"))
+    step: Bits = new - old
+    assert int(step[0]) == number(row["step"])
+    for kernels in (reference, host):
+        split = kernels.split_steps(step)
+        assert [int(split.negative[0]), int(split.exception[0])] == [
+            int(row["sign"]),
+            int(row["exception"]),
+        ]
+        assert split.magnitude.tobytes() == raw(row["magnitude"])
+        assert split.wide.tobytes() == raw(row["wide"])
+        assert np.array_equal(old + kernels.join_steps(split), new)
+
+
+@pytest.mark.parametrize("row", BITS)
+def test_streams_of_bits(row: dict[str, str]) -> None:
+    bits = np.array(list(row["bits"]), np.uint8)
+    assert np.packbits(bits, bitorder="little").tobytes() == raw(row["bytes"])
+    cursor = stranger.Cursor({"s": raw(row["bytes"])})
+    assert cursor.take_bits("s", bits.size) == bits.tolist()
+
+
+@pytest.mark.parametrize("row", CASTS)
+def test_casts(row: dict[str, str]) -> None:
+    master = np.array([number(row["fp32"])], np.uint32).view(np.float32)
+    for kernels in (reference, host):
+        assert int(kernels.cast_bf16(master)[0]) == number(row["BF16"])
+
+
+ELEMENT: Final = TensorSpec("w", "U16", (3,))
+
+
+def delta_of(text: str) -> TensorDelta:
+    kind, _, value = text.partition(" ")
+    values = np.array([number(value)] if value else [], np.uint16)
+    return TensorDelta(
+        spec=ELEMENT,
+        indices=np.ones(values.size, np.int64),
+        values=values,
+        absolute=ABSOLUTE if kind == "absolute" else STEP,
+    )
+
+
+@pytest.mark.parametrize("row", FOLDS)
+def test_folding(row: dict[str, str]) -> None:
+    found, expected = fold(delta_of(row["older"]), delta_of(row["newer"])), delta_of(row["folded"])
+    assert found.nnz == expected.nnz
+    assert found.values.tolist() == expected.values.tolist()
+    assert found.absolute.all() == expected.absolute.all() or not found.nnz
+
+
+def dumped() -> bytes:
+    whole = b""
+    for line in block("hexdump").splitlines():
+        if not line.startswith("#"):
+            offset, digits = line.split()
+            assert int(offset, 16) == len(whole)
+            whole += bytes.fromhex(digits)
+    return whole
+
+
+def test_the_dump_is_the_frozen_file() -> None:
+    assert dumped() == TINY
+    assert f"`{blake3(TINY).hexdigest()}`" in section("8.9 A whole part")
+
+
+def test_the_header_and_the_directory_are_those_of_the_dump() -> None:
+    end = 8 + int.from_bytes(TINY[:8], "little")
+    assert TINY[8:end].decode().rstrip(" ") == block("json header").strip()
+    first, last = json.loads(TINY[8:end])["directory"]["data_offsets"]
+    frame = TINY[end + first : end + last]
+    assert zstandard.decompress(frame).decode() == block("json directory").strip()
+
+
+def test_the_notes_in_the_dump_are_true() -> None:
+    lines = block("hexdump").splitlines()
+    streams = {}
+    for at, line in enumerate(lines):
+        if (found := re.match(r"# (#0\S+), inflated ([0-9a-f]+)", line)) is not None:
+            frame = bytes.fromhex(lines[at + 1].split()[1])
+            assert zstandard.decompress(frame).hex() == found[2]
+            streams[found[1]] = found[2]
+    names = ["exception", "gap8", "magnitude", "sign", "wide.0", "wide.1"]
+    assert list(streams) == [f"#0.{name}" for name in names]
+
+
+def test_the_part_in_the_dump_decodes_as_it_says() -> None:
+    steps = {0: 1, 2: 0xFFFF, 3: 3, 7: 0x8000}
+    ours, theirs = Part.from_bytes(dumped()).read("w"), stranger.read_part(dumped())["w"]
+    assert ours.indices is not None
+    assert dict(zip(ours.indices.tolist(), ours.values.tolist(), strict=True)) == steps
+    assert dict(zip(theirs.indices, theirs.values, strict=True)) == steps
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    found = {row["limit"]: row["value"] for row in table(TEXT.split("\n\n| wire dtype")[0])}
+    assert found["elements of a tensor"] == f"2^{MAX_NUMEL.bit_length() - 1}"
+    assert found["header of a part"] == f"{MAX_HEADER:,} bytes"
+    assert found["directory of a part, inflated"] == f"2^{MAX_DIRECTORY.bit_length() - 1} bytes"
+    assert found["frame, inflated"] == f"2^{FRAME.bit_length() - 1} bytes"
+    assert found["segment"] == f"2^{SEGMENT.bit_length() - 1} elements"
+    powers = (MAX_NUMEL, MAX_DIRECTORY, FRAME, SEGMENT)
+    assert all(n & (n - 1) == 0 for n in powers)
+
+
+def test_the_dtypes_are_those_of_the_code() -> None:
+    after = "| wire dtype" + TEXT.split("\n| wire dtype")[1].split("\n\n")[0]
+    found = {
+        dtype: int(row["bytes an element"])
+        for row in table(after)
+        for dtype in row["wire dtype"].split(", ")
+    }
+    assert found == WIRE_DTYPES
+
+
+def test_the_encodings_are_those_of_the_code() -> None:
+    after = "| encoding | gives" + TEXT.split("\n| encoding | gives")[1].split("\n\n")[0]
+    assert {row["encoding"].strip("`") for row in table(after)} == ENCODINGS

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from torch import nn
+
+from deltachain.errors import DeltaChainError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import MemoryStore, Store
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def attach(store: MemoryStore) -> Iterator[Callable[..., Publisher]]:
+    """Attach publishers that are closed when the test is over, failed or not."""
+    made: list[Publisher] = []
+
+    def build(model: nn.Module, on: Store | None = None, **settings: Any) -> Publisher:
+        config = PublishConfig(url=store.url, **settings)
+        made.append(Publisher(config, store=on or store))
+        return made[-1].attach(model)
+
+    yield build
+    for publisher in made:
+        with suppress(DeltaChainError):
+            publisher.close()

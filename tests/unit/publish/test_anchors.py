@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from deltachain.chain import Chain
+from deltachain.keys import HEAD_KEY
+from deltachain.publish import Publisher
+from deltachain.store import MemoryStore
+from deltachain.subscribe import Subscriber
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import bits_of, plain_model, recompute, same, tensors_of, train_
+
+Attach = Callable[..., Publisher]
+
+
+def publish(publisher: Publisher, model: nn.Module, steps: range) -> None:
+    for step in steps:
+        train_(model, step)
+        publisher.publish(step=step)
+        publisher.flush()
+
+
+def anchored(store: MemoryStore) -> list[int]:
+    """Versions that have an anchor of their own, each proven to lead to the same bits."""
+    return [version for version, found in recompute(store).items() if found.anchored]
+
+
+def joined(store: MemoryStore, model: nn.Module) -> str:
+    """The plan by which a newcomer came to hold the model."""
+    tensors = tensors_of(model)
+    receipt = Subscriber("memory://unused", tensors, store=store).update()
+    assert receipt is not None
+    assert same(bits_of(tensors), bits_of(model))
+    return receipt.plan
+
+
+def test_without_a_need_there_is_no_anchor(attach: Attach, store: MemoryStore) -> None:
+    model = plain_model()
+    publish(attach(model, anchor_factor=1000.0), model, range(1, 20))
+    assert anchored(store) == []
+    assert joined(store, model).count("delta->") == 19
+
+
+def test_anchors_are_added_when_a_newcomer_would_pay_too_much(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = plain_model()
+    publish(attach(model, anchor_factor=3.0), model, range(1, 20))
+    found = anchored(store)
+    assert 2 < len(found) < 10
+    assert joined(store, model).count("->") <= 4
+
+
+def test_a_late_joiner_starts_from_the_newest_anchor(attach: Attach, store: MemoryStore) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=0.001)
+    publish(publisher, model, range(1, 4))
+    assert anchored(store) == [1, 2, 3]
+    assert joined(store, model).startswith("nothing to 3: anchor->3 ")
+
+
+def test_an_anchor_costs_less_than_the_limit_before_the_next(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=3.0)
+    publish(publisher, model, range(1, 30))
+    gaps = [later - earlier for earlier, later in pairwise([0, *anchored(store)])]
+    assert len(set(gaps[1:])) == 1
+
+
+def test_the_anchor_of_the_head_is_found_by_the_hint_and_by_the_next_manifest(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=0.001)
+    publish(publisher, model, range(1, 3))
+    store.delete(HEAD_KEY)
+    assert joined(store, model).startswith("nothing to 2: anchor->1 ")
+    publish(publisher, model, range(3, 4))
+    store.delete(HEAD_KEY)
+    assert "anchor->2 " in joined(store, model)
+
+
+def test_anchors_are_listed_beyond_the_window(attach: Attach, store: MemoryStore) -> None:
+    model = plain_model()
+    publish(attach(model, anchor_factor=1000.0), model, range(1, 80))
+    faulty = FaultyStore(store)
+    chain = Chain.open(faulty)
+    head = chain.head()
+    assert head is not None
+    plan = chain.plan(None, head)
+    assert [edge.version for edge in plan.edges] == list(range(80))
+    assert sum(key.startswith("manifests/") for key in faulty.keys_read) < 5
+
+
+def test_an_anchor_is_planned_around_when_it_is_unusable(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = plain_model()
+    publish(attach(model, anchor_factor=0.001), model, range(1, 4))
+    for info in list(store.list("anchors/00000000000000000003")):
+        store.delete(info.key)
+    assert joined(store, model).startswith("nothing to 3: anchor->2 ")
+
+
+def test_an_anchor_holds_the_bits_of_its_version_although_training_goes_on(
+    attach: Attach, store: MemoryStore
+) -> None:
+    # Training moves on while the anchor is put: it must hold the bits of the snapshot.
+    model = plain_model()
+
+    def train_on() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+
+    faulty = FaultyStore(store)
+    publisher = attach(model, on=faulty, anchor_factor=0.001)
+    faulty.add(Fault(train_on, "manifests/"))
+    train_(model, 1)
+    truth = bits_of(model)
+    publisher.publish()
+    publisher.flush()
+    assert anchored(store) == [1]
+    assert same(recompute(store)[1].state, truth)

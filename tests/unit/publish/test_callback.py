@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from deltachain.errors import ConfigError, StoreUnavailableError
+from deltachain.publish import DeltaChainCallback, PublishConfig
+from deltachain.publish import callback as callback_module
+from deltachain.publish.publisher import Publisher
+from deltachain.store import FileStore
+from deltachain.subscribe import Subscriber
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import bits_of, recompute, same
+
+STEPS = 4
+
+
+class Sentences(Dataset[dict[str, Tensor]]):
+    """The same few tokens, over and over."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = (torch.arange(12) * (index + 1)) % 64
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        **settings,
+    )
+    return LlamaForCausalLM(config)
+
+
+class Truth(TrainerCallback):
+    """The bits of the model after every step, and at the end."""
+
+    def __init__(self) -> None:
+        self.steps: dict[int, Any] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, control
+        self.steps[state.global_step] = bits_of(kwargs["model"])
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    def build(model: nn.Module, *callbacks: TrainerCallback, **settings: Any) -> Trainer:
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            max_steps=STEPS,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            save_strategy="no",
+            dataloader_pin_memory=False,
+            **settings,
+        )
+        return Trainer(model, arguments, train_dataset=Sentences(), callbacks=[*callbacks])
+
+    return build
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return str(tmp_path / "chain")
+
+
+def test_steps_below_one_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="every_steps=0"):
+        DeltaChainCallback(url, every_steps=0)
+
+
+def test_unknown_settings_are_refused(url: str) -> None:
+    with pytest.raises(TypeError):
+        DeltaChainCallback(url, cadence=3)
+
+
+def test_every_step_of_the_trainer_is_a_version(trainer: Callable[..., Trainer], url: str) -> None:
+    model, truth = llama(), Truth()
+    callback = DeltaChainCallback(url, when_busy="wait", dtype="F32")
+    trained = trainer(model, truth, callback)
+    trained.train()
+    found = recompute(FileStore(url))
+    steps = {found[v].committed.manifest.step: found[v].state for v in found}
+    assert list(steps) == [None, 1, 2, 3, 4]
+    assert all(same(steps[step], truth.steps[step]) for step in range(1, STEPS + 1))
+    assert [receipt.step for receipt in callback.receipts] == [1, 2, 3, 4]
+
+
+def test_metrics_are_in_the_log_history(trainer: Callable[..., Trainer], url: str) -> None:
+    trained = trainer(llama(), DeltaChainCallback(url, when_busy="wait"))
+    trained.train()
+    lines = [line for line in trained.state.log_history if "deltachain/version" in line]
+    assert [line["deltachain/version"] for line in lines] == [1.0, 2.0, 3.0, 4.0]
+    assert all(0 < line["deltachain/changed_frac"] <= 1 for line in lines)
+    assert {"deltachain/bytes", "deltachain/diff_s", "step"} <= lines[0].keys()
+
+
+def test_a_bound_trainer_reports_the_metrics(trainer: Callable[..., Trainer], url: str) -> None:
+    logged: list[dict[str, float]] = []
+
+    class Reporter(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            del args, state, control
+            logged.append(kwargs["logs"])
+
+    callback = DeltaChainCallback(url, when_busy="wait")
+    trained = trainer(llama(), callback, Reporter(), logging_steps=1)
+    assert callback.bind(trained) is callback
+    trained.train()
+    reported = [line["deltachain/version"] for line in logged if "deltachain/version" in line]
+    assert reported == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_bound_trl_trainer_averages_the_metrics(url: str) -> None:
+    pending: dict[str, Any] = {"train": defaultdict(list)}
+    callback = DeltaChainCallback(url).bind(SimpleNamespace(_metrics=pending))  # type: ignore[arg-type]
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1, log_history=[])
+    model = llama()
+    arguments: Any = SimpleNamespace(logging_steps=1)
+    callback.on_train_begin(arguments, state, SimpleNamespace(), model=model)  # type: ignore[arg-type]
+    callback.on_step_end(arguments, state, SimpleNamespace())  # type: ignore[arg-type]
+    callback.on_train_end(arguments, state, SimpleNamespace())  # type: ignore[arg-type]
+    assert pending["train"]["deltachain/version"] == [1.0]
+    assert state.log_history == []
+
+
+def test_versions_can_be_several_steps_apart(trainer: Callable[..., Trainer], url: str) -> None:
+    config = PublishConfig(url="memory://replaced", metadata={"run": "c"})
+    callback = DeltaChainCallback(url, every_steps=2, config=config, when_busy="wait")
+    trainer(llama(), callback).train()
+    manifests = [r.committed.manifest for r in recompute(FileStore(url)).values()]
+    assert [m.step for m in manifests] == [None, 2, 4]
+    assert {m.metadata["run"] for m in manifests} == {"c"}
+
+
+def test_other_processes_publish_nothing(url: str) -> None:
+    callback = DeltaChainCallback(url)
+    state: Any = SimpleNamespace(is_world_process_zero=False, global_step=1)
+    callback.on_train_begin(None, state, None, model=llama())  # type: ignore[arg-type]
+    callback.on_step_end(None, state, None)  # type: ignore[arg-type]
+    callback.on_train_end(None, state, None)  # type: ignore[arg-type]
+    assert callback.publisher is None
+    assert not Path(url).exists()
+
+
+def test_the_last_version_is_the_trained_model_and_loads_from_its_chain(
+    trainer: Callable[..., Trainer], url: str, tmp_path: Path
+) -> None:
+    model = llama(tie_word_embeddings=True)
+    trainer(model, DeltaChainCallback(url)).train()
+    found = recompute(FileStore(url))
+    assert same(found[max(found)].state, bits_of(model))
+    assert found[0].committed.manifest.numel == sum(p.numel() for p in model.parameters())
+    pulled = tmp_path / "pulled"
+    subscriber = Subscriber(url, pulled)
+    subscriber.update()
+    for name, data in subscriber.chain.assets():
+        (pulled / name).write_bytes(data)
+    loaded = LlamaForCausalLM.from_pretrained(pulled)
+    assert same(bits_of(loaded), bits_of(model))
+
+
+def test_training_twice_continues_the_chain(trainer: Callable[..., Trainer], url: str) -> None:
+    model = llama()
+    for _ in range(2):
+        trainer(model, DeltaChainCallback(url)).train()
+    found = recompute(FileStore(url))
+    assert found[max(found)].committed.manifest.epoch == 1
+    assert same(found[max(found)].state, bits_of(model))
+
+
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_a_failed_publish_stops_training_or_not_as_configured(
+    trainer: Callable[..., Trainer], url: str, monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    store = FaultyStore(FileStore(url), Fault("fail", "deltas/"))
+
+    def publisher(config: PublishConfig) -> Publisher:
+        return Publisher(config, store=store)
+
+    monkeypatch.setattr(callback_module, "Publisher", publisher)
+    model = llama()
+    callback = DeltaChainCallback(url, on_error=on_error, when_busy="wait")
+    if on_error == "raise":
+        with pytest.raises(StoreUnavailableError):
+            trainer(model, callback).train()
+        return
+    trainer(model, callback).train()
+    found = recompute(FileStore(url))
+    assert same(found[max(found)].state, bits_of(model))

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from deltachain.errors import ConfigError
+from deltachain.publish import Attachment, PublishConfig, attach
+from deltachain.publish.hook import unwrap_optimizer
+from deltachain.store import FileStore
+from deltachain.testing.models import Recomputed, bits_of, plain_model, recompute, same
+
+Hook = Callable[..., Attachment]
+
+
+@pytest.fixture
+def hook(tmp_path: Path) -> Iterator[Hook]:
+    made: list[Attachment] = []
+
+    def build(model: nn.Module, optimizer: object, **settings: Any) -> Attachment:
+        made.append(attach(model, optimizer, url=str(tmp_path / "chain"), **settings))
+        return made[-1]
+
+    yield build
+    for attachment in made:
+        attachment.publisher.close()
+
+
+def versions(tmp_path: Path) -> dict[int, Recomputed]:
+    return recompute(FileStore(tmp_path / "chain"))
+
+
+def fp32_model() -> nn.Module:
+    return plain_model(dtype=torch.float32)
+
+
+def step(model: nn.Module, optimizer: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(4, 24)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_optimizer_that_is_none_is_refused_with_what_to_do(hook: Hook) -> None:
+    with pytest.raises(ConfigError, match="no torch optimizer") as caught:
+        hook(fp32_model(), object())
+    assert "Publisher.publish" in caught.value.hint
+
+
+def test_fewer_than_one_step_a_version_is_refused(hook: Hook) -> None:
+    model = fp32_model()
+    with pytest.raises(ConfigError, match="every_steps=0"):
+        hook(model, SGD(model.parameters()), every_steps=0)
+
+
+def test_every_optimizer_step_is_a_version(hook: Hook, tmp_path: Path) -> None:
+    model = fp32_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attachment = hook(model, optimizer, when_busy="wait")
+    truth = [bits_of(model)]
+    for seed in range(3):
+        step(model, optimizer, seed)
+        truth.append(bits_of(model))
+    attachment.publisher.flush()
+    found = versions(tmp_path)
+    assert [found[v].committed.manifest.step for v in found] == [None, 1, 2, 3]
+    assert all(same(found[v].state, truth[v]) for v in found)
+
+
+def test_versions_can_be_several_steps_apart(hook: Hook, tmp_path: Path) -> None:
+    model = fp32_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    config = PublishConfig(url="memory://replaced", when_busy="wait")
+    attachment = hook(model, optimizer, every_steps=2, config=config, metadata={"run": "b"})
+    for seed in range(5):
+        step(model, optimizer, seed)
+    attachment.publisher.flush()
+    manifests = [r.committed.manifest for r in versions(tmp_path).values()]
+    assert [m.step for m in manifests] == [None, 2, 4]
+    assert {m.metadata["run"] for m in manifests} == {"b"}
+
+
+def test_detaching_commits_what_was_published_and_stops(hook: Hook, tmp_path: Path) -> None:
+    model = fp32_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    attachment = hook(model, optimizer)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    truth = bits_of(model)
+    attachment.detach()
+    step(model, optimizer, 3)
+    found = versions(tmp_path)
+    assert same(found[max(found)].state, truth)
+    assert not same(bits_of(model), truth)
+
+
+def test_accelerate_is_unwrapped(hook: Hook, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = fp32_model()
+    wrapped, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    assert type(optimizer).__name__ == "AcceleratedOptimizer"
+    assert isinstance(unwrap_optimizer(optimizer), SGD)
+    attachment = hook(wrapped, optimizer, when_busy="wait")
+    for seed in range(2):
+        step(wrapped, optimizer, seed)
+    attachment.publisher.flush()
+    found = versions(tmp_path)
+    assert max(found) == 2
+    assert same(found[2].state, bits_of(model))
+
+
+def test_wrappers_in_wrappers_are_unwrapped() -> None:
+    class Wrapper:
+        def __init__(self, optimizer: object) -> None:
+            self.optimizer = optimizer
+
+    inner: Optimizer = SGD(fp32_model().parameters())
+    assert unwrap_optimizer(Wrapper(Wrapper(inner))) is inner

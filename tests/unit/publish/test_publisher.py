@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Event
+
+import pytest
+import torch
+from torch import nn
+
+from deltachain.codec import Part
+from deltachain.errors import ConfigError
+from deltachain.publish import PublishConfig, Publisher, PublishReceipt
+from deltachain.store import MemoryStore
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+
+Attach = Callable[..., Publisher]
+
+
+class Gate:
+    """Holds a publish up, in the middle of its commit."""
+
+    def __init__(self, store: MemoryStore, prefix: str = "manifests/", nth: int = 1) -> None:
+        self.reached, self.opened = Event(), Event()
+        self.store = FaultyStore(store)
+        self.fault = Fault(self._hold, prefix, nth=nth)
+
+    def _hold(self) -> None:
+        self.reached.set()
+        assert self.opened.wait(60)
+
+    def close(self) -> None:
+        self.store.add(self.fault)
+
+
+def receipt_of(publisher: Publisher) -> PublishReceipt:
+    receipt = publisher.flush()
+    assert receipt is not None
+    return receipt
+
+
+# Wrong use
+
+
+def test_publishing_before_attaching_is_refused(store: MemoryStore) -> None:
+    with (
+        pytest.raises(ConfigError, match="not attached"),
+        Publisher("memory://unused", store=store) as publisher,
+    ):
+        publisher.publish()
+
+
+def test_attaching_twice_is_refused(attach: Attach) -> None:
+    with pytest.raises(ConfigError, match="attached already"):
+        attach(plain_model()).attach(plain_model())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"encoding": "zip"},
+        {"when_busy": "drop"},
+        {"on_error": "ignore"},
+        {"anchor_factor": 0.0},
+        {"part_nbytes": 0},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ConfigError):
+        PublishConfig(url="memory://unused", **settings)  # type: ignore[arg-type]
+
+
+def test_before_attaching_there_is_no_version(store: MemoryStore) -> None:
+    with Publisher("memory://unused", store=store) as publisher:
+        assert (publisher.version, publisher.epoch, publisher.flush()) == (-1, -1, None)
+
+
+# One version after another
+
+
+def test_every_version_is_the_model_as_it_was(attach: Attach, store: MemoryStore) -> None:
+    model = TinyModel()
+    publisher = attach(model)
+    truth = [bits_of(model)]
+    for step in range(1, 6):
+        train_(model, step)
+        truth.append(bits_of(model))
+        publisher.publish(step=step)
+        publisher.flush()
+    found = recompute(store)
+    assert sorted(found) == list(range(6))
+    assert all(same(found[version].state, truth[version]) for version in found)
+    assert [found[v].committed.manifest.step for v in found] == [None, 1, 2, 3, 4, 5]
+
+
+def test_the_receipt_says_what_was_committed(attach: Attach, store: MemoryStore) -> None:
+    model = plain_model()
+    publisher = attach(model)
+    train_(model, 1)
+    receipt = publisher.publish(step=7).result(60)
+    manifest = recompute(store)[1].committed.manifest
+    assert (receipt.version, receipt.epoch, receipt.kind, receipt.step) == (1, 0, "delta", 7)
+    assert str(receipt.state) == manifest.state
+    assert (receipt.nnz, receipt.numel) == (manifest.nnz, manifest.numel)
+    assert receipt.nbytes == manifest.edge.nbytes > 0
+    assert receipt.metrics()["deltachain/version"] == 1.0
+    assert receipt.metrics()["deltachain/changed_frac"] == receipt.density == manifest.density
+    assert str(receipt).startswith("version 1 delta nnz ")
+
+
+def test_a_version_without_changes_has_no_objects(attach: Attach, store: MemoryStore) -> None:
+    publisher = attach(plain_model())
+    publisher.publish()
+    assert receipt_of(publisher).nnz == 0
+    assert recompute(store)[1].committed.manifest.edge.parts == ()
+    assert list(store.list("deltas/")) == []
+
+
+def test_metadata_is_in_every_manifest(attach: Attach, store: MemoryStore) -> None:
+    publisher = attach(plain_model(), metadata={"run": "a"})
+    publisher.publish()
+    publisher.flush()
+    assert [r.committed.manifest.metadata for r in recompute(store).values()] == [{"run": "a"}] * 2
+
+
+def test_results_can_be_waited_for_one_by_one(attach: Attach) -> None:
+    # Nobody flushes: a call is never left to a next one that does not come.
+    model = plain_model()
+    publisher = attach(model, anchor_factor=0.001)
+    for step in range(1, 60):
+        train_(model, step)
+        assert publisher.publish(step=step).result(60).version == step
+
+
+def test_frozen_weights_are_in_the_anchor_and_in_no_delta(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = TinyModel()
+    publisher = attach(model)
+    train_(model, 1, share=0.2)
+    publisher.publish()
+    publisher.flush()
+    (anchor,) = (Part.from_bytes(store.get(info.key)) for info in store.list("anchors/"))
+    (delta,) = (Part.from_bytes(store.get(info.key)) for info in store.list("deltas/"))
+    assert set(anchor.rows) - set(delta.rows) == {"frozen.weight"}
+    assert same(recompute(store)[1].state, {"frozen.weight": bits_of(model)["frozen.weight"]})
+
+
+@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_every_encoding_carries_changes_of_every_density(
+    attach: Attach, store: MemoryStore, encoding: str, share: float
+) -> None:
+    model = TinyModel()
+    publisher = attach(model, encoding=encoding)
+    train_(model, 1, share=share)
+    publisher.publish()
+    publisher.flush()
+    version = recompute(store)[1]
+    assert same(version.state, bits_of(model))
+    assert encoding in version.committed.manifest.edge.encodings
+
+
+@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])
+def test_a_tensor_that_changed_everywhere_goes_dense(
+    attach: Attach, store: MemoryStore, encoding: str
+) -> None:
+    model = plain_model()
+    publisher = attach(model, encoding=encoding)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    publisher.publish()
+    publisher.flush()
+    version = recompute(store)[1]
+    assert same(version.state, bits_of(model))
+    dense = "plain" if encoding == "raw" else "dense"
+    assert dense in version.committed.manifest.edge.encodings
+
+
+def test_a_version_is_cut_into_parts_of_bounded_size(attach: Attach, store: MemoryStore) -> None:
+    model = TinyModel()
+    publisher = attach(model, part_nbytes=64)
+    train_(model, 1, share=0.1)
+    publisher.publish()
+    publisher.flush()
+    found = recompute(store)
+    assert same(found[1].state, bits_of(model))
+    parts = [found[v].committed.manifest.edge.parts for v in (0, 1)]
+    assert all(len(each) > 2 for each in parts)
+    assert len({ref.key for each in parts for ref in each}) == sum(map(len, parts))
+
+
+# Several calls while a version is in flight
+
+
+def test_calls_while_busy_are_covered_by_one_version(store: MemoryStore, attach: Attach) -> None:
+    gate, model = Gate(store), plain_model()
+    publisher = attach(model, on=gate.store)
+    gate.close()
+    train_(model, 1)
+    first = publisher.publish(step=1)
+    assert gate.reached.wait(60)
+    covered: list[Future[PublishReceipt]] = []
+    for step in (2, 3, 4):
+        train_(model, step)
+        covered.append(publisher.publish(step=step))
+    assert not any(future.done() for future in (first, *covered))
+    gate.opened.set()
+    assert receipt_of(publisher).version == 2
+    assert first.result(0).version == 1
+    assert {future.result(0).version for future in covered} == {2}
+    assert {future.result(0).step for future in covered} == {4}
+    assert same(recompute(store)[2].state, bits_of(model))
+
+
+def test_a_call_that_finds_nothing_in_flight_covers_those_before_it(
+    store: MemoryStore, attach: Attach
+) -> None:
+    gate, model = Gate(store), plain_model()
+    publisher = attach(model, on=gate.store)
+    gate.close()
+    first = publisher.publish(step=1)
+    assert gate.reached.wait(60)
+    train_(model, 2)
+    second = publisher.publish(step=2)
+    gate.opened.set()
+    assert first.result(60).version == 1
+    train_(model, 3)
+    third = publisher.publish(step=3)
+    assert third.result(60).version == second.result(60).version == 2
+    assert same(recompute(store)[2].state, bits_of(model))
+
+
+def test_waiting_mode_commits_every_call(store: MemoryStore, attach: Attach) -> None:
+    model = plain_model()
+    publisher = attach(model, when_busy="wait")
+    truth = [bits_of(model)]
+    futures = []
+    for step in range(1, 6):
+        train_(model, step)
+        truth.append(bits_of(model))
+        futures.append(publisher.publish(step=step))
+    publisher.flush()
+    assert [future.result(0).version for future in futures] == [1, 2, 3, 4, 5]
+    found = recompute(store)
+    assert all(same(found[v].state, truth[v]) for v in found)
+
+
+def test_a_future_that_was_cancelled_does_not_disturb_the_others(
+    store: MemoryStore, attach: Attach
+) -> None:
+    gate, model = Gate(store), plain_model()
+    publisher = attach(model, on=gate.store)
+    gate.close()
+    publisher.publish(step=1)
+    assert gate.reached.wait(60)
+    train_(model, 2)
+    gone, stays = publisher.publish(step=2), publisher.publish(step=3)
+    gone.cancel()
+    gate.opened.set()
+    publisher.flush()
+    assert stays.result(0).version == 2
+    assert same(recompute(store)[2].state, bits_of(model))
+
+
+def test_closing_commits_what_is_left(store: MemoryStore) -> None:
+    model = plain_model()
+    with Publisher("memory://unused", store=store).attach(model) as publisher:
+        for step in (1, 2, 3):
+            train_(model, step)
+            publisher.publish(step=step)
+    publisher.close()  # twice is allowed
+    found = recompute(store)
+    assert same(found[max(found)].state, bits_of(model))
+    assert found[max(found)].committed.manifest.step == 3
+
+
+def test_wrapping_the_model_later_changes_nothing(attach: Attach, store: MemoryStore) -> None:
+    model = plain_model()
+    publisher = attach(model)
+    train_(nn.Sequential(model), 1)
+    publisher.publish()
+    publisher.flush()
+    assert same(recompute(store)[1].state, bits_of(model))

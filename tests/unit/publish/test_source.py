@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from deltachain.chain import Chain
+from deltachain.errors import ConfigError
+from deltachain.publish import Publisher
+from deltachain.publish.source import walk
+from deltachain.store import MemoryStore
+from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+
+
+class DTensor(nn.Parameter):
+    """Has the name of torch's sharded tensor, which is what it is known by."""
+
+
+class Wrapped(nn.Module):
+    """As DistributedDataParallel holds its module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def dtypes(model: nn.Module, **settings: str) -> dict[str, str]:
+    return {w.spec.name: w.spec.dtype for w in walk(model, **settings).weights}  # type: ignore[arg-type]
+
+
+def folder_of(tensors: dict[str, Tensor], folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+# What can not be published
+
+
+def one_weight(parameter: nn.Parameter, name: str = "weight") -> nn.Module:
+    module = nn.Module()
+    module.register_parameter(name, parameter)
+    return module
+
+
+def test_sharded_weights_are_refused_with_what_to_do_instead() -> None:
+    with pytest.raises(ConfigError, match="sharded over ranks") as caught:
+        walk(one_weight(DTensor(torch.zeros(3))))
+    assert "push" in caught.value.hint
+
+
+def test_flat_parameters_of_fsdp_are_refused() -> None:
+    with pytest.raises(ConfigError, match="sharded over ranks"):
+        walk(one_weight(nn.Parameter(torch.zeros(3)), "_flat_param"))
+
+
+def test_adapters_are_refused_with_what_to_do_instead() -> None:
+    model = nn.Module()
+    model.proj = nn.Module()
+    model.proj.lora_A = nn.Linear(3, 2)
+    with pytest.raises(ConfigError, match="adapter") as caught:
+        walk(model)
+    assert "merge" in caught.value.hint
+
+
+def test_a_model_without_data_is_refused() -> None:
+    with pytest.raises(ConfigError, match="meta device") as caught:
+        walk(nn.Linear(3, 2, device="meta"))
+    assert "after loading" in caught.value.hint
+
+
+def test_strided_weights_are_refused() -> None:
+    with pytest.raises(ConfigError, match="contiguous: False") as caught:
+        walk(one_weight(nn.Parameter(torch.zeros(4, 6).t())))
+    assert "push" in caught.value.hint
+
+
+def test_weights_of_a_dtype_without_wire_form_are_refused() -> None:
+    with pytest.raises(ConfigError, match="complex64"):
+        walk(one_weight(nn.Parameter(torch.zeros(3, dtype=torch.complex64))))
+
+
+def test_a_model_without_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no weights"):
+        walk(nn.ReLU())
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no wire form"):
+        walk(plain_model(), dtype="bfloat16")
+
+
+def test_two_weights_of_one_name_are_refused() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2))
+    model.module = nn.Linear(2, 2, bias=False)  # module.weight, as DDP would name it
+    with pytest.raises(ConfigError, match=r"two weights .* called 'weight'"):
+        walk(model)
+
+
+def test_a_wire_dtype_wider_than_the_model_is_refused(tmp_path: Path) -> None:
+    folder = folder_of({"0.weight": torch.zeros(40, 24)}, tmp_path / "fp32")
+    with pytest.raises(ConfigError, match="BF16 in the model and F32") as caught:
+        walk(plain_model(), checkpoint=folder)
+    assert "dtype=" in caught.value.hint
+
+
+# Names
+
+
+def test_wrappers_do_not_show_in_names() -> None:
+    plain = [w.spec.name for w in walk(plain_model()).weights]
+    assert plain == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    compiled: nn.Module = torch.compile(plain_model(), backend="eager")  # type: ignore[assignment]
+    assert [w.spec.name for w in walk(compiled).weights] == plain
+    assert [w.spec.name for w in walk(Wrapped(compiled)).weights] == plain
+    checkpointed = plain_model()
+    checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # type: ignore[operator,index]
+    assert [w.spec.name for w in walk(checkpointed).weights] == plain
+
+
+def test_tied_weights_are_published_once_under_their_first_name() -> None:
+    source = walk(TinyModel())
+    assert source.aliases == {"head.weight": "embed.weight"}
+    assert [w.spec.name for w in source.weights].count("embed.weight") == 1
+    assert "head.weight" not in {w.spec.name for w in source.weights}
+    assert source.table().aliases == {"head.weight": "embed.weight"}
+
+
+def test_persistent_buffers_are_weights_and_others_are_not() -> None:
+    assert dtypes(TinyModel())["steps"] == "I64"
+    assert "scratch" not in dtypes(TinyModel())
+
+
+def test_weights_are_sorted_by_name() -> None:
+    names = [w.spec.name for w in walk(TinyModel()).weights]
+    assert names == sorted(names)
+
+
+# Wire dtypes
+
+
+def test_each_weight_has_its_own_dtype_by_default() -> None:
+    found = dtypes(TinyModel())
+    assert found["layer.weight"] == "BF16"
+    assert found["norm.weight"] == "F32"
+
+
+def test_dtypes_come_from_the_checkpoint_that_the_model_was_loaded_from(tmp_path: Path) -> None:
+    model = plain_model(dtype=torch.float32)
+    folder = folder_of(plain_model().state_dict(), tmp_path / "bf16")
+    assert set(dtypes(model).values()) == {"F32"}
+    model.config = SimpleNamespace(_name_or_path=str(folder))  # type: ignore[assignment]
+    assert set(dtypes(model).values()) == {"BF16"}
+
+
+def test_dtypes_of_single_tensors_differ_as_in_the_checkpoint(tmp_path: Path) -> None:
+    tensors = plain_model().state_dict()
+    tensors["1.bias"] = tensors["1.bias"].float()
+    source = walk(plain_model(dtype=torch.float32), checkpoint=folder_of(tensors, tmp_path / "mix"))
+    assert {w.spec.name for w in source.weights if w.spec.dtype == "F32"} == {"1.bias"}
+
+
+def test_a_folder_of_other_files_says_nothing_about_dtypes(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    assert set(dtypes(plain_model(), checkpoint=tmp_path).values()) == {"BF16"}  # type: ignore[arg-type]
+
+
+def test_a_dtype_given_outright_wins_for_floats_and_leaves_integers(tmp_path: Path) -> None:
+    model = TinyModel()
+    model.config = SimpleNamespace(_name_or_path=str(tmp_path))  # type: ignore[assignment]
+    assert set(dtypes(model, dtype="BF16").values()) == {"BF16", "I64"}
+
+
+# What arrives in the chain
+
+
+def test_fp32_masters_are_rounded_to_nearest_even(
+    attach: Callable[..., Publisher], store: MemoryStore
+) -> None:
+    model = plain_model(dtype=torch.float32)
+    publisher = attach(model, dtype="BF16")
+    train_(model, 1, share=0.1)
+    publisher.publish()
+    publisher.flush()
+    bf16 = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    assert same(recompute(store)[1].state, bits_of(bf16))
+
+
+def test_updates_below_half_a_bf16_step_are_not_published(
+    attach: Callable[..., Publisher],
+) -> None:
+    model = plain_model(dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16).float())
+    publisher = attach(model, dtype="BF16")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.view(-1).view(torch.int32).add_(1)
+    publisher.publish()
+    receipt = publisher.flush()
+    assert receipt is not None
+    assert receipt.nnz == 0
+
+
+def test_every_kind_of_weight_arrives_with_its_bits(
+    attach: Callable[..., Publisher], store: MemoryStore
+) -> None:
+    model = TinyModel()
+    publisher = attach(model)
+    train_(model, 1)
+    publisher.publish()
+    publisher.flush()
+    found = recompute(store)[1].state
+    assert same(found, bits_of(model))
+    assert found.keys() == bits_of(model).keys() - {"head.weight"}
+
+
+def test_special_values_arrive_with_their_bits(
+    attach: Callable[..., Publisher], store: MemoryStore
+) -> None:
+    model = plain_model()
+    publisher = attach(model)
+    special = [0x8000, 0x7FC1, 0xFFFF, 0x7F80, 0xFF80, 0x0001, 0x0000]
+    with torch.no_grad():
+        bits = next(model.parameters()).view(-1).view(torch.uint16)
+        bits[: len(special)] = torch.tensor(special, dtype=torch.uint16)
+    publisher.publish()
+    publisher.flush()
+    assert recompute(store)[1].state["0.weight"][: len(special)].tolist() == special
+
+
+def test_the_table_in_the_store_names_every_tensor(
+    attach: Callable[..., Publisher], store: MemoryStore
+) -> None:
+    attach(TinyModel())
+    table = Chain.open(store).table
+    assert table == walk(TinyModel()).table()

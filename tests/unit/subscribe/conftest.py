@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from deltachain.errors import DeltaChainError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import MemoryStore, Store
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.testing.models import Replica, TinyModel, replica_of, train_
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def model() -> TinyModel:
+    """What is trained and published."""
+    return TinyModel()
+
+
+@pytest.fixture
+def publisher(store: MemoryStore, model: TinyModel) -> Iterator[Publisher]:
+    """Attached to the model; version 0 is committed. Anchors are added by nobody."""
+    config = PublishConfig(url=store.url, anchor_factor=1e6)
+    publisher = Publisher(config, store=store).attach(model)
+    yield publisher
+    with suppress(DeltaChainError):
+        publisher.close()
+
+
+@pytest.fixture
+def publish(publisher: Publisher, model: TinyModel) -> Callable[..., None]:
+    """Train and publish: one version for each seed."""
+
+    def run(*seeds: int, share: float = 0.02) -> None:
+        for seed in seeds:
+            train_(model, seed, share=share)
+            publisher.publish(step=seed)
+            publisher.flush()
+
+    return run
+
+
+@pytest.fixture(params=["dict", "module", "folder"])
+def replica(request: pytest.FixtureRequest, model: TinyModel, tmp_path: Path) -> Replica:
+    """One of each kind of target, holding nothing."""
+    return replica_of(model, request.param, tmp_path / "mirror")
+
+
+@pytest.fixture
+def subscribe(store: MemoryStore) -> Callable[..., Subscriber]:
+    def build(target: Any, on: Store | None = None, **settings: Any) -> Subscriber:
+        settings.setdefault("poll_s", 0.001)
+        config = SubscribeConfig(url=store.url, **settings)
+        return Subscriber(config, getattr(target, "target", target), store=on or store)
+
+    return build
+
+
+@pytest.fixture
+def add_anchor(publisher: Publisher) -> Callable[[], None]:
+    """Put an anchor behind the newest version."""
+
+    def run() -> None:
+        session = publisher._session
+        assert session is not None
+        session.writer.newcomer_cost = 1 << 62
+        assert session.add_anchor() is not None
+
+    return run
+
+
+@pytest.fixture
+def other_model() -> nn.Module:
+    """Has other tensors than the one that is published."""
+    return TinyModel(width=32)

@@ -1,0 +1,402 @@
+"""A folder as a target: its journal, its files, and swaps that were interrupted."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from deltachain.errors import (
+    ConfigError,
+    FormatError,
+    PartialApplyError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.store import MemoryStore
+from deltachain.subscribe import FolderTarget, Subscriber, folder, journal
+from deltachain.subscribe import patch as patch_module
+from deltachain.testing.models import State, TinyModel, bits_of, plain_model, same
+
+Publish = Callable[..., None]
+Subscribe = Callable[..., Subscriber]
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Path:
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+def subscriber(mirror: Path, subscribe: Subscribe, publish: Publish) -> Subscriber:
+    """Holds version 1 of 2."""
+    publish(1)
+    subscriber = subscribe(mirror)
+    subscriber.update()
+    publish(2)
+    return subscriber
+
+
+def bits(mirror: Path) -> State:
+    return bits_of(load_file(mirror / "model.safetensors"))
+
+
+def interrupt(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
+    """Swap, and lose the disk after some of the writes into the weights."""
+    written = 0
+
+    def write(live: patch_module.LiveBits, patch: patch_module.Patch) -> None:
+        nonlocal written
+        written += 1
+        if written > after:
+            raise OSError(errno.EIO, "the disk is gone")
+        patch_module.write(live, patch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "write", write)
+        with pytest.raises(PoisonedError, match="stopped in the middle") as caught:
+            subscriber.update()
+    assert "journal finishes the swap" in caught.value.hint
+
+
+# A swap that was interrupted
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_opening_the_folder_again_finishes_the_swap(
+    subscriber: Subscriber,
+    mirror: Path,
+    subscribe: Subscribe,
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    after: int,
+) -> None:
+    interrupt(subscriber, monkeypatch, after=after)
+    assert subscriber.version is None
+    again = subscribe(mirror)
+    assert again.update() is None
+    assert again.version == 2
+    assert again.scrub()
+    assert same(bits(mirror), bits_of(model))
+    assert not (mirror / journal.FOLDER).exists()
+
+
+def test_the_same_process_heals_from_nothing(
+    subscriber: Subscriber, mirror: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt(subscriber, monkeypatch, after=2)
+    receipt = subscriber.update()
+    assert receipt is not None
+    assert receipt.previous is None
+    assert same(bits(mirror), bits_of(model))
+
+
+def test_nothing_is_believed_of_a_folder_that_is_half_written(
+    subscriber: Subscriber,
+    mirror: Path,
+    subscribe: Subscribe,
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupt(subscriber, monkeypatch, after=2)
+    journal.Journal(mirror).clear()  # as whoever heals it does before writing its own
+    again = subscribe(mirror, verify_at_start=False)
+    assert again.chain is not None
+    assert again.version is None
+    again.update()
+    assert same(bits(mirror), bits_of(model))
+
+
+def damage_seal(mirror: Path) -> None:
+    (mirror / journal.FOLDER / journal.SEAL).write_bytes(b'{"format":1,')
+
+
+def damage_part(mirror: Path) -> None:
+    part = next((mirror / journal.FOLDER).glob("*.safetensors"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+
+
+def remove_part(mirror: Path) -> None:
+    next((mirror / journal.FOLDER).glob("*.safetensors")).unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_seal, damage_part, remove_part])
+@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_journal_that_is_damaged_is_forgotten_and_the_folder_heals(
+    subscriber: Subscriber,
+    mirror: Path,
+    subscribe: Subscribe,
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    damage: Callable[[Path], None],
+    after: int,
+    verify: bool,
+) -> None:
+    interrupt(subscriber, monkeypatch, after=after)
+    damage(mirror)
+    again = subscribe(mirror, verify_at_start=verify)
+    receipt = again.update()
+    assert receipt is not None
+    assert receipt.previous == (None if after else 1)
+    assert same(bits(mirror), bits_of(model))
+    assert again.scrub()
+
+
+def test_a_journal_of_another_model_is_forgotten(
+    subscriber: Subscriber,
+    mirror: Path,
+    subscribe: Subscribe,
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    interrupt(subscriber, monkeypatch, after=0)
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    save_file(plain_model().state_dict(), wide / "model.safetensors")
+    target = FolderTarget(wide)
+    (mirror / journal.FOLDER).rename(wide / journal.FOLDER)
+    target.bind({}, {})
+    assert not (wide / journal.FOLDER).exists()
+    assert same(bits_of(load_file(wide / "model.safetensors")), bits_of(plain_model()))
+    subscribe(mirror).update()
+    assert same(bits(mirror), bits_of(model))
+
+
+def test_a_journal_without_a_seal_never_was(
+    subscriber: Subscriber, mirror: Path, subscribe: Subscribe
+) -> None:
+    before = bits(mirror)
+    half = mirror / journal.FOLDER
+    half.mkdir()
+    (half / "00000.safetensors").write_bytes(b"half a part")
+    again = subscribe(mirror)
+    assert again.chain is not None
+    assert again.version == subscriber.version == 1
+    assert same(bits(mirror), before)
+    assert not half.exists()
+
+
+def test_a_disk_that_is_still_gone_keeps_the_journal(
+    subscriber: Subscriber,
+    mirror: Path,
+    subscribe: Subscribe,
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    interrupt(subscriber, monkeypatch, after=1)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk is gone")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "write", refuse)
+        with pytest.raises(PoisonedError):
+            subscribe(mirror).update()
+    assert subscribe(mirror).update() is None
+    assert same(bits(mirror), bits_of(model))
+
+
+def test_a_full_disk_while_writing_the_journal_writes_nothing(
+    subscriber: Subscriber, mirror: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = bits(mirror)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal, "write_atomic", full)
+        with pytest.raises(PartialApplyError, match="weights are as they were"):
+            subscriber.update()
+    assert same(bits(mirror), before)
+    assert subscriber.version == 1
+    assert not (mirror / journal.FOLDER).exists()
+    subscriber.update()
+    assert same(bits(mirror), bits_of(model))
+
+
+def test_a_full_disk_while_a_folder_is_first_filled_leaves_no_weights(
+    mirror: Path,
+    subscribe: Subscribe,
+    publish: Publish,
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(1)
+    subscriber = subscribe(mirror)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "write", full)
+        with pytest.raises(PartialApplyError):
+            subscriber.update()
+    assert list(mirror.iterdir()) == []
+    assert subscriber.version is None
+    subscriber.update()
+    assert same(bits(mirror), bits_of(model))
+
+
+def test_what_a_killed_process_left_behind_is_removed(
+    mirror: Path, subscribe: Subscribe, publish: Publish, model: TinyModel
+) -> None:
+    publish(1)
+    mirror.mkdir()
+    left = mirror / ".model.safetensors.4711"
+    left.write_bytes(b"half a file")
+    subscribe(mirror).update()
+    assert not left.exists()
+    assert same(bits(mirror), bits_of(model))
+
+
+# What lies in the folder
+
+
+def test_a_budget_too_small_for_anything_is_enough_for_a_folder(
+    mirror: Path, subscribe: Subscribe, publish: Publish, model: TinyModel
+) -> None:
+    publish(1)
+    subscriber = subscribe(mirror, stage_budget=0)
+    subscriber.update()
+    publish(2, 3)
+    subscriber.update()
+    assert same(bits(mirror), bits_of(model))
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_plan_that_does_not_fill_an_empty_folder_is_refused(
+    mirror: Path, subscribe: Subscribe, store: MemoryStore
+) -> None:
+    subscriber = subscribe(mirror)
+    staged = subscriber.stage()
+    assert staged is not None
+    assert store.find("manifests/00000000000000000000.json") is not None
+    with pytest.raises(PartialApplyError, match="has no weights"):
+        subscriber.target.swap(staged.patches[:-1], staged.to)
+    assert list(mirror.iterdir()) == []
+
+
+def test_other_files_in_the_folder_are_left_alone(
+    mirror: Path, subscribe: Subscribe, publish: Publish
+) -> None:
+    publish(1)
+    mirror.mkdir()
+    (mirror / "config.json").write_text("{}")
+    subscriber = subscribe(mirror)
+    subscriber.update()
+    publish(2)
+    subscriber.update()
+    names = {path.name for path in mirror.iterdir()}
+    assert names == {"config.json", "model.safetensors", "deltachain.json"}
+    assert (mirror / "config.json").read_text() == "{}"
+
+
+def test_a_checkpoint_in_several_files_is_followed_where_it_lies(
+    mirror: Path, subscribe: Subscribe, publish: Publish, model: TinyModel
+) -> None:
+    mirror.mkdir()
+    tensors = {name: tensor.clone() for name, tensor in TinyModel().state_dict().items()}
+    names = sorted(tensors)
+    for number, part in enumerate((names[:3], names[3:])):
+        save_file({n: tensors[n] for n in part}, mirror / f"model-{number}.safetensors")
+    index = {n: f"model-{int(n in names[3:])}.safetensors" for n in names}
+    (mirror / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    publish(1)
+    receipt = subscribe(mirror).update()
+    assert receipt is not None
+    assert receipt.previous == 0
+    merged: dict[str, object] = {}
+    for file in mirror.glob("*.safetensors"):
+        merged |= load_file(file)
+    assert same(bits_of(merged), bits_of(model))  # type: ignore[arg-type]
+
+
+def test_tied_weights_in_two_places_are_both_written(
+    mirror: Path, subscribe: Subscribe, publish: Publish, model: TinyModel
+) -> None:
+    mirror.mkdir()
+    tensors = {name: tensor.clone() for name, tensor in TinyModel().state_dict().items()}
+    save_file(tensors, mirror / "model.safetensors")
+    publish(1)
+    subscribe(mirror).update()
+    found = bits(mirror)
+    assert np.array_equal(found["head.weight"], found["embed.weight"])
+    assert same(found, bits_of(model))
+
+
+def test_the_folder_remembers_what_it_holds(
+    subscriber: Subscriber, mirror: Path, subscribe: Subscribe
+) -> None:
+    again = subscribe(mirror, verify_at_start=False)
+    assert again.chain is not None
+    assert again.held == subscriber.held
+    (mirror / "deltachain.json").write_text("torn")
+    again = subscribe(mirror, verify_at_start=False)
+    assert again.chain is not None
+    assert again.held == subscriber.held  # by its bits
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_folder_of_another_model_is_refused_and_not_written_to(
+    mirror: Path, subscribe: Subscribe
+) -> None:
+    mirror.mkdir()
+    file = mirror / "model.safetensors"
+    save_file(TinyModel(width=32).frozen.state_dict(), file)
+    before = file.read_bytes()
+    with pytest.raises(TensorMismatchError, match=r"has no 'embed\.weight'"):
+        subscribe(mirror).update()
+    assert file.read_bytes() == before
+
+
+@pytest.mark.usefixtures("publisher")
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_a_tensor_of_another_kind_is_named(mirror: Path, subscribe: Subscribe, change: str) -> None:
+    mirror.mkdir()
+    tensors = {name: tensor.clone() for name, tensor in TinyModel().state_dict().items()}
+    norm = tensors["norm.bias"]
+    tensors["norm.bias"] = norm.half() if change == "dtype" else norm[:-1].clone()
+    save_file(tensors, mirror / "model.safetensors")
+    with pytest.raises(TensorMismatchError) as caught:
+        subscribe(mirror).update()
+    assert caught.value.tensor == "norm.bias"
+
+
+@pytest.mark.usefixtures("publisher")
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\0" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
+def test_a_file_that_is_no_checkpoint_is_refused(
+    mirror: Path, subscribe: Subscribe, data: bytes
+) -> None:
+    mirror.mkdir()
+    (mirror / "model.safetensors").write_bytes(data)
+    with pytest.raises(FormatError):
+        subscribe(mirror).update()
+    assert (mirror / "model.safetensors").read_bytes() == data
+
+
+@pytest.mark.usefixtures("publisher")
+def test_an_index_that_leads_out_of_the_folder_is_refused(
+    mirror: Path, subscribe: Subscribe
+) -> None:
+    mirror.mkdir()
+    save_file(TinyModel().frozen.state_dict(), mirror / "model.safetensors")
+    for name in ("../model.safetensors", ".hidden", "sub/model.safetensors"):
+        index = {"weight_map": {"frozen.weight": name}}
+        (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(FormatError, match="outside the folder"):
+            subscribe(mirror).update()
+    index = {"weight_map": {"frozen.weight": "gone.safetensors"}}
+    (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"gone\.safetensors is missing"):
+        subscribe(mirror).update()

@@ -1,0 +1,348 @@
+"""The loop that follows, and what it heals from by itself. No test waits for the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from threading import Event, Thread
+
+import pytest
+from torch import Tensor
+
+from deltachain.errors import (
+    ChainMismatchError,
+    ForkedChainError,
+    PartialApplyError,
+    TensorMismatchError,
+)
+from deltachain.keys import manifest_key
+from deltachain.store import MemoryStore
+from deltachain.subscribe import ApplyReceipt, Subscriber, follow
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import TinyModel, bits_of, plain_model, same, tensors_of
+
+Publish = Callable[..., None]
+Subscribe = Callable[..., Subscriber]
+
+
+class Clock:
+    """Waits are counted, and something happens in each of them."""
+
+    def __init__(self, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits: list[float] = []
+        self.happens: list[Callable[[], object]] = []
+        self.stop = Event()
+        monkeypatch.setattr(subscriber.told, "wait", self._wait)
+
+    def _wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        if self.happens:
+            self.happens.pop(0)()
+        else:
+            self.stop.set()
+        return False
+
+    def run(self, subscriber: Subscriber, *, every_version: bool = False) -> list[ApplyReceipt]:
+        """Follow until there is nothing left that could happen."""
+        return list(subscriber.follow(stop=self.stop, every_version=every_version))
+
+
+@pytest.fixture
+def zeros(model: TinyModel) -> dict[str, Tensor]:
+    return tensors_of(model)
+
+
+@pytest.fixture
+def faulty(store: MemoryStore) -> FaultyStore:
+    return FaultyStore(store)
+
+
+@pytest.fixture
+def subscriber(zeros: dict[str, Tensor], subscribe: Subscribe, faulty: FaultyStore) -> Subscriber:
+    return subscribe(zeros, on=faulty)
+
+
+@pytest.fixture
+def clock(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(subscriber, monkeypatch)
+
+
+def versions(receipts: list[ApplyReceipt]) -> list[tuple[int | None, int]]:
+    return [(receipt.previous, receipt.version) for receipt in receipts]
+
+
+# The ordinary course
+
+
+def test_versions_are_applied_as_they_are_committed(
+    subscriber: Subscriber, publish: Publish, clock: Clock, zeros: dict[str, Tensor]
+) -> None:
+    publish(1)
+    clock.happens = [lambda: publish(2), lambda: publish(3, 4)]
+    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2), (2, 4)]
+    assert any(bits.any() for bits in bits_of(zeros).values())
+
+
+def test_every_version_can_be_applied_on_its_own(
+    subscriber: Subscriber, publish: Publish, clock: Clock
+) -> None:
+    publish(1)
+    clock.happens = [lambda: publish(2, 3, 4)]
+    found = clock.run(subscriber, every_version=True)
+    assert versions(found) == [(None, 1), (1, 2), (2, 3), (3, 4)]
+
+
+def test_a_look_at_a_chain_that_stands_still_asks_for_one_thing(
+    subscriber: Subscriber, publish: Publish, clock: Clock, faulty: FaultyStore
+) -> None:
+    publish(1)
+    subscriber.update()
+    faulty.keys_read.clear()
+    clock.happens = [lambda: None] * 5
+    assert clock.run(subscriber) == []
+    assert faulty.keys_read == []
+    assert len(clock.waits) == 6
+
+
+def test_a_trainer_that_comes_later_is_waited_for(
+    subscribe: Subscribe, zeros: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = MemoryStore()
+    subscriber = subscribe(zeros, on=empty)
+    clock = Clock(subscriber, monkeypatch)
+    clock.happens = [lambda: None, lambda: None]
+    assert clock.run(subscriber) == []
+    assert len(clock.waits) == 3
+
+
+def test_a_pinned_replica_stays_until_it_is_released(
+    subscriber: Subscriber, publish: Publish, clock: Clock
+) -> None:
+    publish(1)
+    subscriber.update()
+    publish(2)
+    subscriber.update()
+    subscriber.rollback()
+    clock.happens = [lambda: publish(3), lambda: None, subscriber.release]
+    assert versions(clock.run(subscriber)) == [(1, 3)]
+
+
+def test_a_word_from_outside_ends_the_wait(
+    subscribe: Subscribe, zeros: dict[str, Tensor], publish: Publish, model: TinyModel
+) -> None:
+    publish(1)
+    subscriber = subscribe(zeros, poll_s=3600.0)
+    stop, applied = Event(), Event()
+    found: list[ApplyReceipt] = []
+
+    def run() -> None:
+        for receipt in subscriber.follow(stop=stop):
+            found.append(receipt)
+            applied.set()
+
+    thread = Thread(target=run)
+    thread.start()
+    for seed in (2, 3):
+        assert applied.wait(60)
+        applied.clear()
+        publish(seed)
+        subscriber.notify()
+    assert applied.wait(60)
+    stop.set()
+    subscriber.notify()
+    thread.join(60)
+    assert versions(found) == [(None, 1), (1, 2), (2, 3)]
+    assert same(bits_of(zeros), bits_of(model))
+
+
+# What it heals from
+
+
+def test_a_store_that_is_down_for_a_while(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    faulty: FaultyStore,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+    *,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    publish(1)
+
+    def go_down() -> None:
+        faulty.down = True
+
+    clock.happens = [go_down, *[lambda: None] * 4, lambda: publish(2), faulty.mend]
+    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2)]
+    assert same(bits_of(zeros), bits_of(model))
+    assert caplog.text.count("the store is down") == 1  # once, not once a look
+    base = subscriber.config.poll_s
+    assert clock.waits[0] < 1.5 * base < clock.waits[4]  # ever more slowly
+    assert clock.waits[-1] < 1.5 * base  # and back
+
+
+def test_an_object_that_is_corrupt_for_a_while(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    faulty: FaultyStore,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+) -> None:
+    publish(1)
+    prefix = f"deltas/{2:020d}"
+    faulty.add(Fault("corrupt", prefix, times=None), Fault("corrupt", "anchors/", nth=2, times=6))
+    clock.happens = [lambda: publish(2), lambda: None, faulty.mend]
+    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2)]
+    assert same(bits_of(zeros), bits_of(model))
+
+
+@pytest.mark.parametrize("every_version", [False, True])
+def test_an_object_that_stays_corrupt_until_an_anchor_leads_around_it(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    faulty: FaultyStore,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+    *,
+    add_anchor: Callable[[], None],
+    every_version: bool,
+) -> None:
+    publish(1)
+
+    def anchor() -> None:
+        publish(3, 4)
+        add_anchor()
+        publish(5)
+
+    faulty.add(Fault("corrupt", f"deltas/{2:020d}", times=None))
+    clock.happens = [lambda: publish(2), anchor]
+    found = versions(clock.run(subscriber, every_version=every_version))
+    assert found[0] == (None, 1)
+    assert found[-1][1] == 5
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_a_foreign_write(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+) -> None:
+    publish(1)
+
+    def scribble() -> None:
+        for name in ("layer.weight", "embed.weight", "head.weight"):
+            zeros[name].fill_(3.0)
+        publish(2, share=0.5)
+
+    clock.happens = [scribble, lambda: None]
+    assert versions(clock.run(subscriber)) == [(None, 1), (None, 2)]
+    assert same(bits_of(zeros), bits_of(model))
+    assert subscriber.scrub()
+
+
+def test_a_scrub_that_found_a_foreign_write(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+) -> None:
+    publish(1)
+
+    def scribble() -> None:
+        zeros["norm.weight"].fill_(3.0)
+        assert not subscriber.scrub()
+
+    clock.happens = [scribble]
+    assert versions(clock.run(subscriber)) == [(None, 1), (None, 1)]
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_a_swap_that_was_taken_back(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(1)
+    swap = subscriber.target.swap
+    failures = [PartialApplyError("taken back")]
+
+    def flaky(patches: Iterator[object], held: object) -> None:
+        if failures:
+            raise failures.pop()
+        swap(patches, held)  # type: ignore[arg-type]
+
+    clock.happens = [
+        lambda: monkeypatch.setattr(subscriber.target, "swap", flaky),
+        lambda: publish(2),
+        lambda: None,
+    ]
+    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2)]
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_a_rollback_while_a_version_is_staged_does_not_poison(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(1)
+    subscriber.update()
+    at_one = bits_of(model)
+    publish(2)
+    subscriber.update()
+    publish(3)
+    stage = subscriber.stage
+
+    def stage_then_roll_back(version: int | None = None) -> object:
+        staged = stage(version)
+        if not subscriber.pinned:
+            subscriber.rollback()
+        return staged
+
+    monkeypatch.setattr(subscriber, "stage", stage_then_roll_back)
+    assert clock.run(subscriber) == []
+    assert not subscriber.poisoned
+    assert subscriber.version == 1
+    assert same(bits_of(zeros), at_one)
+
+
+# What only a person can resolve
+
+
+def test_a_fork_ends_it(
+    subscriber: Subscriber, publish: Publish, clock: Clock, store: MemoryStore
+) -> None:
+    publish(1)
+
+    def fork() -> None:
+        publish(2)
+        store.put(
+            manifest_key(2), store.get(manifest_key(2)).replace(b'"parent":"', b'"parent":"0')
+        )
+
+    clock.happens = [fork]
+    with pytest.raises(ForkedChainError):
+        clock.run(subscriber)
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_target_of_another_model_ends_it(
+    subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscriber = subscribe(plain_model())
+    clock = Clock(subscriber, monkeypatch)
+    with pytest.raises(TensorMismatchError):
+        clock.run(subscriber)
+    assert clock.waits == []
+    assert ChainMismatchError in follow.NEEDS_A_PERSON

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from deltachain.errors import ChainError, PartialApplyError, PoisonedError, StoreUnavailableError
+from deltachain.publish import Publisher
+from deltachain.store import MemoryStore
+from deltachain.subscribe import Subscriber
+from deltachain.testing.faults import FaultyStore
+from deltachain.testing.models import Replica, State, TinyModel, bits_of, same
+
+Publish = Callable[..., None]
+Subscribe = Callable[..., Subscriber]
+
+
+@pytest.fixture
+def truth(publisher: Publisher, publish: Publish, model: TinyModel) -> list[State]:
+    """The bits of versions 0 to 4."""
+    assert publisher.version == 0
+    states: list[State] = [bits_of(model)]
+    for step in range(1, 5):
+        publish(step)
+        states.append(bits_of(model))
+    return states
+
+
+def at_head(subscriber: Subscriber) -> Subscriber:
+    """Holds version 4 after one apply a version."""
+    for version in range(5):
+        subscriber.update(version)
+    return subscriber
+
+
+def test_a_replica_that_holds_nothing_has_nothing_to_go_back_to(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    with pytest.raises(ChainError, match="can not roll back from version None"):
+        subscribe(replica).rollback()
+    subscriber = subscribe(replica)
+    subscriber.update()
+    with pytest.raises(ChainError, match="name an older version"):
+        subscriber.rollback()
+    assert same(replica.bits(), truth[4])
+    assert not subscriber.pinned
+
+
+def test_a_newer_version_is_no_rollback(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = subscribe(replica)
+    subscriber.update(2)
+    with pytest.raises(ChainError, match="from version 2 to 3"):
+        subscriber.rollback(3)
+    assert same(replica.bits(), truth[2])
+
+
+def test_the_last_apply_is_taken_back_without_the_store(
+    replica: Replica, subscribe: Subscribe, truth: list[State], store: MemoryStore
+) -> None:
+    faulty = FaultyStore(store)
+    subscriber = at_head(subscribe(replica, on=faulty))
+    faulty.down = True
+    assert subscriber.rollback().version == 3
+    assert same(replica.bits(), truth[3])
+    assert subscriber.version == 3
+    assert subscriber.scrub()
+
+
+def test_several_applies_are_taken_back_without_the_store(
+    replica: Replica, subscribe: Subscribe, truth: list[State], store: MemoryStore
+) -> None:
+    faulty = FaultyStore(store)
+    subscriber = at_head(subscribe(replica, on=faulty, undo_applies=3))
+    faulty.down = True
+    assert subscriber.rollback(1).version == 1
+    assert same(replica.bits(), truth[1])
+
+
+def test_an_apply_that_folded_versions_is_taken_back_whole(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = subscribe(replica)
+    subscriber.update(1)
+    subscriber.update(4)
+    assert subscriber.rollback().version == 1
+    assert same(replica.bits(), truth[1])
+
+
+@pytest.mark.parametrize("settings", [{"undo_applies": 1}, {"undo_applies": 0}])
+def test_what_is_no_longer_remembered_is_planned_from_the_store(
+    replica: Replica, subscribe: Subscribe, truth: list[State], settings: dict[str, int]
+) -> None:
+    subscriber = at_head(subscribe(replica, **settings))
+    assert subscriber.rollback(1).version == 1
+    assert same(replica.bits(), truth[1])
+    with pytest.raises(ChainError):
+        subscriber.rollback()  # the applies before are no way back from here
+
+
+def test_what_is_too_large_to_remember_is_planned_from_the_store(
+    replica: Replica, subscribe: Subscribe, truth: list[State], store: MemoryStore
+) -> None:
+    faulty = FaultyStore(store)
+    subscriber = at_head(subscribe(replica, on=faulty, stage_budget=100))
+    faulty.down = True
+    with pytest.raises(StoreUnavailableError):
+        subscriber.rollback(3)
+    assert not subscriber.pinned
+    faulty.mend()
+    assert subscriber.rollback(3).version == 3
+    assert same(replica.bits(), truth[3])
+
+
+def test_a_version_between_two_applies_is_planned_from_the_store(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = subscribe(replica)
+    subscriber.update(0)
+    subscriber.update(4)
+    assert subscriber.rollback(2).version == 2
+    assert same(replica.bits(), truth[2])
+
+
+def test_a_rollback_pins_until_it_is_released(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = at_head(subscribe(replica))
+    subscriber.rollback()
+    assert subscriber.pinned
+    assert subscriber.status().pinned
+    assert subscriber.update() is None
+    assert same(replica.bits(), truth[3])
+    subscriber.release()
+    receipt = subscriber.update()
+    assert receipt is not None
+    assert (receipt.previous, receipt.version) == (3, 4)
+    assert same(replica.bits(), truth[4])
+
+
+def test_a_rollback_to_what_is_held_pins_alone(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = at_head(subscribe(replica))
+    assert subscriber.rollback(4).version == 4
+    assert subscriber.pinned
+    assert same(replica.bits(), truth[4])
+
+
+def test_a_pinned_replica_heals_where_it_is_pinned(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = at_head(subscribe(replica))
+    subscriber.rollback(2)
+    subscriber.poisoned = True
+    receipt = subscriber.update()
+    assert receipt is not None
+    assert (receipt.previous, receipt.version) == (None, 2)
+    assert subscriber.pinned
+    assert same(replica.bits(), truth[2])
+
+
+def test_applies_after_a_rollback_can_be_taken_back_too(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = at_head(subscribe(replica))
+    subscriber.rollback()
+    subscriber.release()
+    subscriber.update()
+    assert subscriber.rollback().version == 3
+    assert same(replica.bits(), truth[3])
+
+
+def test_a_rollback_that_failed_leaves_the_way_back_as_it_was(
+    replica: Replica,
+    subscribe: Subscribe,
+    truth: list[State],
+    store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faulty = FaultyStore(store)
+    subscriber = at_head(subscribe(replica, on=faulty))
+    faulty.down = True
+
+    def refuse(*_: object) -> None:
+        raise PartialApplyError("taken back")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subscriber.target, "swap", refuse)
+        with pytest.raises(PartialApplyError):
+            subscriber.rollback(2)
+    assert (subscriber.version, subscriber.pinned) == (4, False)
+    assert same(replica.bits(), truth[4])
+    assert subscriber.rollback(2).version == 2
+    assert same(replica.bits(), truth[2])
+
+
+def test_a_rollback_that_poisoned_leaves_no_way_back(
+    replica: Replica,
+    subscribe: Subscribe,
+    truth: list[State],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subscriber = at_head(subscribe(replica))
+
+    def break_down(*_: object) -> None:
+        raise PoisonedError("half written")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subscriber.target, "swap", break_down)
+        with pytest.raises(PoisonedError):
+            subscriber.rollback()
+    assert subscriber.poisoned
+    with pytest.raises(ChainError, match="from version None"):
+        subscriber.rollback()
+    receipt = subscriber.update()
+    assert receipt is not None
+    assert (receipt.previous, receipt.version) == (None, 4)
+    assert same(replica.bits(), truth[4])

@@ -1,0 +1,328 @@
+"""Targets in memory: what a swap that fails leaves, where tied weights go, what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import PartialApplyError, PoisonedError, TensorMismatchError
+from deltachain.kernels import device
+from deltachain.publish import Publisher
+from deltachain.subscribe import Subscriber, TensorTarget, tensors
+from deltachain.subscribe import patch as patch_module
+from deltachain.subscribe import target as target_module
+from deltachain.testing.models import TinyModel, bits_of, plain_model, same, tensors_of
+
+Publish = Callable[..., None]
+Subscribe = Callable[..., Subscriber]
+
+
+class Writes:
+    """Counts writes, and fails the one with a given number, half done or before it began."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done: list[str] = []
+        self.failing: dict[int, BaseException] = {}
+        monkeypatch.setattr(target_module, "write", self._write)
+
+    def _write(self, live: Any, patch: patch_module.Patch) -> None:
+        self.done.append(patch.spec.name)
+        failure = self.failing.pop(len(self.done), None)
+        if failure is None:
+            patch_module.write(live, patch)
+            return
+        if patch.indices is not None:
+            live[patch.indices[0]] = patch.new[0]  # half done
+        raise failure
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
+    return Writes(monkeypatch)
+
+
+@pytest.fixture
+def zeros(model: TinyModel) -> dict[str, Tensor]:
+    return tensors_of(model)
+
+
+@pytest.fixture
+def subscriber(zeros: dict[str, Tensor], subscribe: Subscribe, publish: Publish) -> Subscriber:
+    """Holds version 1 of 2."""
+    publish(1)
+    subscriber = subscribe(zeros)
+    subscriber.update()
+    publish(2)
+    return subscriber
+
+
+# A swap that fails in the middle
+
+
+@pytest.mark.parametrize("failure", [OSError("device lost"), RuntimeError("out of memory")])
+@pytest.mark.parametrize("nth", [1, 3, 5])
+def test_a_failed_write_is_taken_back_bit_for_bit(
+    subscriber: Subscriber,
+    zeros: dict[str, Tensor],
+    writes: Writes,
+    model: TinyModel,
+    failure: BaseException,
+    nth: int,
+) -> None:
+    before = bits_of(zeros)
+    writes.failing[nth] = failure
+    with pytest.raises(PartialApplyError, match="taken back") as caught:
+        subscriber.update()
+    assert caught.value.tensor == writes.done[nth - 1]
+    assert same(bits_of(zeros), before)
+    assert subscriber.version == 1
+    assert subscriber.scrub()
+    subscriber.update()
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_an_interrupted_write_is_taken_back_and_the_interrupt_goes_on(
+    subscriber: Subscriber, zeros: dict[str, Tensor], writes: Writes, model: TinyModel
+) -> None:
+    before = bits_of(zeros)
+    writes.failing[3] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        subscriber.update()
+    assert same(bits_of(zeros), before)
+    subscriber.update()
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_a_failure_while_taking_back_poisons(
+    subscriber: Subscriber, zeros: dict[str, Tensor], writes: Writes, model: TinyModel
+) -> None:
+    writes.failing.update({3: OSError("device lost"), 5: OSError("still lost")})
+    with pytest.raises(PoisonedError, match="so did taking it back"):
+        subscriber.update()
+    assert subscriber.poisoned
+    assert subscriber.version is None
+    receipt = subscriber.update()
+    assert receipt is not None
+    assert receipt.previous is None
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_a_target_that_breaks_its_promise_poisons(
+    subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(subscriber.target, "swap", crash)
+    with pytest.raises(ZeroDivisionError):
+        subscriber.update()
+    assert subscriber.version is None
+
+
+def test_a_poisoned_target_is_not_believed_by_the_next_subscriber(
+    subscriber: Subscriber, subscribe: Subscribe, writes: Writes
+) -> None:
+    writes.failing.update({3: OSError("device lost"), 5: OSError("still lost")})
+    with pytest.raises(PoisonedError):
+        subscriber.update()
+    again = subscribe(subscriber.target, verify_at_start=False)
+    assert again.chain is not None
+    assert again.version is None
+
+
+# What does not fit the budget
+
+
+def test_what_does_not_fit_is_decoded_again_while_it_is_written(
+    subscribe: Subscribe, publish: Publish, zeros: dict[str, Tensor], model: TinyModel
+) -> None:
+    publish(1)
+    subscriber = subscribe(zeros, stage_budget=6000)
+    staged = subscriber.stage()
+    assert staged is not None
+    assert staged.deferred
+    assert staged.patches
+    assert not staged.keeps_undo
+    subscriber.swap(staged)
+    assert same(bits_of(zeros), bits_of(model))
+    publish(2)
+    subscriber.update()
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_a_failure_after_something_was_lost_poisons_and_heals(
+    subscribe: Subscribe,
+    publish: Publish,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+    writes: Writes,
+) -> None:
+    publish(1)
+    subscriber = subscribe(zeros, stage_budget=0)
+    subscriber.update()
+    publish(2)
+    staged = subscriber.stage()
+    assert staged is not None
+    assert len(staged.deferred) > 3
+    writes.done.clear()
+    writes.failing[3] = OSError("device lost")
+    with pytest.raises(PoisonedError, match="was overwritten") as caught:
+        subscriber.swap(staged)
+    assert caught.value.tensor == writes.done[2]
+    assert subscriber.version is None
+    subscriber.update()
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_a_failure_before_anything_was_lost_is_taken_back(
+    subscribe: Subscribe, publish: Publish, zeros: dict[str, Tensor], writes: Writes
+) -> None:
+    publish(1)
+    subscriber = subscribe(zeros, stage_budget=195)
+    subscriber.update()
+    publish(2)
+    staged = subscriber.stage()
+    assert staged is not None
+    assert staged.deferred
+    assert len(staged.patches) > 1
+    before = bits_of(zeros)
+    writes.done.clear()
+    writes.failing[2] = OSError("device lost")
+    with pytest.raises(PartialApplyError):
+        subscriber.swap(staged)
+    assert same(bits_of(zeros), before)
+    assert subscriber.version == 1
+
+
+# Tied weights
+
+
+def test_tied_weights_are_written_once(
+    subscriber: Subscriber, model: TinyModel, writes: Writes, subscribe: Subscribe
+) -> None:
+    subscriber.update()
+    assert "embed.weight" in writes.done
+    writes.done.clear()
+    tied = TinyModel(seed=5)
+    subscribe(tied).update()
+    assert writes.done.count("embed.weight") == 1
+    assert same(bits_of(tied), bits_of(model))
+    assert tied.head.weight is tied.embed.weight
+
+
+def test_tied_weights_in_two_places_are_written_twice(
+    subscriber: Subscriber, zeros: dict[str, Tensor], writes: Writes
+) -> None:
+    assert zeros["head.weight"].data_ptr() != zeros["embed.weight"].data_ptr()
+    subscriber.update()
+    assert writes.done.count("embed.weight") == 2
+    assert torch.equal(zeros["head.weight"], zeros["embed.weight"])
+
+
+def test_either_name_of_a_tied_weight_will_do(
+    subscribe: Subscribe, publish: Publish, zeros: dict[str, Tensor], model: TinyModel
+) -> None:
+    publish(1)
+    del zeros["embed.weight"]
+    subscribe(zeros).update()
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_tied_weights_that_differ_prove_nothing(
+    subscriber: Subscriber, zeros: dict[str, Tensor]
+) -> None:
+    zeros["head.weight"].view(-1)[0] = 1.0
+    assert subscriber.target.state() is None
+    assert not subscriber.scrub()
+
+
+def test_addresses_never_change(subscriber: Subscriber, zeros: dict[str, Tensor]) -> None:
+    before = {name: tensor.data_ptr() for name, tensor in zeros.items()}
+    subscriber.update()
+    assert {name: tensor.data_ptr() for name, tensor in zeros.items()} == before
+
+
+# Targets that are not the model of the chain
+
+
+def wrong_targets(model: TinyModel) -> dict[str, Any]:
+    """Targets that are not quite the model."""
+    missing, extra, shape, dtype, strided, tied = (tensors_of(model) for _ in range(6))
+    del missing["layer.bias"]
+    extra["other.weight"] = torch.zeros(3)
+    shape["layer.bias"] = shape["layer.bias"][:-1].clone()
+    dtype["layer.bias"] = dtype["layer.bias"].float()
+    strided["layer.weight"] = strided["layer.weight"].t().contiguous().t()
+    tied["norm.bias"] = tied["norm.weight"]
+    return {
+        "missing": missing,
+        "extra": extra,
+        "shape": shape,
+        "dtype": dtype,
+        "strided": strided,
+        "tied": tied,
+        "other": plain_model(),
+    }
+
+
+@pytest.mark.usefixtures("publisher")
+@pytest.mark.parametrize("kind", ["missing", "extra", "shape", "dtype", "strided", "tied", "other"])
+def test_a_target_of_another_model_is_refused_and_not_written_to(
+    subscribe: Subscribe, model: TinyModel, kind: str
+) -> None:
+    target = wrong_targets(model)[kind]
+    before = bits_of(target)
+    for _ in range(2):  # and again when asked again
+        with pytest.raises(TensorMismatchError) as caught:
+            subscribe(target).update()
+    assert caught.value.tensor
+    assert same(bits_of(target), before)
+
+
+def test_a_wrapped_module_is_matched_by_the_names_of_its_checkpoint(
+    subscribe: Subscribe, publish: Publish, model: TinyModel
+) -> None:
+    publish(1)
+    replica = TinyModel(seed=9)
+    compiled: nn.Module = torch.compile(replica, backend="eager")  # type: ignore[assignment]
+    subscribe(compiled).update()
+    assert same(bits_of(replica), bits_of(model))
+
+
+def test_a_replica_that_was_loaded_from_the_checkpoint_needs_deltas_alone(
+    publisher: Publisher, publish: Publish, subscribe: Subscribe
+) -> None:
+    assert publisher.version == 0
+    publish(1)
+    loaded = TinyModel()  # what version 0 is
+    receipt = subscribe(loaded).update()
+    assert receipt is not None
+    assert receipt.previous == 0
+    assert receipt.plan.startswith("0 to 1: delta->1 ")
+
+
+def test_device_tensors_take_the_same_way(
+    subscribe: Subscribe, publish: Publish, model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits of a device are torch tensors: the same target, forced onto that path."""
+    publish(1)
+    zeros = tensors_of(model)
+
+    def on_device(tensor: Tensor, name: str, spec: object) -> Tensor:
+        del name, spec
+        return device.bits_of(tensor)
+
+    monkeypatch.setattr(tensors, "_flat", on_device)
+    subscriber = subscribe(TensorTarget(zeros))
+    subscriber.update()
+    for seed in (2, 3):
+        publish(seed, share=0.02 if seed == 2 else 1.0)
+        subscriber.update()
+        assert same(bits_of(zeros), bits_of(model))
+    assert subscriber.scrub()
+    assert subscriber.rollback().version == 2
+    assert subscriber.scrub()

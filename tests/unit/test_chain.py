@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+
+from deltachain.chain import Chain, Committed
+from deltachain.digest import object_digest
+from deltachain.errors import (
+    AlreadyExistsError,
+    BrokenChainError,
+    ChainMismatchError,
+    DigestMismatchError,
+    MalformedError,
+    ObjectNotFoundError,
+    PublisherFencedError,
+    StoreUnavailableError,
+    UnsupportedFormatError,
+)
+from deltachain.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, manifest_key
+from deltachain.manifest import Edge, EdgeRecord, Head, Manifest, ObjectRef, Table, dump, seal
+from deltachain.store import MemoryStore
+from deltachain.store.base import Buffer, Capabilities
+from deltachain.testing.faults import Action, Fault, FaultyStore
+from deltachain.types import StateDigest
+from deltachain.window import WINDOW, window, window_from
+
+TABLE = Table(tensors=(("a", "BF16", (4, 4)), ("b", "F32", (3,))), aliases={"c": "a"})
+ANCHOR = Edge(kind="anchor", encodings=("dense",))
+
+
+class SingleWriterStore(MemoryStore):
+    """A store that can not decide a race: it looks first and then writes."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_put=False, list_consistent=False)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        if self.find(key) is not None:
+            raise AlreadyExistsError(key, key=key)
+        self.put(key, data)
+
+
+def create(store: Any) -> Chain:
+    return Chain.create(store, TABLE, chain_id="one", time=0.0, assets={})
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def chain(store: MemoryStore) -> Chain:
+    return create(store)
+
+
+def state(version: int) -> str:
+    return str(StateDigest(version + 1, 7))
+
+
+def manifest_after(parent: Committed | None, **changes: Any) -> Manifest:
+    version = parent.version + 1 if parent else 0
+    own = Edge(kind="delta", base=version - 1, encodings=("step",)) if parent else ANCHOR
+    fields: dict[str, Any] = {
+        "chain": "one",
+        "version": version,
+        "epoch": 0,
+        "commit_id": f"commit-{version}",
+        "parent": parent.digest if parent else "",
+        "step": version,
+        "time": 0.0,
+        "base_state": parent.manifest.state if parent else "",
+        "state": state(version),
+        "nnz": 1,
+        "numel": 19,
+        "edge": own,
+        "recent": window(parent.manifest if parent else None),
+        "window_from": window_from(version),
+    }
+    return Manifest(**fields | changes)
+
+
+def extend(chain: Chain, count: int, parent: Committed | None = None) -> list[Committed]:
+    made = []
+    for _ in range(count):
+        parent = chain.commit(manifest_after(parent))
+        made.append(parent)
+    return made
+
+
+# Making and opening
+
+
+def test_opening_what_is_not_there_says_so(store: MemoryStore) -> None:
+    with pytest.raises(ObjectNotFoundError) as caught:
+        Chain.open(store)
+    assert "check the URL" in caught.value.hint
+
+
+def test_another_table_is_another_model(store: MemoryStore, chain: Chain) -> None:
+    assert chain.head() is None
+    other = Table(tensors=(("a", "BF16", (4, 5)),))
+    with pytest.raises(ChainMismatchError, match="2 tensors, this one has 1; for example"):
+        Chain.create(store, other, chain_id="two", time=0.0, assets={})
+    aliases = Table(tensors=TABLE.tensors)
+    with pytest.raises(ChainMismatchError, match="aliases"):
+        Chain.create(store, aliases, chain_id="two", time=0.0, assets={})
+
+
+def test_a_maker_that_died_before_the_identity_is_succeeded(store: MemoryStore) -> None:
+    faulty = FaultyStore(store, Fault("fail", CHAIN_KEY))
+    with pytest.raises(StoreUnavailableError):
+        create(faulty)
+    assert create(store).identity.chain == "one"
+
+
+def test_of_racing_makers_all_get_the_same_chain(store: MemoryStore) -> None:
+    barrier = threading.Barrier(4)
+    found: list[str] = []
+
+    def make(name: str) -> None:
+        barrier.wait(60)
+        chain = Chain.create(store, TABLE, chain_id=name, time=0.0, assets={"a.json": b"1"})
+        found.append(chain.identity.chain)
+
+    threads = [threading.Thread(target=make, args=(f"maker-{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4
+    assert set(found) == {Chain.open(store).identity.chain}
+
+
+def test_a_table_that_is_not_the_one_named_is_refused(store: MemoryStore, chain: Chain) -> None:
+    assert chain.table == TABLE
+    store.put(TABLE_KEY, dump(Table(tensors=TABLE.tensors)))
+    with pytest.raises(DigestMismatchError) as caught:
+        Chain.open(store)
+    assert caught.value.key == TABLE_KEY
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        Table(tensors=(("a", "BF17", (4,)),)),
+        Table(tensors=(("a", "BF16", (1 << 40, 1 << 40)),)),
+    ],
+)
+def test_a_table_that_means_nothing_is_refused(store: MemoryStore, table: Table) -> None:
+    Chain.create(store, table, chain_id="one", time=0.0, assets={})
+    with pytest.raises(MalformedError, match=TABLE_KEY):
+        Chain.open(store)
+
+
+@pytest.mark.parametrize(
+    ("document", "error"),
+    [
+        (b"", MalformedError),
+        (b"[]", MalformedError),
+        (b'{"format":1}', MalformedError),
+        (b'{"format":2,"chain":"one"}', UnsupportedFormatError),
+        (b'{"format":1,"requires":["levitation"],"chain":"one"}', UnsupportedFormatError),
+        (b'{"format":1,"chain":"one","created":0,"table":"","surprise":1}', MalformedError),
+        (b"[" * 100_000, MalformedError),
+    ],
+)
+@pytest.mark.usefixtures("chain")
+def test_an_identity_that_can_not_be_read_is_refused(
+    store: MemoryStore, document: bytes, error: type[Exception]
+) -> None:
+    store.put(CHAIN_KEY, document)
+    with pytest.raises(error, match=CHAIN_KEY):
+        Chain.open(store)
+
+
+def test_assets_are_verified(store: MemoryStore) -> None:
+    files = {"config.json": b"{}", "tokenizer.json": b"[]"}
+    chain = Chain.create(store, TABLE, chain_id="one", time=0.0, assets=files)
+    assert dict(chain.assets()) == files
+    store.put(chain.identity.assets[1].key, b"[0]")
+    with pytest.raises(DigestMismatchError):
+        list(chain.assets())
+
+
+# Committing
+
+
+def test_a_version_is_committed_once(chain: Chain) -> None:
+    (first,) = extend(chain, 1)
+    with pytest.raises(PublisherFencedError, match="commit commit-0, epoch 0; ours was mine"):
+        chain.commit(manifest_after(None, commit_id="mine"))
+    assert chain.read(0) == first
+
+
+@pytest.mark.parametrize("action", ["lose-reply", "fail", "full"])
+@pytest.mark.parametrize("single_writer", [False, True])
+def test_an_outcome_that_was_lost_is_read_back(action: Action, single_writer: bool) -> None:
+    inner = SingleWriterStore() if single_writer else MemoryStore()
+    chain = create(FaultyStore(inner, Fault(action, "manifests/")))
+    if action == "lose-reply":
+        assert chain.commit(manifest_after(None)).version == 0
+    else:
+        with pytest.raises(StoreUnavailableError):
+            chain.commit(manifest_after(None))
+        assert chain.head() is None
+        chain.commit(manifest_after(None))
+    assert chain.read(0).manifest.commit_id == "commit-0"
+
+
+def test_a_single_writer_store_is_read_back_after_every_commit() -> None:
+    inner = SingleWriterStore()
+    chain = create(inner)
+
+    def other_writes_too() -> None:
+        inner.put(manifest_key(0), seal(manifest_after(None, commit_id="theirs")))
+
+    class Racing(FaultyStore):
+        def put_if_absent(self, key: str, data: Buffer) -> None:
+            super().put_if_absent(key, data)
+            other_writes_too()  # between our put and our look
+
+    racing = Chain(Racing(inner), chain.identity, chain.table)
+    with pytest.raises(PublisherFencedError, match="commit theirs"):
+        racing.commit(manifest_after(None))
+
+
+@pytest.mark.parametrize("others", [{"chain": "two"}, {"version": 1, "edge": ANCHOR}])
+def test_a_manifest_in_the_wrong_place_is_refused(
+    store: MemoryStore, chain: Chain, others: dict[str, Any]
+) -> None:
+    store.put(manifest_key(0), seal(manifest_after(None, **others)))
+    with pytest.raises(MalformedError, match=r"is version \d of chain"):
+        chain.read(0)
+
+
+def test_a_manifest_whose_state_is_none_is_refused(store: MemoryStore, chain: Chain) -> None:
+    store.put(manifest_key(0), seal(manifest_after(None, state="zz")))
+    with pytest.raises(MalformedError, match="not a state digest"):
+        chain.read(0)
+
+
+# Finding the head
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 40])
+@pytest.mark.parametrize("hint", [None, 0, 1, 6, 39, 1000])
+def test_the_head_is_found_whatever_the_hint_says(
+    store: MemoryStore, chain: Chain, length: int, hint: int | None
+) -> None:
+    extend(chain, length)
+    if hint is not None:
+        store.put(HEAD_KEY, dump(Head(version=hint)))
+    head = chain.head()
+    assert head is not None
+    assert head.version == length - 1
+
+
+def test_the_head_is_found_in_a_handful_of_probes(store: MemoryStore, chain: Chain) -> None:
+    extend(chain, 300)
+    probes: list[str] = []
+
+    class Counting(FaultyStore):
+        def find(self, key: str) -> Any:
+            probes.append(key)
+            return super().find(key)
+
+    counted = Chain(Counting(store), chain.identity, chain.table)
+    assert counted.newest(0) == 299
+    assert len(probes) < 20
+    probes.clear()
+    assert counted.newest(299) == 299
+    assert len(probes) == 1
+
+
+def test_history_is_proven_parent_by_parent(store: MemoryStore, chain: Chain) -> None:
+    made = extend(chain, 5)
+    assert list(chain.history(0, 4)) == made
+    assert list(chain.history(3, 2)) == []
+    forged = msgspec.structs.replace(made[2].manifest, commit_id="forged")
+    store.put(manifest_key(2), seal(forged))
+    with pytest.raises(BrokenChainError, match="version 3 names") as caught:
+        list(chain.history(0, 4))
+    assert caught.value.version == 3
+    store.delete(manifest_key(2))
+    with pytest.raises(BrokenChainError, match="manifest of version 2 is missing"):
+        list(chain.history(0, 4))
+
+
+def test_a_state_is_found_however_long_ago_it_was(chain: Chain) -> None:
+    made = extend(chain, 3 * WINDOW + 5)
+    for version in (0, 1, WINDOW, 2 * WINDOW + 1, len(made) - 1):
+        assert chain.find_state(made[version].state) == made[version]
+    assert chain.find_state(StateDigest(1, 1)) is None
+
+
+def test_of_equal_states_the_newest_is_found(chain: Chain) -> None:
+    (first,) = extend(chain, 1)
+    again = chain.commit(manifest_after(first, state=first.manifest.state, epoch=1))
+    extend(chain, 2, again)
+    assert chain.find_state(first.state) == again
+
+
+# Other ways to a version
+
+
+def anchor_of(committed: Committed, digest: str = "0" * 64) -> Edge:
+    key = f"anchors/{committed.version:020d}-00000000-{'a' * 32}/00000.safetensors"
+    return Edge(
+        kind="anchor", encodings=("dense",), parts=(ObjectRef(key=key, nbytes=9, blake3=digest),)
+    )
+
+
+def test_the_first_record_of_a_way_stays(chain: Chain) -> None:
+    (first,) = extend(chain, 1)
+    one = chain.add_edge(first, anchor_of(first), "")
+    two = chain.add_edge(first, anchor_of(first, "1" * 64), "")
+    assert one == two
+    assert chain.edge(one) == anchor_of(first)
+
+
+def test_a_record_that_leads_elsewhere_is_refused(store: MemoryStore, chain: Chain) -> None:
+    (first,) = extend(chain, 1)
+    record = EdgeRecord(
+        chain="one",
+        version=0,
+        manifest=first.digest,
+        base_state="",
+        state=state(9),
+        edge=anchor_of(first),
+    )
+    key, data = edge_key(0, "anchor", None), seal(record)
+    store.put(key, data)
+    with pytest.raises(MalformedError, match="leads to another state"):
+        chain.add_edge(first, anchor_of(first), "")
+    summary = msgspec.structs.replace(
+        first.manifest.summary(), record=key, digest=object_digest(data)
+    )
+    with pytest.raises(MalformedError, match="leads to another state"):
+        chain.edge(summary)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"digest": "1" * 64},
+        {"record": "edges/other.json"},
+        {"record": "manifests/00000000000000000000.json"},
+    ],
+    ids=["digest", "key", "manifest"],
+)
+def test_a_record_that_is_not_the_one_listed_is_refused(
+    chain: Chain, wrong: dict[str, str]
+) -> None:
+    (first,) = extend(chain, 1)
+    summary = chain.add_edge(first, anchor_of(first), "")
+    with pytest.raises((DigestMismatchError, MalformedError)):
+        chain.edge(msgspec.structs.replace(summary, **wrong))
+
+
+def test_parts_of_another_version_are_refused(chain: Chain) -> None:
+    first, second = extend(chain, 2)
+    summary = chain.add_edge(second, anchor_of(first), "")
+    with pytest.raises(MalformedError, match="as a part"):
+        chain.edge(summary)
+
+
+# Planning over what is in the store
+
+
+@pytest.mark.parametrize("held", [None, 0, 3, 100])
+@pytest.mark.parametrize("target", [150, 199])
+def test_a_plan_is_found_over_several_windows(chain: Chain, held: int | None, target: int) -> None:
+    made = extend(chain, 200)
+    plan = chain.plan(held, made[target])
+    first = 0 if held is None else held + 1
+    assert [edge.version for edge in plan.edges] == list(range(first, target + 1))
+
+
+def test_a_plan_reads_few_manifests(store: MemoryStore, chain: Chain) -> None:
+    made = extend(chain, 200)
+    faulty = FaultyStore(store)
+    Chain(faulty, chain.identity, chain.table).plan(190, made[199])
+    read = [key for key in faulty.keys_read if key.startswith("manifests/")]
+    assert len(read) <= 1
+
+
+def test_a_way_that_is_avoided_is_looked_for_further_back(chain: Chain) -> None:
+    made = extend(chain, 100)
+    again = chain.commit(manifest_after(made[-1], edge=ANCHOR))
+    assert len(chain.plan(None, again).edges) == 1
+    with pytest.raises(BrokenChainError, match="no way from nothing to version 100"):
+        chain.plan(None, again, avoid=[again.manifest.summary()])
+
+
+def test_a_hint_names_the_anchor_of_the_head(store: MemoryStore, chain: Chain) -> None:
+    made = extend(chain, 40)
+    summary = chain.add_edge(made[-1], anchor_of(made[-1]), "")
+    assert len(chain.plan(None, made[-1]).edges) == 40
+    chain.write_head(39, [summary])
+    assert chain.plan(None, made[-1]).edges == (summary,)
+    store.put(HEAD_KEY, b"garbage")
+    assert len(chain.plan(None, made[-1]).edges) == 40
+
+
+def test_a_hint_about_the_future_is_not_planned_with(chain: Chain) -> None:
+    made = extend(chain, 5)
+    summary = chain.add_edge(made[4], anchor_of(made[4]), "")
+    chain.write_head(4, [summary])
+    assert [edge.version for edge in chain.plan(None, made[2]).edges] == [0, 1, 2]

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deltachain.delta import (
+    ABSOLUTE,
+    STEP,
+    TensorDelta,
+    changes,
+    density,
+    fold,
+    fold_all,
+)
+from deltachain.errors import MalformedError
+from deltachain.types import Bits, TensorSpec
+
+DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
+
+
+def apply(bits: Bits, delta: TensorDelta) -> Bits:
+    """What a delta does, element by element and by the book."""
+    new = bits.copy()
+    top = 1 << 8 * bits.itemsize
+    indices = range(bits.size) if delta.indices is None else delta.indices.tolist()
+    mask = np.broadcast_to(delta.absolute, delta.values.shape).tolist()
+    for i, value, absolute in zip(indices, delta.values.tolist(), mask, strict=True):
+        new[i] = value if absolute else (int(bits[i]) + value) % top
+    return new
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[Bits, list[TensorDelta]]:
+    """Bits of a small tensor, and deltas of every kind to them, small enough to collide."""
+    width = draw(st.sampled_from(sorted(DTYPES)))
+    numel = draw(st.integers(0, 6))
+    spec = TensorSpec("w", DTYPES[width], (numel,))
+    top = (1 << 8 * width) - 1
+    some = st.one_of(st.sampled_from([1, top, top // 2 + 1, 2]), st.integers(1, top))
+    deltas = []
+    for _ in range(draw(st.integers(1, 6))):
+        kind = draw(st.sampled_from(["step", "absolute", "mixed", "dense"]))
+        if kind == "dense":
+            whole = draw(st.lists(st.integers(0, top), min_size=numel, max_size=numel))
+            deltas.append(TensorDelta.dense(spec, np.array(whole, spec.bits_dtype)))
+            continue
+        indices = draw(st.sets(st.integers(0, numel - 1))) if numel else set()
+        mask = {"step": STEP, "absolute": ABSOLUTE}.get(kind)
+        if mask is None:
+            mask = np.array([draw(st.booleans()) for _ in indices], np.bool_)
+        values = [draw(some) for _ in indices]
+        deltas.append(
+            TensorDelta(
+                spec=spec,
+                indices=np.array(sorted(indices), np.int64),
+                values=np.array(values, spec.bits_dtype),
+                absolute=mask,
+            )
+        )
+    bits = draw(st.lists(st.integers(0, top), min_size=numel, max_size=numel))
+    return np.array(bits, spec.bits_dtype), deltas
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories())
+def test_a_folded_delta_does_what_its_parts_do(history: tuple[Bits, list[TensorDelta]]) -> None:
+    bits, deltas = history
+    folded = fold_all(deltas).validate()
+    expected = bits
+    for delta in deltas:
+        expected = apply(expected, delta.validate())
+    assert apply(bits, folded).tolist() == expected.tolist()
+
+
+def form(delta: TensorDelta) -> tuple[Any, ...]:
+    """All there is to a delta, in a form that compares."""
+    mask = np.broadcast_to(delta.absolute, delta.values.shape).tolist()
+    indices = None if delta.indices is None else delta.indices.tolist()
+    return indices, delta.values.tolist(), mask, delta.values.dtype
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories(), st.data())
+def test_folding_is_associative(
+    history: tuple[Bits, list[TensorDelta]], data: st.DataObject
+) -> None:
+    deltas = list(history[1])
+    expected = form(fold_all(deltas))
+    while len(deltas) > 1:
+        at = data.draw(st.integers(0, len(deltas) - 2))
+        deltas[at : at + 2] = [fold(deltas[at], deltas[at + 1])]
+    assert form(deltas[0]) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories())
+def test_folding_changes_none_of_its_operands(
+    history: tuple[Bits, list[TensorDelta]],
+) -> None:
+    before = [form(delta) for delta in history[1]]
+    fold_all(history[1])
+    assert [form(delta) for delta in history[1]] == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(histories())
+def test_changes_are_the_steps_from_old_to_new(history: tuple[Bits, list[TensorDelta]]) -> None:
+    old, deltas = history
+    new = apply(old, deltas[0])
+    found = changes(deltas[0].spec, old, new).validate()
+    assert not found.absolute.any()
+    assert apply(old, found).tolist() == new.tolist()
+    assert found.nnz == int(np.count_nonzero(old != new))
+    assert found.indices is not None
+    assert np.array_equal(found.new_bits(old[found.indices]), new[found.indices])
+
+
+def test_steps_that_cancel_disappear() -> None:
+    spec = TensorSpec("w", "BF16", (2,))
+    old, new = np.array([0, 5], np.uint16), np.array([0x8000, 6], np.uint16)
+    there, back = changes(spec, old, new), changes(spec, new, old)
+    assert fold(there, back).nnz == 0
+    assert fold(there, there).values.tolist() == [2]  # 0x8000 twice is nothing
+
+
+def test_absolute_bits_of_every_element_become_dense() -> None:
+    spec = TensorSpec("w", "U8", (2,))
+    halves = [
+        TensorDelta(
+            spec=spec,
+            indices=np.array([n]),
+            values=np.array([n + 7], np.uint8),
+            absolute=ABSOLUTE,
+        )
+        for n in range(2)
+    ]
+    folded = fold_all(halves)
+    assert folded.is_dense
+    assert folded.values.tolist() == [7, 8]
+
+
+SPEC = TensorSpec("layer.w", "BF16", (4,))
+
+
+def sparse(**fields: Any) -> TensorDelta:
+    sound: dict[str, Any] = {
+        "spec": SPEC,
+        "indices": np.array([0, 3], np.int64),
+        "values": np.array([1, 2], np.uint16),
+    }
+    return TensorDelta(**(sound | fields))
+
+
+def test_what_keeps_its_promises_is_valid() -> None:
+    delta = sparse()
+    assert delta.validate() is delta
+    assert (delta.nnz, delta.nbytes, delta.is_dense) == (2, 20, False)
+    assert sparse(absolute=np.array([True, False])).validate().nnz == 2
+    assert sparse(values=np.array([0, 0], np.uint16), absolute=ABSOLUTE).validate().nnz == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"values": np.array([1, 2], np.uint32)},
+        {"values": np.array([1, 2], np.int16)},
+        {"values": np.array([[1, 2]], np.uint16)},
+        {"values": np.array([1], np.uint16)},
+        {"values": np.array([1, 0], np.uint16)},
+        {"indices": np.array([0, 3], np.int32)},
+        {"indices": np.array([3, 0], np.int64)},
+        {"indices": np.array([3, 3], np.int64)},
+        {"indices": np.array([0, 4], np.int64)},
+        {"indices": np.array([-1, 3], np.int64)},
+        {"indices": np.array([[0, 3]], np.int64)},
+        {"indices": None},
+        {"indices": None, "values": np.zeros(4, np.uint16)},
+        {"indices": None, "values": np.zeros(3, np.uint16), "absolute": ABSOLUTE},
+        {"absolute": np.array([True])},
+        {"absolute": np.array([True, False, True])},
+        {"absolute": np.array([True, False]), "values": np.array([1, 0], np.uint16)},
+    ],
+)
+def test_what_breaks_a_promise_is_malformed(fields: dict[str, Any]) -> None:
+    with pytest.raises(MalformedError, match=r"layer\.w"):
+        sparse(**fields).validate()
+
+
+def test_density_of_nothing_is_zero() -> None:
+    assert (density(0, 0), density(1, 4)) == (0.0, 0.25)
