@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.chain import Chain, Committed
-from deltachain.checkpoint import Checkpoint, read_assets
+from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ChainMismatchError, ObjectNotFoundError, PublisherFencedError
 from deltachain.manifest import EdgeSummary, Table
 from deltachain.names import TORCH_DTYPES
@@ -29,7 +29,6 @@ from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.source import Source, Weight
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
-from deltachain.subscribe.folder import HELD_FILE
 from deltachain.types import TensorSpec
 
 
@@ -124,8 +123,7 @@ def _open_or_create(store: Store, path: Path, checkpoint: Checkpoint) -> Chain:
         return Chain.open(store)
     except ObjectNotFoundError:
         rows = tuple((s.name, s.dtype, s.shape) for s in checkpoint.specs.values())
-        assets = read_assets(path) if path.is_dir() else {}
-        assets.pop(HELD_FILE, None)  # what a pulled folder says of itself
+        assets = checkpoint.assets()
         return Chain.create(
             store, Table(tensors=rows), chain_id=uuid.uuid4().hex, time=time.time(), assets=assets
         )

@@ -1,7 +1,7 @@
 """What a delta costs on the wire and on a core, on chains with the statistics of RL updates.
 
-Every byte of a part counts: header, directory, digests of frames and streams. The manifest that
-commits it is shown beside, because its size does not grow with the model. Speeds include all
+Every byte counts: header, directory, digests, frames and streams of the part, and the manifest that
+commits it, whose size does not grow with the model. Speeds include all
 digests: encoding computes the state digest of the changes and blake3 of frames and part; decoding
 verifies every frame. Every part is decoded and compared bit for bit.
 """
@@ -47,7 +47,10 @@ Specs = Mapping[str, TensorSpec]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodingRow:
-    """One encoding of one update; speeds in dense bf16 gigabytes, or by changed element."""
+    """One encoding of one update; speeds in dense bf16 gigabytes, or by changed element.
+
+    ``nbytes`` is the part; ``bits`` counts the part and its manifest.
+    """
 
     encoding: str
     nbytes: int
@@ -161,14 +164,15 @@ def measure(chain: SyntheticChain, label: str, rounds: int) -> ChainRow:
         check(changes, decode(part.data))
     numel = sum(change.numel for change in changes.values())
     nnz = sum(change.indices.size for change in changes.values())
+    manifest = manifest_nbytes(parts["step"], numel)
     return ChainRow(
         label=label,
         lr=chain.lr,
         density=nnz / numel,
         numel=numel,
         nnz=nnz,
-        manifest_nbytes=manifest_nbytes(parts["step"], numel),
-        encodings=_time(specs, changes, parts, rounds),
+        manifest_nbytes=manifest,
+        encodings=_time(specs, changes, parts, rounds, manifest),
         layouts={name: bits_per_change(size(changes), changes) for name, size in LAYOUTS.items()},
         limits=_limits(step),
     )
@@ -235,7 +239,11 @@ def _parts(specs: Specs, changes: Changes, encoding: str) -> Iterator[Change]:
 
 
 def _time(
-    specs: Specs, changes: Changes, parts: Mapping[str, EncodedPart], rounds: int
+    specs: Specs,
+    changes: Changes,
+    parts: Mapping[str, EncodedPart],
+    rounds: int,
+    manifest: int,
 ) -> list[EncodingRow]:
     candidates = []
     for name, part in parts.items():
@@ -252,7 +260,7 @@ def _time(
             EncodingRow(
                 encoding=name,
                 nbytes=len(part.data),
-                bits=8 * len(part.data) / nnz,
+                bits=8 * (len(part.data) + manifest) / nnz,
                 encode_gb_per_s=dense / to_encode / 1e9,
                 decode_gb_per_s=dense / to_decode / 1e9,
                 encode_ns=to_encode / nnz * 1e9,
@@ -271,13 +279,13 @@ def _limits(step: Step) -> dict[str, float]:
 
 
 def _sizes(rows: Sequence[ChainRow]) -> Any:  # noqa: ANN401 - a rich table
-    title = "Bits a changed element, everything in the part counted"
+    title = "Bits a changed element, everything counted: the part and its manifest"
     table = report.grid(title, "", *(row.label for row in rows))
     table.add_row("density", *(f"{row.density:.2%}" for row in rows), end_section=True)
     for number, name in enumerate(ENCODINGS):
         cells = (f"{row.encodings[number].bits:.2f}" for row in rows)
         table.add_row(f"deltachain {name}", *cells, style="bold")
-    table.add_row("with its manifest", *(f"+{8 * r.manifest_nbytes / r.nnz:.2f}" for r in rows))
+    table.add_row("of these, manifest", *(f"{8 * r.manifest_nbytes / r.nnz:.2f}" for r in rows))
     for name in rows[0].layouts:
         table.add_row(name, *(f"{row.layouts[name]:.2f}" for row in rows))
     for name in rows[0].limits:

@@ -29,9 +29,11 @@ from deltachain.demo.replica import DemoError, FollowerProcess
 from deltachain.demo.report import DemoReport, Judged, VersionRow
 from deltachain.demo.train import GrpoStep, run_grpo
 from deltachain.demo.witness import OracleCallback
+from deltachain.manifest import Manifest
 from deltachain.publish import DeltaChainCallback, PublishReceipt
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
+from deltachain.window import edge_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +109,12 @@ def _run(stage: Stage) -> DemoReport:
     newcomer = _join_late(stage)
     judged = _judge(stage)
     verified = _verify(stage)
-    head = Chain.open(open_store(stage.url)).head()
-    if head is None:
-        raise DemoError("the chain is empty")
+    manifests = _manifests(stage)
+    head = manifests[-1]
     dense = sum(spec.nbytes for spec in Checkpoint(stage.root / "base").specs.values())
     applied = {line["version"]: line for line in heard if line["event"] == "applied"}
-    edges = (*head.manifest.recent, head.manifest.summary())
+    listed = [edge for m in manifests for edge in (*m.recent, m.summary())]
+    edges = {edge_id(edge): edge for edge in listed}.values()
     return DemoReport(
         versions=head.version + 1,
         mismatching_bits=sum(one.mismatching_bits for one in judged),
@@ -123,7 +125,7 @@ def _run(stage: Stage) -> DemoReport:
         late_joiner_plan=newcomer.plan,
         verified=verified,
         seconds=time.monotonic() - start,
-        parameters=head.manifest.numel,
+        parameters=head.numel,
         rows=tuple(_row(receipt, applied[receipt.version], dense) for receipt in receipts),
         judged=judged,
         texts={f"{line['event']} {line['version']}": line["text"] for line in heard},
@@ -228,6 +230,15 @@ def _verify(stage: Stage) -> bool:
     if done.returncode != 0:
         stage.display.say(f"[red]deltachain verify: {done.stderr.strip()}")
     return done.returncode == 0
+
+
+def _manifests(stage: Stage) -> list[Manifest]:
+    """Every manifest of the chain, oldest first."""
+    chain = Chain.open(open_store(stage.url))
+    head = chain.head()
+    if head is None:
+        raise DemoError("the chain is empty")
+    return [committed.manifest for committed in chain.history(0, head.version)]
 
 
 def _row(receipt: PublishReceipt, applied: dict[str, Any], dense: int) -> VersionRow:

@@ -19,7 +19,7 @@ class Staged:
     """A proven apply that waits for its swap.
 
     Attributes:
-        held: What the target held when it was staged; ``None`` for nothing.
+        held: What the target is proven to hold as it is staged; ``None`` for nothing.
         to: What it will hold.
         step: The trainer's step of that version.
         time: When that version was committed, by the publisher's clock.
@@ -63,11 +63,20 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """Patches whose result is proven to have the state digest of the manifest."""
+    """Patches whose result is proven to have the state digest of the manifest.
+
+    Attributes:
+        patches: What fits the budget.
+        deferred: Tensors that do not.
+        nnz: Elements that they write.
+        base_too: Whether what they overwrite is proven as well. A plan from nothing leads to the
+            right state from any other, but taking it back must lead to one that is known.
+    """
 
     patches: tuple[Patch, ...]
     deferred: tuple[str, ...]
     nnz: int
+    base_too: bool
 
 
 def prove(
@@ -90,7 +99,7 @@ def prove(
     """
     patches: list[Patch] = []
     deferred: list[str] = []
-    total = StateDigest() if fetched.from_nothing or base is None else base
+    change = written = StateDigest()
     nnz = nbytes = 0
     for name in fetched.names:
         delta = fetched.read(name)
@@ -101,21 +110,22 @@ def prove(
             patches.append(patch)
         else:
             deferred.append(name)
-        if not fetched.from_nothing:
-            total += patch.change
-        elif delta.is_dense:
-            total += host.digest(digest_key(delta.spec), delta.values)
-        else:
+        change += patch.change
+        if delta.is_dense and fetched.from_nothing:
+            written += host.digest(digest_key(delta.spec), delta.values)
+        elif fetched.from_nothing:
             raise BrokenChainError(f"{name}: the plan from nothing gives only {patch.nnz} elements")
     if fetched.from_nothing and len(fetched.names) != len(fetched.specs):
         raise BrokenChainError("the plan from nothing does not give every tensor")
+    changed = None if base is None else base + change
+    total = written if fetched.from_nothing else changed
     if total != state:
         raise BaseMismatchError(
             f"{fetched.plan} would lead to state {total}, the manifest says {state}"
             f"{_suspect(fetched, patches)}; nothing was written",
             version=fetched.plan.target,
         )
-    return Proof(tuple(patches), tuple(deferred), nnz)
+    return Proof(tuple(patches), tuple(deferred), nnz, base_too=changed == state)
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> str:

@@ -297,7 +297,7 @@ class Subscriber:
         staged_at = time.perf_counter()
         newest = self.chain.newest(committed.version)
         return Staged(
-            held=held,
+            held=held if proof.base_too else None,
             to=held_by(self.chain, committed),
             step=committed.manifest.step,
             time=committed.manifest.time,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from deltachain.chain import Chain, Committed
-from deltachain.checkpoint import WEIGHTS_FILE
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.digest import digest_key, object_digest
 from deltachain.fetch import fetch
 from deltachain.kernels import reference
@@ -148,6 +148,21 @@ def replica_of(model: nn.Module, kind: str, folder: Path) -> Replica:
         for tensor in module.state_dict().values():
             tensor.zero_()
     return Replica(kind, module, lambda: bits_of(module))
+
+
+def scribble(replica: Replica, *, name: str = "layer.weight") -> None:
+    """Somebody else writes to a replica: one bit of the first element of one weight."""
+    if isinstance(replica.target, Path):
+        file, offset = Checkpoint(replica.target).place(name)
+        with file.open("r+b") as opened:
+            opened.seek(offset)
+            byte = opened.read(1)[0]
+            opened.seek(offset)
+            opened.write(bytes([byte ^ 1]))
+        return
+    target = replica.target
+    tensor = (target.state_dict() if isinstance(target, nn.Module) else target)[name]
+    tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,12 +229,15 @@ def test_envelopes_are_strict_and_signatures_are_carried() -> None:
     signature = {"key_id": "a", "algorithm": "b", "value": "c"}
     signed = json.dumps({"payload": payload, "signatures": [signature]}).encode()
     assert read("manifest", signed) == read("manifest", frozen("manifest"))
+    with pytest.raises(MalformedError, match="twice"):
+        read("manifest", frozen("manifest")[:-1] + b',"signatures":[]}')
     for wrong in ({"signatures": [signature | {"d": ""}]}, {"colour": ""}, {"payload": 1}):
         with pytest.raises(MalformedError):
             read("manifest", json.dumps({"payload": payload} | wrong).encode())
 
 
-WAYS = {
+PART = {"key": f"anchors/{3:020d}-x", "nbytes": 1, "blake3": ""}
+WAYS: dict[str, dict[str, Any]] = {
     "a delta from an older version": {"kind": "delta", "base": 1},
     "a delta from itself": {"kind": "delta", "base": 3},
     "a delta from nothing": {"kind": "delta", "base": None},
@@ -243,6 +246,7 @@ WAYS = {
     "an anchor from a version": {"kind": "anchor", "base": 2},
     "a base without a reference": {"kind": "base", "base": None},
     "a reference of a delta": {"reference": {"path": "x"}},
+    "a base with parts": {"kind": "base", "base": None, "reference": {}, "parts": [PART]},
 }
 
 
@@ -281,7 +285,20 @@ def test_a_window_that_does_not_go_back_is_malformed() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["/etc/passwd", "../x", "a/../b", ".hidden", "a//b", "a/", "a\n", "é", "a" * 513, "a b"]
+    "key",
+    [
+        "/etc/passwd",
+        "../x",
+        "a/../b",
+        ".hidden",
+        "a//b",
+        "a/",
+        "a\n",
+        "é",
+        "a" * 256,
+        "a b",
+        "aaaa/" * 110 + "a",
+    ],
 )
 def test_keys_that_no_store_can_hold_are_malformed(key: str) -> None:
     content = document("record")

@@ -22,7 +22,6 @@ from deltachain.errors import (
 )
 from deltachain.store import FileStore
 
-
 NOBODY = 65534
 """The user that Linux and macOS keep for those who own nothing."""
 

@@ -12,11 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from deltachain.errors import (
-    ConfigError,
-    FormatError,
     PartialApplyError,
     PoisonedError,
-    TensorMismatchError,
 )
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber, folder, journal
@@ -345,58 +342,3 @@ def test_the_folder_remembers_what_it_holds(
     again = subscribe(mirror, verify_at_start=False)
     assert again.chain is not None
     assert again.held == subscriber.held  # by its bits
-
-
-@pytest.mark.usefixtures("publisher")
-def test_a_folder_of_another_model_is_refused_and_not_written_to(
-    mirror: Path, subscribe: Subscribe
-) -> None:
-    mirror.mkdir()
-    file = mirror / "model.safetensors"
-    save_file(TinyModel(width=32).frozen.state_dict(), file)
-    before = file.read_bytes()
-    with pytest.raises(TensorMismatchError, match=r"has no 'embed\.weight'"):
-        subscribe(mirror).update()
-    assert file.read_bytes() == before
-
-
-@pytest.mark.usefixtures("publisher")
-@pytest.mark.parametrize("change", ["dtype", "shape"])
-def test_a_tensor_of_another_kind_is_named(mirror: Path, subscribe: Subscribe, change: str) -> None:
-    mirror.mkdir()
-    tensors = {name: tensor.clone() for name, tensor in TinyModel().state_dict().items()}
-    norm = tensors["norm.bias"]
-    tensors["norm.bias"] = norm.half() if change == "dtype" else norm[:-1].clone()
-    save_file(tensors, mirror / "model.safetensors")
-    with pytest.raises(TensorMismatchError) as caught:
-        subscribe(mirror).update()
-    assert caught.value.tensor == "norm.bias"
-
-
-@pytest.mark.usefixtures("publisher")
-@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\0" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
-def test_a_file_that_is_no_checkpoint_is_refused(
-    mirror: Path, subscribe: Subscribe, data: bytes
-) -> None:
-    mirror.mkdir()
-    (mirror / "model.safetensors").write_bytes(data)
-    with pytest.raises(FormatError):
-        subscribe(mirror).update()
-    assert (mirror / "model.safetensors").read_bytes() == data
-
-
-@pytest.mark.usefixtures("publisher")
-def test_an_index_that_leads_out_of_the_folder_is_refused(
-    mirror: Path, subscribe: Subscribe
-) -> None:
-    mirror.mkdir()
-    save_file(TinyModel().frozen.state_dict(), mirror / "model.safetensors")
-    for name in ("../model.safetensors", ".hidden", "sub/model.safetensors"):
-        index = {"weight_map": {"frozen.weight": name}}
-        (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(FormatError, match="outside the folder"):
-            subscribe(mirror).update()
-    index = {"weight_map": {"frozen.weight": "gone.safetensors"}}
-    (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"gone\.safetensors is missing"):
-        subscribe(mirror).update()

@@ -8,8 +8,15 @@ from deltachain.errors import ChainError, PartialApplyError, PoisonedError, Stor
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import FaultyStore
-from deltachain.testing.models import Replica, State, TinyModel, bits_of, same
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import (
+    Replica,
+    State,
+    TinyModel,
+    bits_of,
+    same,
+    scribble,
+)
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -170,6 +177,28 @@ def test_applies_after_a_rollback_can_be_taken_back_too(
     subscriber.update()
     assert subscriber.rollback().version == 3
     assert same(replica.bits(), truth[3])
+
+
+def test_bits_that_nobody_proved_are_not_gone_back_to(
+    replica: Replica,
+    subscribe: Subscribe,
+    publish: Publish,
+    model: TinyModel,
+    store: MemoryStore,
+    add_anchor: Callable[[], None],
+) -> None:
+    publish(1)
+    faulty = FaultyStore(store, Fault("hide", "deltas/00000000000000000002", times=None))
+    subscriber = subscribe(replica, on=faulty)
+    subscriber.update()
+    at_one = replica.bits()
+    scribble(replica)  # unnoticed, and overwritten by an anchor that needs no base
+    publish(2)
+    add_anchor()
+    subscriber.update()
+    assert same(replica.bits(), bits_of(model))
+    assert subscriber.rollback(1).version == 1
+    assert same(replica.bits(), at_one)
 
 
 def test_a_rollback_that_failed_leaves_the_way_back_as_it_was(
