@@ -66,7 +66,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         PublisherFencedError: Another publisher committed at the same time.
     """
     checkpoint = Checkpoint(path)
-    chain = _open_or_create(store, path, checkpoint)
+    chain = _open_or_create(store, checkpoint)
     source = source_of(checkpoint, chain.table)
     head = chain.head()
     numel = sum(weight.spec.numel for weight in source.weights)
@@ -117,7 +117,7 @@ def _newest(writer: Writer) -> Committed:
     return writer.parent
 
 
-def _open_or_create(store: Store, path: Path, checkpoint: Checkpoint) -> Chain:
+def _open_or_create(store: Store, checkpoint: Checkpoint) -> Chain:
     """The chain that is there, else a new one whose tensors are the checkpoint's."""
     try:
         return Chain.open(store)

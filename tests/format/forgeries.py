@@ -108,10 +108,11 @@ def share(f: Forgery) -> None:
 
 
 def swap_lengths(f: Forgery) -> None:
-    """Two frames, each of which says the length of the other."""
-    data = f.streams["w"]
-    digests = [digest_of(data[:4]), digest_of(data[4:])]
-    f.on_directory = lambda d: d["streams"][0].update(stored=[4, 12], raw=[12, 4], digests=digests)
+    """Two frames that are not compressed, each of which says the length of the other."""
+    f.metadata["compression"] = "none"
+    data = f.streams["#0.dense.0"]
+    digests = [digest_of(data[:2]), digest_of(data[2:])]
+    f.on_directory = lambda d: d["streams"][0].update(stored=[2, 6], raw=[6, 2], digests=digests)
 
 
 def as_long_as_raw(f: Forgery) -> None:
@@ -261,7 +262,7 @@ CONTAINER: dict[str, tuple[str, Edit]] = {
     "another list of digests": ("step", longer("digests")),
     "a frame of other length": ("step", first_stream("stored", [11])),
     "a frame of nothing": ("step", first_stream("raw", [0])),
-    "frames of swapped lengths": ("plain", swap_lengths),
+    "frames of swapped lengths": ("dense", swap_lengths),
     "a frame that is too large": ("dense", large_frame),
     "a frame beyond the limit": ("step", first_stream("raw", [(1 << 20) + 1])),
     "a frame of other content": ("step", first_stream("raw", [2])),

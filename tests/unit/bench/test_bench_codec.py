@@ -34,7 +34,8 @@ def test_rows_count_every_byte_and_name_every_layout() -> None:
         assert row.density == row.nnz / row.numel
         assert row.layouts.keys() == LAYOUTS.keys()
         assert [e.encoding for e in row.encodings] == list(codec.ENCODINGS)
-        assert all(e.bits == 8 * e.nbytes / row.nnz for e in row.encodings)
+        wire = [e.nbytes + row.manifest_nbytes for e in row.encodings]
+        assert [e.bits for e in row.encodings] == [8 * nbytes / row.nnz for nbytes in wire]
         limits = row.limits
         assert limits["limit given the base"] < limits["limit without the base"]
         assert row.encodings[0].bits > limits["limit given the base"]
@@ -76,7 +77,7 @@ def test_a_manifest_does_not_grow_with_the_part(update: Changes) -> None:
     many = codec.encode(SPECS, update, "raw")
     sizes = [codec.manifest_nbytes(part, TINY.numel) for part in (few, many)]
     assert abs(sizes[0] - sizes[1]) < 200
-    assert 4_000 < sizes[0] < 40_000
+    assert 1_000 < sizes[0] < 10_000
 
 
 def test_aims_are_judged_at_the_density_they_are_set_for() -> None:
