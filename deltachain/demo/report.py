@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -94,9 +95,10 @@ class DemoReport:
         )
 
     def _versions(self) -> Table:
-        table = Table(title="Every version, trainer to follower")
-        for name in ("version", "step", "density", "bytes", "ratio", "stage", "swap", "lag"):
-            table.add_column(name, justify="right")
+        table = Table(title="Every version, trainer to follower", box=box.SIMPLE_HEAD)
+        columns = ("version", "step", "density", "bytes", "ratio", "stage ms", "swap ms", "lag")
+        for name in (*columns, "age s"):
+            table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(
                 str(row.version),
@@ -104,14 +106,16 @@ class DemoReport:
                 f"{row.density:.2%}",
                 f"{row.nbytes:,}",
                 f"{row.ratio:.0f}x",
-                f"{row.stage_ms:.1f} ms",
-                f"{row.swap_ms:.2f} ms",
-                f"{row.lag_versions} / {row.staleness_s:.2f} s",
+                f"{row.stage_ms:.1f}",
+                f"{row.swap_ms:.2f}",
+                str(row.lag_versions),
+                f"{row.staleness_s:.2f}",
             )
         return table
 
     def _judged(self) -> Table:
-        table = Table(title="The oracle: bits of the trainer against bits of the follower")
+        title = "The oracle: bits of the trainer against bits of the follower"
+        table = Table(title=title, box=box.SIMPLE_HEAD)
         table.add_column("compared")
         table.add_column("elements", justify="right")
         table.add_column("mismatching bits", justify="right")
