@@ -15,12 +15,14 @@ from blake3 import blake3
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import MAX_HEADER
 from deltachain.codec.directory import MAX_DIRECTORY
-from deltachain.codec.encode import SEGMENT
-from deltachain.codec.frames import FRAME
+from deltachain.codec.encode import BUCKET, SEGMENT, WIDE_GAPS_BELOW
+from deltachain.codec.frames import FRAME, LEVEL
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
 from deltachain.digest import digest_key
 from deltachain.kernels import host, reference
+from deltachain.plan import REQUEST_NBYTES
 from deltachain.types import BITS_DTYPES, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
+from deltachain.window import ANCHORS_LISTED, WINDOW
 from tests.format import freeze, stranger
 from tests.format.stranger_base import mix, state_text, tensor_key, tensor_lanes
 
@@ -234,3 +236,18 @@ def test_the_dtypes_are_those_of_the_code() -> None:
 def test_the_encodings_are_those_of_the_code() -> None:
     after = "| encoding | gives" + TEXT.split("\n| encoding | gives")[1].split("\n\n")[0]
     assert {row["encoding"].strip("`") for row in table(after)} == ENCODINGS
+
+
+def test_the_choices_of_our_writer_are_those_of_the_code() -> None:
+    text = " ".join(TEXT.split())
+    listed = ["zero", "one", "two", "three"][ANCHORS_LISTED]
+    for choice in (
+        f"Ours lists {WINDOW} versions: `window_from` is `max(0, version - {WINDOW})`",
+        f"the newest {listed} edges that start from nothing",
+        f"segments of 2^{SEGMENT.bit_length() - 1} elements",
+        f"2^{BUCKET.bit_length() - 1} elements are passed",
+        f"below a density of {100 * WIDE_GAPS_BELOW:.1f} %",
+        f"compresses at level {LEVEL}",
+        f"(parts + 1) * 2^{REQUEST_NBYTES.bit_length() - 1}",
+    ):
+        assert choice in text
