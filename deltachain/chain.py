@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from deltachain import keys
 from deltachain.codec import ENCODINGS
@@ -25,6 +26,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.manifest import (
+    Document,
     Edge,
     EdgeRecord,
     EdgeSummary,
@@ -44,6 +46,8 @@ from deltachain.plan import Plan, make_plan
 from deltachain.store import Store
 from deltachain.types import StateDigest, Version
 from deltachain.window import covers, edge_id
+
+_D = TypeVar("_D", bound=Document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +148,7 @@ class Chain:
             FormatError: It is not readable, or of another chain or version.
         """
         key = keys.manifest_key(version)
-        data = self.store.get(key)
-        manifest = unseal(data, Manifest, key=key)
+        data, manifest = self._unsealed(key, Manifest)
         if manifest.chain != self.identity.chain or manifest.version != version:
             raise MalformedError(
                 f"{key}: is version {manifest.version} of chain {manifest.chain}", key=key
@@ -344,6 +347,15 @@ class Chain:
                 return None
             committed = self.read(min(manifest.window_from, manifest.version - 1))
         return None
+
+    def _unsealed(self, key: str, kind: type[_D]) -> tuple[bytes, _D]:
+        """A sealed document and its bytes; read once more if it is corrupt."""
+        data = self.store.get(key)
+        try:
+            return data, unseal(data, kind, key=key)
+        except DigestMismatchError:
+            data = self.store.get(key)
+            return data, unseal(data, kind, key=key)
 
     def _hint(self) -> Head:
         """The hint, or the beginning when there is none that can be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal
 
 from deltachain.types import Version
@@ -37,9 +38,10 @@ def asset_key(digest: str, name: str) -> str:
     return f"assets/{digest[:32]}/{name}"
 
 
+_VERSIONED: Final = re.compile(r"(?:manifests|edges|deltas|anchors|skips)/([0-9]{20})[./-].*")
+
+
 def version_of(key: str) -> Version | None:
     """The version that a manifest, an edge record or a payload part belongs to."""
-    folder, _, rest = key.partition("/")
-    digits = rest[:20]
-    known = folder in ("manifests", "edges", "deltas", "anchors", "skips")
-    return int(digits) if known and len(digits) == 20 and digits.isdigit() else None
+    found = _VERSIONED.fullmatch(key)
+    return int(found[1]) if found else None

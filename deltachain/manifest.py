@@ -12,7 +12,13 @@ from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from deltachain.errors import ConfigError, MalformedError, UnsupportedFormatError
+from deltachain.digest import object_digest
+from deltachain.errors import (
+    ConfigError,
+    DigestMismatchError,
+    MalformedError,
+    UnsupportedFormatError,
+)
 from deltachain.types import StateDigest, TensorSpec, Version
 
 FORMAT: Final = 1
@@ -46,6 +52,7 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
         blake3: Its digest.
         directory: Digest of a part's front, as the part itself states it; empty for other objects.
         xet_hash: How a Hugging Face bucket pins the content; empty elsewhere.
+        ext: What a reader may ignore.
     """
 
     key: Key
@@ -53,6 +60,7 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
     blake3: str
     directory: str = ""
     xet_hash: str = ""
+    ext: dict[str, Any] = {}
 
 
 class FileRef(Struct, frozen=True, kw_only=True):
@@ -89,6 +97,7 @@ class Edge(Struct, frozen=True, kw_only=True):
         encodings: Every encoding in its parts: one that is unknown disables the edge alone.
         parts: Its payload objects. None: nothing changed.
         reference: The checkpoint of a ``base`` edge.
+        ext: What a reader may ignore.
     """
 
     kind: EdgeKind
@@ -96,6 +105,7 @@ class Edge(Struct, frozen=True, kw_only=True):
     encodings: tuple[str, ...] = ()
     parts: tuple[ObjectRef, ...] = ()
     reference: BaseRef | None = None
+    ext: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if (self.reference is not None) != (self.kind == "base"):
@@ -267,8 +277,9 @@ class Signature(Struct, frozen=True, kw_only=True):
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """Payload, kept byte for byte, and signatures over it."""
+    """Payload, kept byte for byte, its digest, and signatures over it."""
 
+    blake3: str
     payload: msgspec.Raw
     signatures: tuple[Signature, ...] = ()
 
@@ -345,17 +356,29 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
 
 def seal(document: Document) -> bytes:
     """Put a document into an envelope."""
-    return msgspec.json.encode(Envelope(payload=msgspec.Raw(dump(document))))
+    payload = dump(document)
+    return msgspec.json.encode(
+        Envelope(blake3=object_digest(payload), payload=msgspec.Raw(payload))
+    )
 
 
 def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
-    """Take a document out of its envelope and read it as :func:`parse` does."""
+    """Take a document out of its envelope, prove it, and read it as :func:`parse` does.
+
+    Raises:
+        DigestMismatchError: The payload is not the one that was sealed.
+    """
     try:
         envelope = msgspec.json.decode(data, type=Envelope)
-        json.loads(data, object_pairs_hook=_no_repeats)
     except (ValueError, RecursionError) as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
-    return parse(bytes(envelope.payload), kind, key=key)
+    if msgspec.json.encode(envelope) != data:
+        raise MalformedError(f"{key}: the envelope is not canonical", key=key)
+    payload = bytes(envelope.payload)
+    actual = object_digest(payload)
+    if actual != envelope.blake3:
+        raise DigestMismatchError(key, expected=envelope.blake3, actual=actual, key=key)
+    return parse(payload, kind, key=key)
 
 
 def read_state(text: str, *, key: str) -> StateDigest:

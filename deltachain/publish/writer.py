@@ -103,7 +103,7 @@ class Writer:
 
     def add_anchor(self, committed: Committed, edge: Edge) -> EdgeSummary:
         """Record an anchor of the newest version, and hint at it."""
-        summary = self.chain.add_edge(committed, edge, committed.manifest.base_state)
+        summary = self.chain.add_edge(committed, edge, base_state="")
         self._added.append(summary)
         self.newcomer_cost = min(self.newcomer_cost, cost_of(summary))
         self.write_head()

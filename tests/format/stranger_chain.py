@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+
+from blake3 import blake3
 
 from tests.format.stranger import Delta, check_shape, numel_of, read_part
 from tests.format.stranger_base import (
@@ -56,7 +59,7 @@ def kind(value: object) -> bool:
     return value in KINDS
 
 
-def anything(value: object) -> bool:
+def is_object(value: object) -> bool:
     return isinstance(value, dict)
 
 
@@ -93,6 +96,7 @@ OBJECT: Final[Fields] = {
     "blake3": (text, REQUIRED),
     "directory": (text, ""),
     "xet_hash": (text, ""),
+    "ext": (is_object, {}),
 }
 FILE: Final[Fields] = {name: OBJECT[name] for name in ("nbytes", "blake3")} | {
     "name": (text, REQUIRED)
@@ -109,6 +113,7 @@ EDGE: Final[Fields] = {
     "encodings": (texts, []),
     "parts": (many(OBJECT), []),
     "reference": (one_or_none(REFERENCE), None),
+    "ext": (is_object, {}),
 }
 SUMMARY: Final[Fields] = {
     "version": (is_size, REQUIRED),
@@ -124,7 +129,7 @@ SUMMARY: Final[Fields] = {
 DOCUMENT: Final[Fields] = {
     "format": (is_size, REQUIRED),
     "requires": (texts, []),
-    "ext": (anything, {}),
+    "ext": (is_object, {}),
 }
 CHAIN: Final[Fields] = {
     **DOCUMENT,
@@ -169,7 +174,8 @@ HEAD: Final[Fields] = {
 }
 SIGNATURE: Final[Fields] = dict.fromkeys(("key_id", "algorithm", "value"), (text, REQUIRED))
 ENVELOPE: Final[Fields] = {
-    "payload": (anything, REQUIRED),
+    "blake3": (text, REQUIRED),
+    "payload": (is_object, REQUIRED),
     "signatures": (many(SIGNATURE), []),
 }
 
@@ -183,9 +189,19 @@ def check_document(document: Any, fields: Fields) -> Json:
     return dict(document)
 
 
+def canonical(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).encode()
+
+
 def open_envelope(data: bytes, fields: Fields) -> Json:
     envelope = read_json(data)
     require(fits(envelope, ENVELOPE), "not an envelope")
+    head, tail = b'{"blake3":"%s","payload":' % envelope["blake3"].encode(), b',"signatures":'
+    end = data.rfind(tail)
+    payload, signatures = data[len(head) : end], data[end + len(tail) : -1]
+    require(data.startswith(head) and data.endswith(b"}"), "form")
+    require(canonical(envelope["signatures"]) == signatures, "form of the signatures")
+    require(blake3(payload).hexdigest() == envelope["blake3"], "digest of the payload")
     return check_document(envelope["payload"], fields)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltachain.digest import object_digest
 from deltachain.errors import MalformedError
 from deltachain.manifest import (
     BaseRef,
@@ -169,7 +170,9 @@ def test_a_manifest_sums_up_its_own_edge(manifest: Manifest) -> None:
 def test_fields_are_written_in_the_order_of_the_format() -> None:
     head = Head(version=3, anchors=())
     assert dump(head) == b'{"format":1,"requires":[],"ext":{},"version":3,"anchors":[]}'
-    assert seal(head) == b'{"payload":' + dump(head) + b',"signatures":[]}'
+    digest = object_digest(dump(head)).encode()
+    envelope = b'{"blake3":"' + digest + b'","payload":' + dump(head) + b',"signatures":[]}'
+    assert seal(head) == envelope
 
 
 def test_density_is_the_changed_share() -> None:

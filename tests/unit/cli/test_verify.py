@@ -14,7 +14,7 @@ from deltachain.delta import ABSOLUTE, TensorDelta, changes
 from deltachain.digest import digest_key
 from deltachain.errors import ChainError, DigestMismatchError, ForkedChainError
 from deltachain.kernels import host
-from deltachain.manifest import Edge, Manifest, ObjectRef, seal
+from deltachain.manifest import Edge, Manifest, ObjectRef, dump, parse, seal, unseal
 from deltachain.store import open_store
 from deltachain.types import StateDigest
 from deltachain.verify import verify
@@ -33,11 +33,12 @@ def payload(url: Path, version: int) -> Path:
 
 
 def rewrite(url: Path, version: int, edit: Callable[[str], str]) -> None:
-    file = url / keys.manifest_key(version)
-    before = file.read_text()
+    """Tamper with a manifest as somebody would who knows the format, and seals it again."""
+    key = keys.manifest_key(version)
+    before = dump(unseal((url / key).read_bytes(), Manifest, key=key)).decode()
     after = edit(before)
     assert before != after
-    file.write_text(after)
+    (url / key).write_bytes(seal(parse(after.encode(), Manifest, key=key)))
 
 
 def test_a_whole_chain_is_proven(pushed: Pushed) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from threading import Event, Thread
 
 import pytest
+from msgspec.structs import replace
 from torch import Tensor
 
 from deltachain.errors import (
@@ -15,6 +16,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.keys import manifest_key
+from deltachain.manifest import Manifest, seal, unseal
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, Subscriber, follow
 from deltachain.testing.faults import Fault, FaultyStore
@@ -327,9 +329,9 @@ def test_a_fork_ends_it(
 
     def fork() -> None:
         publish(2)
-        store.put(
-            manifest_key(2), store.get(manifest_key(2)).replace(b'"parent":"', b'"parent":"0')
-        )
+        key = manifest_key(2)
+        manifest = unseal(store.get(key), Manifest, key=key)
+        store.put(key, seal(replace(manifest, parent="0" * 64)))
 
     clock.happens = [fork]
     with pytest.raises(ForkedChainError):
