@@ -7,10 +7,13 @@ nothing.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -39,6 +42,8 @@ from deltachain.types import StateDigest, TensorSpec
 
 logger = logging.getLogger(__name__)
 
+LOCK_FILE: Final = ".deltachain-lock"
+
 
 class HeldFile(Document, frozen=True, kw_only=True):
     """What the folder holds, as the last swap left it."""
@@ -62,17 +67,40 @@ class FolderTarget:
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
         self._live: dict[str, list[LiveBits]] = {}
+        self._unlock: weakref.finalize[..., FolderTarget] | None = None
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Match by name, and finish a swap that was interrupted; see :class:`Target`.
 
         Raises:
             PoisonedError: It could not be finished now; its journal stays.
+            ConfigError: Another process writes to the folder.
         """
         self._specs, self._aliases = specs, aliases
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock()
         self._map()
         self._recover()
+
+    def close(self) -> None:
+        """Let other processes write to the folder; closing twice is allowed."""
+        if self._unlock is not None:
+            self._unlock()
+
+    def _lock(self) -> None:
+        """Keep other processes out for as long as this target lives."""
+        if self._unlock is not None and self._unlock.alive:
+            return
+        descriptor = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
+        self._unlock = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as exc:
+            self._unlock()
+            raise ConfigError(
+                f"another process writes to {self.folder}",
+                hint="give every follower a folder of its own",
+            ) from exc
 
     def held(self) -> Held | None:
         """What the last complete swap wrote, whichever process made it."""

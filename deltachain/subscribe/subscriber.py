@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from threading import Event
+from threading import Event, RLock
 from types import TracebackType
 from typing import Self, TypeAlias
 
@@ -51,8 +51,8 @@ class Subscriber:
     """Keeps one target at a version of a chain.
 
     ``stage`` does everything that can fail and only reads the target; ``swap`` writes. A subscriber
-    never goes back by itself; after ``rollback`` it stays until ``release``. Stage and swap may run
-    in different threads, one of each at a time.
+    never goes back by itself; after ``rollback`` it stays until ``release``. Methods may be called
+    from any thread: one writes at a time, and what was staged before another swap is refused.
 
     Args:
         config: Settings, or the URL alone.
@@ -74,6 +74,7 @@ class Subscriber:
         self._chain: Chain | None = None
         self._held: Held | None = None
         self._generation = 0
+        self._writing = RLock()
         self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
 
     @property
@@ -159,22 +160,23 @@ class Subscriber:
             PartialApplyError: It failed, and the old bits are back.
             PoisonedError: It failed, and the target holds nothing that can be proven.
         """
-        if staged.generation != self._generation:
-            raise BaseMismatchError(
-                f"version {staged.to.version} was staged before another swap",
-                version=staged.to.version,
-                hint="stage again",
-            )
-        start = time.perf_counter()
-        self._write(staged.all_patches(self.target), staged.to)
-        swap_s = time.perf_counter() - start
-        if staged.held is None or not staged.keeps_undo:
-            self._undo.clear()
-        else:
-            self._undo.push(staged.held, staged.patches)
-        self.last = _receipt(staged, swap_s)
-        logger.info("%s", self.last)
-        return self.last
+        with self._writing:
+            if staged.generation != self._generation:
+                raise BaseMismatchError(
+                    f"version {staged.to.version} was staged before another swap",
+                    version=staged.to.version,
+                    hint="stage again",
+                )
+            start = time.perf_counter()
+            self._write(staged.all_patches(self.target), staged.to)
+            swap_s = time.perf_counter() - start
+            if staged.held is None or not staged.keeps_undo:
+                self._undo.clear()
+            else:
+                self._undo.push(staged.held, staged.patches)
+            receipt = self.last = _receipt(staged, swap_s)
+        logger.info("%s", receipt)
+        return receipt
 
     def rollback(self, version: Version | None = None) -> Held:
         """Go back, and stay there until :meth:`release`.
@@ -188,6 +190,10 @@ class Subscriber:
         Raises:
             ChainError: There is nothing to go back to.
         """
+        with self._writing:
+            return self._roll_back(version)
+
+    def _roll_back(self, version: Version | None) -> Held:
         chain, held = self.chain, self.held
         goal = self._undo.newest if version is None else version
         if goal is None or held is None or goal > held.version:
@@ -262,7 +268,8 @@ class Subscriber:
         )
 
     def close(self) -> None:
-        """Give the store back. Closing twice is allowed."""
+        """Give store and target back. Closing twice is allowed."""
+        self.target.close()
         self._store.close()
 
     def __enter__(self) -> Self:

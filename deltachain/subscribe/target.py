@@ -56,6 +56,9 @@ class Target(Protocol):
     def prepare(self, delta: TensorDelta) -> Patch:
         """Compute from live bits what applying the delta will write."""
 
+    def close(self) -> None:
+        """Give back what the target holds on to; closing twice is allowed."""
+
     def swap(self, patches: Iterable[Patch], held: Held) -> None:
         """Write patches, all or none, and remember ``held``. Consumes ``patches`` once.
 

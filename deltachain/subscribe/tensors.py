@@ -48,6 +48,9 @@ class TensorTarget:
                 tensor=unknown[0],
             )
 
+    def close(self) -> None:
+        """Nothing to give back; see :class:`Target`."""
+
     def held(self) -> Held | None:
         """What the last swap wrote in this process."""
         return self._held

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,8 @@ from typing import Any
 import pytest
 
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.subscribe import Subscriber
+from deltachain.subscribe import FolderTarget, Subscriber
+from deltachain.subscribe.folder import LOCK_FILE
 from deltachain.testing.models import State, TinyModel, bits_of, replica_of, same, train_
 
 FOLDER = "deltachain.subscribe.folder"
@@ -101,7 +104,7 @@ def test_a_folder_that_was_being_filled_holds_nothing_or_everything(
     killed(role="follow", url=url, kind="folder", folder=str(mirror), versions=[2], kill=kill)
     prove(url, "folder", mirror, holds=holds, truth=truth)
     left = {path.name for path in mirror.iterdir()}
-    assert left == {"model.safetensors", "deltachain.json"}
+    assert left == {"model.safetensors", "deltachain.json", LOCK_FILE}
 
 
 @pytest.mark.parametrize("kind", ["dict", "module"])
@@ -114,3 +117,18 @@ def test_memory_is_lost_and_its_successor_joins_again(
     killed(role="follow", url=url, kind=kind, folder=str(nowhere), versions=[1, 2], kill=kill)
     assert not nowhere.exists()
     prove(url, kind, nowhere, holds=None, truth=truth)
+
+
+def test_a_folder_has_one_follower_at_a_time(tmp_path: Path) -> None:
+    code = (
+        "import sys; from deltachain.subscribe import FolderTarget; from pathlib import Path\n"
+        "FolderTarget(Path(sys.argv[1])).bind({}, {})"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    target = FolderTarget(tmp_path)
+    target.bind({}, {})
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode != 0
+    assert "another process writes to" in second.stderr
+    target.close()
+    assert subprocess.run(command, check=False).returncode == 0

@@ -18,6 +18,7 @@ from deltachain.errors import (
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber, folder, journal
 from deltachain.subscribe import patch as patch_module
+from deltachain.subscribe.folder import LOCK_FILE
 from deltachain.testing.models import State, TinyModel, bits_of, plain_model, same
 
 Publish = Callable[..., None]
@@ -239,7 +240,7 @@ def test_a_full_disk_while_a_folder_is_first_filled_leaves_no_weights(
         patched.setattr(folder, "write", full)
         with pytest.raises(PartialApplyError):
             subscriber.update()
-    assert list(mirror.iterdir()) == []
+    assert [path.name for path in mirror.iterdir()] == [LOCK_FILE]
     assert subscriber.version is None
     subscriber.update()
     assert same(bits(mirror), bits_of(model))
@@ -281,7 +282,7 @@ def test_a_plan_that_does_not_fill_an_empty_folder_is_refused(
     assert store.find("manifests/00000000000000000000.json") is not None
     with pytest.raises(PartialApplyError, match="has no weights"):
         subscriber.target.swap(staged.patches[:-1], staged.to)
-    assert list(mirror.iterdir()) == []
+    assert [path.name for path in mirror.iterdir()] == [LOCK_FILE]
 
 
 def test_other_files_in_the_folder_are_left_alone(
@@ -295,7 +296,7 @@ def test_other_files_in_the_folder_are_left_alone(
     publish(2)
     subscriber.update()
     names = {path.name for path in mirror.iterdir()}
-    assert names == {"config.json", "model.safetensors", "deltachain.json"}
+    assert names == {"config.json", "model.safetensors", "deltachain.json", LOCK_FILE}
     assert (mirror / "config.json").read_text() == "{}"
 
 
