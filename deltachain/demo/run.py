@@ -193,7 +193,9 @@ def _join_late(stage: Stage) -> ApplyReceipt:
         receipt = subscriber.update()
     if receipt is None:
         raise DemoError("the latecomer found nothing to fetch")
-    stage.display.say(f"  [cyan]latecomer[/] {receipt.plan}")
+    stage.display.say(
+        f"  [cyan]latecomer[/] from nothing to version {receipt.version}: {receipt.nbytes:,} B"
+    )
     return receipt
 
 
