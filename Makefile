@@ -19,7 +19,7 @@ venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 demo: venv  ## train, publish and follow a small model in one terminal
 	$(BIN)/deltachain demo
 
-test: venv  ## the tests that need no GPU and take seconds
+test: venv  ## the tests that need no GPU: three minutes
 	$(BIN)/pytest
 
 test-long: venv  ## the tests that take minutes

@@ -52,10 +52,10 @@ class OwnFolder(FolderTarget):
         file = self.folder / HELD_FILE
         if not file.is_file():
             return
-        remembered = parse(file.read_bytes(), HeldFile, key=str(file)).held
+        remembered = parse(file.read_bytes(), HeldFile, key=str(file))
         if remembered.chain != chain:
             raise ChainMismatchError(
-                f"{self.folder} holds version {remembered.version} of chain {remembered.chain}, "
+                f"{self.folder} holds a version of chain {remembered.chain}, "
                 f"the chain at this URL is {chain}",
                 hint="give another folder",
             )

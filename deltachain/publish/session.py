@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from deltachain.codec import Change
+from deltachain.errors import ConfigError
 from deltachain.keys import PayloadKind
 from deltachain.manifest import Edge, EdgeSummary
 from deltachain.plan import REQUEST_NBYTES
@@ -18,6 +19,7 @@ from deltachain.publish.snapshot import Diff, Snapshot
 from deltachain.publish.source import Source
 from deltachain.publish.upload import DENSE_SHARE, Slot, dense_change, sparse_change, upload
 from deltachain.publish.writer import Draft, Writer
+from deltachain.types import StateDigest
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,27 @@ class Session:
         return int(DENSE_SHARE * sum(weight.spec.nbytes for weight in self.source.weights))
 
     def put_anchor(self, slot: Slot) -> Edge:
-        """Put all bits of the snapshot as the parts of an anchor; nothing names them yet."""
-        bits = self.snapshot.bits
-        changes = (dense_change(weight.spec, bits(weight)) for weight in self.source.weights)
-        return self._upload(slot, changes)
+        """Put all bits of the snapshot as the parts of an anchor; nothing names them yet.
+
+        Raises:
+            ConfigError: They do not have the state of the snapshot.
+        """
+        total = StateDigest()
+
+        def changes() -> Iterator[Change]:
+            nonlocal total
+            for weight in self.source.weights:
+                change = dense_change(weight.spec, self.snapshot.bits(weight))
+                total += change.digest
+                yield change
+
+        edge = self._upload(slot, changes())
+        if total != self.snapshot.state:
+            raise ConfigError(
+                "a frozen weight was changed in place: the anchor would not be the version",
+                hint="what changes must be trainable, or a buffer, when the publisher attaches",
+            )
+        return edge
 
     def put_delta(self, slot: Slot, diff: Diff) -> Edge:
         """Put a diff as the parts of a delta; nothing names them yet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from deltachain.errors import ConfigError, FormatError
 from deltachain.manifest import Table
 from deltachain.names import TORCH_DTYPES, WIRE_NAMES, named_tensors
 from deltachain.types import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,11 @@ def walk(model: nn.Module, *, dtype: str | None = None, checkpoint: Path | None 
     if not weights:
         raise ConfigError("the model has no weights")
     _refuse_renamed(model, weights)
+    if not dtype and not wire and any(w.spec.dtype == "F32" for w in weights):
+        logger.warning(
+            "no checkpoint says otherwise: fp32 weights are published as fp32, nearly all of which "
+            "change in a step; give dtype='BF16' if they are masters of a bf16 model"
+        )
     return Source(weights, aliases, model)
 
 
@@ -146,9 +154,22 @@ def _refuse_renamed(model: nn.Module, weights: tuple[Weight, ...]) -> None:
 
 
 def origin(model: nn.Module) -> Path | None:
-    """The folder that the model says it was loaded from."""
-    name = getattr(getattr(model, "config", None), "_name_or_path", "")
-    return Path(name) if name and Path(name).is_dir() else None
+    """The folder that the model was loaded from: a path, or the Hub's cache of its repository."""
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", "")
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - if it is there
+        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+    except ImportError:
+        return None
+    try:
+        commit = getattr(config, "_commit_hash", None)
+        cached = try_to_load_from_cache(name, "config.json", revision=commit)
+    except HFValidationError:  # a name that is neither a folder nor a repository
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _checkpoint_dtypes(folder: Path | None) -> dict[str, str]:

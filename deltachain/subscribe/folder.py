@@ -46,9 +46,10 @@ LOCK_FILE: Final = ".deltachain-lock"
 
 
 class HeldFile(Document, frozen=True, kw_only=True):
-    """What the folder holds, as the last swap left it."""
+    """Which chain fills the folder, and what it holds: nothing while a swap is being written."""
 
-    held: Held
+    chain: str
+    held: Held | None
 
 
 class FolderTarget:
@@ -163,7 +164,9 @@ class FolderTarget:
                 absent.discard(patch.spec.name)
             if absent:
                 raise ConfigError(f"{self.folder} has no weights, nor has the plan {min(absent)!r}")
-            self._remember(held)  # before the weights appear: until then it means nothing
+            self._remember(
+                held.chain, held
+            )  # before the weights appear: until then it means nothing
         self._map()
 
     def _recover(self) -> None:
@@ -180,7 +183,7 @@ class FolderTarget:
 
     def _replay(self, seal: Seal) -> None:
         """Write the journal into the files, then remember, then forget the journal."""
-        (self.folder / HELD_FILE).unlink(missing_ok=True)  # nothing is held in the meantime
+        self._remember(seal.held.chain, None)
         for delta in self._journal.read(seal):
             if self._specs.get(delta.spec.name) != delta.spec:
                 raise MalformedError(f"{self.folder}: its journal is of another model")
@@ -188,11 +191,11 @@ class FolderTarget:
             for bits in self._live.get(delta.spec.name, ()):
                 write(bits, patch)
         self._flush()
-        self._remember(seal.held)
+        self._remember(seal.held.chain, seal.held)
         self._journal.clear()
 
-    def _remember(self, held: Held) -> None:
-        write_atomic(self.folder / HELD_FILE, dump(HeldFile(held=held)))
+    def _remember(self, chain: str, held: Held | None) -> None:
+        write_atomic(self.folder / HELD_FILE, dump(HeldFile(chain=chain, held=held)))
 
     def _flush(self) -> None:
         for live in self._live.values():

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 
 from deltachain.delta import TensorDelta
-from deltachain.errors import PartialApplyError, TensorMismatchError
+from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismatchError
 from deltachain.kernels.device import bits_of
 from deltachain.names import WIRE_NAMES, named_tensors
 from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, state_of
@@ -25,10 +25,11 @@ class TensorTarget:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
-        named = named_tensors(tensors) if isinstance(tensors, nn.Module) else tensors.items()
-        self._tensors = dict(named)
+        self._source = tensors
+        self._tensors = self._current()
         self._live: dict[str, list[LiveBits]] = {}
         self._specs: Mapping[str, TensorSpec] = {}
+        self._aliases: Mapping[str, str] = {}
         self._held: Held | None = None
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
@@ -38,7 +39,7 @@ class TensorTarget:
             if name in places:
                 places[name].append(alias)
         self._live = {name: self._places(specs[name], names) for name, names in places.items()}
-        self._specs = specs
+        self._specs, self._aliases = specs, aliases
         self._refuse_shared()
         unknown = sorted(set(self._tensors) - set(specs) - set(aliases))
         if unknown:
@@ -51,12 +52,28 @@ class TensorTarget:
     def close(self) -> None:
         """Nothing to give back; see :class:`Target`."""
 
+    def _current(self) -> dict[str, Tensor]:
+        """The tensors as they are now: casting or loading a module may have replaced them."""
+        source = self._source
+        return dict(named_tensors(source) if isinstance(source, nn.Module) else source)
+
+    def _has_moved(self) -> bool:
+        """Whether the tensors are not those that were bound; then bind those that are there."""
+        current = self._current()
+        bound = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        if {name: tensor.data_ptr() for name, tensor in current.items()} == bound:
+            return False
+        self._tensors = current
+        self.bind(self._specs, self._aliases)
+        return True
+
     def held(self) -> Held | None:
         """What the last swap wrote in this process."""
         return self._held
 
     def state(self) -> StateDigest | None:
         """Recomputed from live bits; see :class:`Target`."""
+        self._has_moved()
         total = StateDigest()
         for name, live in self._live.items():
             if any(not same_bits(live[0], other) for other in live[1:]):
@@ -70,6 +87,12 @@ class TensorTarget:
 
     def swap(self, patches: Iterable[Patch], held: Held) -> None:
         """See :class:`Target`."""
+        if self._has_moved():
+            raise BaseMismatchError(
+                f"version {held.version}: the target's tensors were replaced since; nothing was "
+                "written",
+                version=held.version,
+            )
         before, self._held = self._held, None
         try:
             write_all(self._live, patches, held)

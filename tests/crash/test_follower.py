@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from deltachain.checkpoint import Checkpoint
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.subscribe.folder import LOCK_FILE
@@ -132,3 +133,30 @@ def test_a_folder_has_one_follower_at_a_time(tmp_path: Path) -> None:
     assert "another process writes to" in second.stderr
     target.close()
     assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", [["pull"], ["follow", "--once"]], ids=" ".join)
+def test_the_command_line_goes_on_where_it_was_killed(
+    chain: tuple[str, list[State]], tmp_path: Path, command: list[str]
+) -> None:
+    url, truth = chain
+    mirror = tmp_path / "mirror"
+    run = "from deltachain.cli import main; main()"
+    first = [sys.executable, "-c", run, "pull", url, "--version", "1", "--out", str(mirror)]
+    subprocess.run(first, check=True, capture_output=True)
+    kill = (
+        "import os, signal, itertools; from deltachain.subscribe import folder\n"
+        "write, calls = folder.write, itertools.count()\n"
+        "def dying(*args):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 1 else write(*args)\n"
+        "folder.write = dying\n"
+    )
+    words = [command[0], url, *command[1:], "--out", str(mirror)]
+    killed = subprocess.run([sys.executable, "-c", kill + run, *words], check=False)
+    assert killed.returncode == -9
+    again = subprocess.run([sys.executable, "-c", run, *words], check=False, capture_output=True)
+    assert again.returncode == 0, again.stderr
+    held = Checkpoint(mirror)
+    names = held.specs.keys() & truth[3].keys()  # tied weights are there once
+    assert names
+    assert same({n: held.bits(n) for n in names}, {n: truth[3][n] for n in names})

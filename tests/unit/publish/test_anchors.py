@@ -12,7 +12,15 @@ from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import bits_of, plain_model, recompute, same, tensors_of, train_
+from deltachain.testing.models import (
+    TinyModel,
+    bits_of,
+    plain_model,
+    recompute,
+    same,
+    tensors_of,
+    train_,
+)
 from deltachain.window import WINDOW
 
 Attach = Callable[..., Publisher]
@@ -130,3 +138,18 @@ def test_an_anchor_holds_the_bits_of_its_version_although_training_goes_on(
     publisher.flush()
     assert anchored(store) == [1]
     assert same(recompute(store)[1].state, truth)
+
+
+def test_an_anchor_of_changed_frozen_weights_is_not_recorded(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = TinyModel()
+    publisher = attach(model, anchor_factor=0.001)
+    frozen = next(parameter for parameter in model.parameters() if not parameter.requires_grad)
+    with torch.no_grad():
+        frozen.add_(1)
+    publish(publisher, model, range(1, 2))
+    assert anchored(store) == []
+    newcomer = Subscriber("memory://unused", tensors_of(model), store=store)
+    assert newcomer.update() is not None
+    assert newcomer.version == 1
