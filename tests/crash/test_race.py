@@ -114,7 +114,7 @@ def publish(publisher: Publisher, seed: int) -> int:
     return receipt.version
 
 
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(200))
 def test_of_two_racing_publishers_exactly_one_owns_the_chain(number: int) -> None:
     store = MemoryStore()
     one, two = at_once(store)
