@@ -28,7 +28,7 @@ from deltachain.errors import (
 from deltachain.kernels import host
 from deltachain.manifest import BaseRef, ObjectRef
 from deltachain.plan import Plan
-from deltachain.store import Store
+from deltachain.store import Buffer, Store
 from deltachain.types import StateDigest, TensorSpec
 
 THREADS: Final = 8
@@ -168,20 +168,24 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
 def _get(store: Store, ref: ObjectRef, refetched: list[str]) -> Part:
     """One part, proven; fetched again if it is corrupt."""
     try:
-        return _open(store.get(ref.key), ref)
+        return _open(_read(store, ref), ref)
     except UnsupportedFormatError:
         raise
     except FormatError:
         refetched.append(ref.key)
-        return _open(store.get(ref.key), ref)
+        return _open(_read(store, ref), ref)
 
 
-def _open(data: bytes, ref: ObjectRef) -> Part:
+def _read(store: Store, ref: ObjectRef) -> Buffer:
+    return store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash)
+
+
+def _open(data: Buffer, ref: ObjectRef) -> Part:
     """A part, once it is known to be the object that the reference names."""
     actual = object_digest(data)
-    if len(data) != ref.nbytes or actual != ref.blake3:
+    if actual != ref.blake3:
         raise DigestMismatchError(
-            f"{ref.key} ({len(data)} bytes, expected {ref.nbytes})",
+            ref.key,
             expected=ref.blake3,
             actual=actual,
             key=ref.key,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from rich.progress import (
 
 from deltachain.cli.console import err
 from deltachain.store import Capabilities, ObjectInfo, Store
-from deltachain.store.base import Buffer
+from deltachain.store.base import MAX_DOCUMENT, Buffer
 
 _T = TypeVar("_T")
 
@@ -82,10 +82,21 @@ class MeteredStore:
         """See :class:`Store`."""
         return self._store.capabilities
 
-    def get(self, key: str) -> bytes:
+    @property
+    def requests(self) -> int:
         """See :class:`Store`."""
-        data = self._store.get(key)
+        return self._store.requests
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """See :class:`Store`."""
+        data = self._store.get(key, limit=limit)
         self._moved(len(data))
+        return data
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+        """See :class:`Store`."""
+        data = self._store.read(key, nbytes=nbytes, xet_hash=xet_hash)
+        self._moved(nbytes)
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -94,10 +105,11 @@ class MeteredStore:
         self._moved(len(data))
         return data
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer) -> str:
         """See :class:`Store`."""
-        self._store.put(key, data)
+        pin = self._store.put(key, data)
         self._moved(len(data))
+        return pin
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """See :class:`Store`."""
@@ -107,6 +119,10 @@ class MeteredStore:
     def find(self, key: str) -> ObjectInfo | None:
         """See :class:`Store`."""
         return self._store.find(key)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """See :class:`Store`."""
+        return self._store.find_all(keys)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :class:`Store`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from deltachain.errors import ConfigError
@@ -29,14 +30,25 @@ _COMING: Final = ("s3", "hf", "gs", "az")
 _KNOWN: Final = "file:///folder, memory://name, or the path of a folder"
 
 
-def open_store(url: str | os.PathLike[str]) -> Store:
+def open_store(
+    url: str | os.PathLike[str],
+    options: Mapping[str, Any] | None = None,
+    *,
+    writer: bool = False,  # noqa: ARG001
+) -> Store:
     """Open the store at a URL, or in the folder of a path.
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
     are folders of a file system, made by the first write. No other scheme is supported yet.
 
+    Args:
+        url: Where.
+        options: What the store's library needs to know beyond the URL and the environment.
+        writer: Whether a publisher asks, who is given the larger share of what a store allows.
+
     Raises:
-        ConfigError: The scheme is not supported, or the URL has no place in it.
+        ConfigError: The scheme is not supported, the URL has no place in it, or the store takes no
+            such options.
     """
     text = os.fspath(url)
     if not text or "\0" in text:
@@ -52,6 +64,8 @@ def open_store(url: str | os.PathLike[str]) -> Store:
             f"store URLs that begin with {scheme}:// are not supported{later}",
             hint=f"give {_KNOWN}",
         )
+    if options:
+        raise ConfigError(f"{scheme}:// stores take no options: {', '.join(sorted(options))}")
     parts = urlsplit(text)
     if parts.query or parts.fragment:
         raise ConfigError(

@@ -8,7 +8,7 @@ Everything a store can not promise is named by its ``Capabilities``, never appro
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
 
@@ -22,6 +22,10 @@ MAX_KEY_LENGTH: Final = 512
 
 MAX_SEGMENT_LENGTH: Final = 255
 """Characters between two slashes: what file systems allow for one name."""
+
+MAX_DOCUMENT: Final = 64 << 20
+"""Bytes of the largest object that is read without knowing its size: a table of half a million
+tensors. What is larger than any document is not one."""
 
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -43,6 +47,12 @@ class Capabilities:
     Without it a listing may lag: nothing may be concluded from a key that is missing in it.
     """
 
+    probes: int = 1
+    """How many keys one request of ``find_all`` looks up."""
+
+    poll_s: float = 1.0
+    """Seconds between two looks for something new that the store bears from every reader."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
@@ -52,6 +62,9 @@ class ObjectInfo:
     nbytes: int
     modified: float | None
     """When it was written, in Unix seconds by the store's clock; None where nobody knows."""
+
+    xet_hash: str = ""
+    """How a Hugging Face bucket names the content; empty elsewhere."""
 
 
 class Store(Protocol):
@@ -74,13 +87,33 @@ class Store(Protocol):
     def capabilities(self) -> Capabilities:
         """What this store promises beyond atomic writes."""
 
-    def get(self, key: str) -> bytes:
-        """Read a whole object, as one ``put`` wrote it.
+    @property
+    def requests(self) -> int:
+        """Requests sent over a network so far, as the store's owner counts them; 0 without one."""
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """Read a whole object, as one ``put`` wrote it: one of unknown size, but a small one.
 
         Every ``get`` that begins after a ``put`` returned sees that object or a later one.
 
         Raises:
             ObjectNotFoundError: No object has this key.
+            MalformedError: It has more than ``limit`` bytes; memory was not taken for them.
+        """
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+        """Read a whole object whose size is known, however large, as fast as the store can.
+
+        Args:
+            key: The object.
+            nbytes: What it must measure.
+            xet_hash: What ``put`` returned for it: a store that can then reads exactly that
+                content, whatever lies under the key by now.
+
+        Raises:
+            ObjectNotFoundError: No object has this key.
+            MalformedError: It has another size; memory was not taken for it.
+            ConfigError: ``nbytes`` is negative.
         """
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -95,12 +128,16 @@ class Store(Protocol):
             ConfigError: ``start`` or ``length`` is negative.
         """
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer) -> str:
         """Write an object, in place of any other under this key.
 
         Atomic: readers see the old object or the new one, whole. Durable once it returned.
         Idempotent. Of two racing calls the later one wins. ``data`` is read before it returns and
         not kept.
+
+        Returns:
+            How the store names this content (a ``xet_hash``), where it can pin a ``read`` to it;
+            else an empty string.
         """
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
@@ -116,6 +153,9 @@ class Store(Protocol):
 
     def find(self, key: str) -> ObjectInfo | None:
         """Look an object up without reading it; None where no object has this key."""
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """Look several objects up in as few requests as the store can; those that exist, by key."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix``, in ascending order of keys.
@@ -181,6 +221,36 @@ def check_range(start: int, length: int) -> None:
     """
     if start < 0 or length < 0:
         raise ConfigError(f"range of {length} bytes from byte {start}: neither may be negative")
+
+
+def find_each(store: Store, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+    """``find_all`` of a store that looks up one key at a time."""
+    found = {key: store.find(key) for key in keys}
+    return {key: info for key, info in found.items() if info is not None}
+
+
+def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
+    """Refuse an object that has another size than it must have.
+
+    Raises:
+        MalformedError: It does.
+    """
+    if actual != expected:
+        raise MalformedError(
+            f"object {key!r} in {url}: expected {expected} bytes, found {actual}", key=key
+        )
+
+
+def check_limit(key: str, url: str, *, nbytes: int, limit: int) -> None:
+    """Refuse an object that is too large to be read without knowing its size.
+
+    Raises:
+        MalformedError: It is.
+    """
+    if nbytes > limit:
+        raise MalformedError(
+            f"object {key!r} in {url}: expected at most {limit} bytes, found {nbytes}", key=key
+        )
 
 
 def bytes_view(data: Buffer) -> memoryview:

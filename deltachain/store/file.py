@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -23,13 +23,17 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store.base import (
+    MAX_DOCUMENT,
     Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
     check_key,
+    check_limit,
+    check_nbytes,
     check_prefix,
     check_range,
+    find_each,
     not_found,
     too_short,
 )
@@ -87,9 +91,22 @@ class FileStore:
         """Everything; see the class about NFS."""
         return _CAPABILITIES
 
-    def get(self, key: str) -> bytes:
-        """Read a whole object; see ``Store``."""
+    @property
+    def requests(self) -> int:
+        """None that a file server would count."""
+        return 0
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """Read a whole small object; see ``Store``."""
         with self._errors_named(check_key(key)), self._open_object(key) as (file, nbytes):
+            check_limit(key, self.url, nbytes=nbytes, limit=limit)
+            return self._read(key, file, 0, nbytes)
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:  # noqa: ARG002
+        """Read a whole object of known size; see ``Store``."""
+        check_range(0, nbytes)
+        with self._errors_named(check_key(key)), self._open_object(key) as (file, actual):
+            check_nbytes(key, self.url, expected=nbytes, actual=actual)
             return self._read(key, file, 0, nbytes)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -100,7 +117,7 @@ class FileStore:
                 raise too_short(key, self.url, nbytes=nbytes, end=start + length)
             return self._read(key, file, start, length)
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer) -> str:
         """Write an object, in place of any other; see ``Store``."""
 
         def replace(temporary: str, folder: int) -> None:
@@ -108,6 +125,7 @@ class FileStore:
 
         with self._errors_named(check_key(key)):
             self._write(key, data, replace)
+        return ""
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store``.
@@ -133,6 +151,10 @@ class FileStore:
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """Look several objects up; see ``Store``."""
+        return find_each(self, keys)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix``, in order; see ``Store``."""

@@ -5,18 +5,22 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from deltachain.errors import AlreadyExistsError
 from deltachain.store.base import (
+    MAX_DOCUMENT,
     Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
     check_key,
+    check_limit,
+    check_nbytes,
     check_prefix,
     check_range,
+    find_each,
     not_found,
     too_short,
 )
@@ -64,8 +68,25 @@ class MemoryStore:
         """Everything."""
         return _CAPABILITIES
 
-    def get(self, key: str) -> bytes:
-        """Read a whole object; see ``Store``."""
+    @property
+    def requests(self) -> int:
+        """None."""
+        return 0
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """Read a whole small object; see ``Store``."""
+        data = self._get(key)
+        check_limit(key, self.url, nbytes=len(data), limit=limit)
+        return data
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:  # noqa: ARG002
+        """Read a whole object of known size; see ``Store``."""
+        check_range(0, nbytes)
+        data = self._get(key)
+        check_nbytes(key, self.url, expected=nbytes, actual=len(data))
+        return data
+
+    def _get(self, key: str) -> bytes:
         check_key(key)
         with self._lock:
             found = self._objects.get(key)
@@ -76,17 +97,18 @@ class MemoryStore:
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read exactly ``length`` bytes of an object; see ``Store``."""
         check_range(start, length)
-        data = self.get(key)
+        data = self._get(key)
         if start + length > len(data):
             raise too_short(key, self.url, nbytes=len(data), end=start + length)
         return data[start : start + length]
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer) -> str:
         """Write an object, in place of any other; see ``Store``."""
         check_key(key)
         copied = bytes(bytes_view(data))
         with self._lock:
             self._objects[key] = (copied, time.time())
+        return ""
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store``."""
@@ -107,6 +129,10 @@ class MemoryStore:
         if found is None:
             return None
         return ObjectInfo(key=key, nbytes=len(found[0]), modified=found[1])
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """Look several objects up; see ``Store``."""
+        return find_each(self, keys)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix``, in order; see ``Store``."""

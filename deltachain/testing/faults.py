@@ -12,12 +12,21 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias, TypeVar
 
 from deltachain.errors import StorePermissionError, StoreUnavailableError
-from deltachain.store.base import Buffer, Capabilities, ObjectInfo, Store, not_found
+from deltachain.store.base import (
+    MAX_DOCUMENT,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    Store,
+    check_nbytes,
+    find_each,
+    not_found,
+)
 
 Action: TypeAlias = Literal[
     "kill", "kill-after", "fail", "lose-reply", "full", "refuse", "corrupt", "truncate", "hide"
@@ -29,6 +38,8 @@ there; ``fail`` and ``lose-reply`` say that the store is unavailable, without an
 ``full`` and ``refuse`` are a full disk and missing permission. Of reads: ``corrupt`` flips a bit in
 the middle, ``truncate`` leaves the last byte out, ``hide`` finds no such object.
 """
+
+_T = TypeVar("_T")
 
 READS: Final = frozenset({"corrupt", "truncate", "hide"})
 
@@ -97,22 +108,31 @@ class FaultyStore:
         """Those of the store."""
         return self.inner.capabilities
 
-    def get(self, key: str) -> bytes:
-        """Read a whole object; see ``Store``."""
+    @property
+    def requests(self) -> int:
+        """Those of the store."""
+        return self.inner.requests
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """Read a whole small object; see ``Store``."""
         self._check_up(key)
-        self.keys_read.append(key)
-        data = self.inner.get(key)
-        for fault in self._due(key, reads=True):
-            data = self._spoil(fault, key, data)
+        return self._spoiled(key, self.inner.get(key, limit=limit))
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:
+        """Read a whole object of known size; see ``Store``."""
+        self._check_up(key)
+        data = bytes(self.inner.read(key, nbytes=nbytes, xet_hash=xet_hash))
+        data = self._spoiled(key, data)
+        check_nbytes(key, self.url, expected=nbytes, actual=len(data))
         return data
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read a range, out of an object that may have gone wrong; see ``Store``."""
         return self.get(key)[start : start + length]
 
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer) -> str:
         """Write an object; see ``Store``."""
-        self._write(key, data, self.inner.put)
+        return self._write(key, data, self.inner.put)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store``."""
@@ -123,6 +143,10 @@ class FaultyStore:
         self._check_up(key)
         hidden = any(fault.do == "hide" for fault in self._due(key, reads=True, only="hide"))
         return None if hidden else self.inner.find(key)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """Look several objects up, each as ``find`` does; see ``Store``."""
+        return find_each(self, keys)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object; see ``Store``."""
@@ -137,17 +161,24 @@ class FaultyStore:
     def close(self) -> None:
         """Leave the store open: it belongs to the test."""
 
-    def _write(self, key: str, data: Buffer, write: Callable[[str, Buffer], None]) -> None:
+    def _spoiled(self, key: str, data: bytes) -> bytes:
+        self.keys_read.append(key)
+        for fault in self._due(key, reads=True):
+            data = self._spoil(fault, key, data)
+        return data
+
+    def _write(self, key: str, data: Buffer, write: Callable[[str, Buffer], _T]) -> _T:
         self._check_up(key)
         due = list(self._due(key, reads=False))
         for fault in due:
             self._before(fault, key)
-        write(key, data)
+        result = write(key, data)
         for fault in due:
             if fault.do == "kill-after":
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault.do == "lose-reply":
                 raise StoreUnavailableError(f"{key!r}: reply lost", key=key, url=self.url)
+        return result
 
     def _before(self, fault: Fault, key: str) -> None:
         """What goes wrong before anything is written."""

@@ -15,9 +15,8 @@ that show their values.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 
@@ -28,6 +27,7 @@ from deltachain.errors import (
     ObjectNotFoundError,
 )
 from deltachain.store.base import MAX_KEY_LENGTH, MAX_SEGMENT_LENGTH, Buffer, Store
+from deltachain.testing.races import RaceContract, Reopen
 
 BAD_KEYS = (
     "",
@@ -68,14 +68,9 @@ GOOD_KEYS = (
 )
 """Keys that every store takes; the last is as long as a key may be."""
 
-Reopen = Callable[[], Store]
 
-
-class StoreContract:
+class StoreContract(RaceContract):
     """What ``Store`` promises. Needs the fixtures ``store`` (empty) and ``reopen``."""
-
-    race_rounds = 20
-    """Rounds of every race; fewer where a put takes long."""
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 3_000_000])
     def test_object_is_read_back_as_written(
@@ -124,6 +119,8 @@ class StoreContract:
         calls: Sequence[Callable[[], object]] = (
             lambda: store.get(key),
             lambda: store.get_range(key, 0, 1),
+            lambda: store.read(key, nbytes=1),
+            lambda: store.find_all([key]),
             lambda: store.put(key, b""),
             lambda: store.put_if_absent(key, b""),
             lambda: store.find(key),
@@ -162,65 +159,40 @@ class StoreContract:
         store.put_if_absent("a", b"second")
         assert store.get("a") == b"second"
 
-    def test_one_of_racing_put_if_absent_wins(self, store: Store, reopen: Reopen) -> None:
-        """Exactly one, and the object is the winner's."""
-        if not store.capabilities.conditional_put:
-            pytest.skip("the store has no conditional put")
-        handles = [reopen() for _ in range(8)]
-        for turn in range(self.race_rounds):
-            key = f"manifests/{turn}"
-            barrier = threading.Barrier(len(handles))
+    @pytest.mark.parametrize("nbytes", [0, 1, 4096, 40_000_000])
+    def test_object_of_known_size_is_read(self, store: Store, reopen: Reopen, nbytes: int) -> None:
+        """Empty, small, and larger than one piece; pinned where that is possible."""
+        data = pattern(nbytes)
+        pin = store.put("some/object", data)
+        assert bytes(store.read("some/object", nbytes=nbytes)) == data
+        assert bytes(reopen().read("some/object", nbytes=nbytes, xet_hash=pin)) == data
 
-            def attempt(
-                number: int, *, key: str = key, barrier: threading.Barrier = barrier
-            ) -> bool:
-                barrier.wait()
-                try:
-                    handles[number].put_if_absent(key, bytes([number]) * 1000)
-                except AlreadyExistsError:
-                    return False
-                return True
+    @pytest.mark.parametrize("nbytes", [0, 999, 1001, 1 << 62])
+    def test_object_of_another_size_is_refused(self, store: Store, nbytes: int) -> None:
+        """And no memory is taken for what is not there."""
+        pin = store.put("a", pattern(1000))
+        for xet_hash in {"", pin}:
+            with pytest.raises(MalformedError) as caught:
+                store.read("a", nbytes=nbytes, xet_hash=xet_hash)
+            assert caught.value.key == "a"
 
-            with ThreadPoolExecutor(len(handles)) as pool:
-                won = list(pool.map(attempt, range(len(handles))))
-            assert won.count(True) == 1
-            assert store.get(key) == bytes([won.index(True)]) * 1000
+    def test_pinned_read_is_of_what_was_put(self, store: Store, reopen: Reopen) -> None:
+        """Where a store names its content, a read of it never gives another."""
+        first = store.put("a", b"first")
+        second = store.put("a", b"2nd: longer")
+        assert bytes(store.read("a", nbytes=11, xet_hash=second)) == b"2nd: longer"
+        if first:
+            assert bytes(reopen().read("a", nbytes=5, xet_hash=first)) == b"first"
+        else:
+            assert second == ""
 
-    def test_readers_never_see_a_mixture(self, store: Store, reopen: Reopen) -> None:
-        """While one thread replaces an object, every read is one whole object."""
-        store.put("a", b"\0" * 100_000)
-        stop = threading.Event()
-
-        def write() -> None:
-            other, turn = reopen(), 0
-            while not stop.is_set():
-                turn = (turn + 1) % 256
-                other.put("a", bytes([turn]) * (100_000 + turn))
-
-        with ThreadPoolExecutor(1) as pool:
-            writing = pool.submit(write)
-            try:
-                for _ in range(10 * self.race_rounds):
-                    data = store.get("a")
-                    assert data == bytes([data[0]]) * (100_000 + data[0])
-            finally:
-                stop.set()
-            writing.result()
-
-    def test_put_survives_deletes_of_its_neighbours(self, store: Store, reopen: Reopen) -> None:
-        """Removing the last object of a folder never takes a new one along, or fails its put."""
-
-        def churn(number: int) -> None:
-            other = reopen()
-            for turn in range(self.race_rounds):
-                key = f"shared/folder/{number}-{turn}"
-                other.put(key, b"data")
-                assert other.get(key) == b"data"
-                other.delete(key)
-
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(churn, range(4)))
-        assert list(store.list()) == []
+    def test_object_above_the_limit_is_refused(self, store: Store) -> None:
+        """An object of unknown size is read only if it is a small one."""
+        store.put("a", pattern(1000))
+        assert store.get("a", limit=1000) == pattern(1000)
+        with pytest.raises(MalformedError) as caught:
+            store.get("a", limit=999)
+        assert caught.value.key == "a"
 
     @pytest.mark.parametrize(
         ("start", "length"), [(0, 0), (0, 1), (0, 1000), (17, 500), (999, 1), (1000, 0)]
@@ -247,13 +219,16 @@ class StoreContract:
         store.put("a", b"data")
         with pytest.raises(ConfigError):
             store.get_range("a", start, length)
+        with pytest.raises(ConfigError):
+            store.read("a", nbytes=-1)
 
     @pytest.mark.parametrize("key", ["absent", "folder", "folder/absent", "none/such"])
     def test_absent_object(self, store: Store, key: str) -> None:
         """An error that names it and is a FileNotFoundError; None from find; nothing to delete."""
         store.put("folder/object", b"data")
-        reads: Sequence[Callable[[], bytes]] = (
+        reads: Sequence[Callable[[], Buffer]] = (
             lambda: store.get(key),
+            lambda: store.read(key, nbytes=4),
             lambda: store.get_range(key, 0, 0),
         )
         for read in reads:
@@ -273,6 +248,34 @@ class StoreContract:
         assert found is not None
         assert (found.key, found.nbytes) == ("folder/object", 1234)
         assert found.modified is None or found.modified > 1e9
+
+    def test_find_all_tells_those_that_exist(self, store: Store) -> None:
+        """By key, with their sizes; in no more requests than it says."""
+        keys = [f"folder/{number:02}" for number in range(40)]
+        for key in keys[::2]:
+            store.put(key, key.encode())
+        before = store.requests
+        found = store.find_all(keys)
+        spent = store.requests - before
+        assert {key: info.nbytes for key, info in found.items()} == dict.fromkeys(keys[::2], 9)
+        assert all(info.key == key for key, info in found.items())
+        assert spent <= -(-len(keys) // store.capabilities.probes)
+        assert store.find_all([]) == {}
+
+    def test_requests_are_counted(self, store: Store) -> None:
+        """Every one, or none where nothing goes over a network."""
+        seen = [store.requests]
+        for call in (
+            lambda: store.put("a", b"data"),
+            lambda: store.find("a"),
+            lambda: store.get("a"),
+            lambda: list(store.list()),
+            lambda: store.delete("a"),
+        ):
+            call()
+            seen.append(store.requests)
+        steps = [after - before for before, after in pairwise(seen)]
+        assert all(step > 0 for step in steps) or not any(seen)
 
     def test_list_is_sorted_by_key(self, store: Store) -> None:
         """By whole keys: a folder stands where its slash puts it."""
