@@ -1,4 +1,4 @@
-"""What ``Store`` promises to callers that race: the part of the contract that no emulation passes."""
+"""What ``Store`` promises to callers that race: the part that no emulation of it passes."""
 
 from __future__ import annotations
 
