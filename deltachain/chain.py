@@ -8,8 +8,6 @@ nobody needs to list.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
 
 from deltachain import keys
 from deltachain.codec import ENCODINGS
@@ -22,11 +20,8 @@ from deltachain.errors import (
     FormatError,
     MalformedError,
     ObjectNotFoundError,
-    PublisherFencedError,
-    StoreUnavailableError,
 )
 from deltachain.manifest import (
-    Document,
     Edge,
     EdgeRecord,
     EdgeSummary,
@@ -37,35 +32,17 @@ from deltachain.manifest import (
     Table,
     dump,
     parse,
-    read_state,
     seal,
     summarise,
     unseal,
 )
+from deltachain.manifests import Committed, Manifests
 from deltachain.plan import Plan, make_plan
 from deltachain.store import Store
 from deltachain.types import StateDigest, Version
 from deltachain.window import covers, edge_id
 
-_D = TypeVar("_D", bound=Document)
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A manifest that is in the store, and the blake3 of its exact bytes."""
-
-    manifest: Manifest
-    digest: str
-
-    @property
-    def version(self) -> Version:
-        """Its number."""
-        return self.manifest.version
-
-    @property
-    def state(self) -> StateDigest:
-        """Its state digest."""
-        return StateDigest.parse(self.manifest.state)
+__all__ = ["Chain", "Committed"]
 
 
 class Chain:
@@ -81,6 +58,7 @@ class Chain:
         self.store = store
         self.identity = identity
         self.table = table
+        self._manifests = Manifests(store, identity.chain)
 
     @classmethod
     def create(
@@ -136,36 +114,25 @@ class Chain:
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The small files of the checkpoint, verified."""
         for ref in self.identity.assets:
-            data = self.store.get(ref.key)
+            data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash))
             _check(data, ref.blake3, ref.key)
             yield ref.key.rsplit("/", 1)[-1], data
 
     def read(self, version: Version) -> Committed:
-        """Read the manifest of a version.
-
-        Raises:
-            ObjectNotFoundError: It is not committed.
-            FormatError: It is not readable, or of another chain or version.
-        """
-        key = keys.manifest_key(version)
-        data, manifest = self._unsealed(key, Manifest)
-        if manifest.chain != self.identity.chain or manifest.version != version:
-            raise MalformedError(
-                f"{key}: is version {manifest.version} of chain {manifest.chain}", key=key
-            )
-        read_state(manifest.state, key=key)
-        return Committed(manifest, object_digest(data))
+        """Read the manifest of a version; see :meth:`Manifests.read`."""
+        return self._manifests.read(version)
 
     def find(self, version: Version) -> Committed | None:
         """Read the manifest of a version, if it is committed."""
-        try:
-            return self.read(version)
-        except ObjectNotFoundError:
-            return None
+        return self._manifests.find(version)
 
     def has(self, version: Version) -> bool:
         """Whether a version is committed."""
-        return self.store.find(keys.manifest_key(version)) is not None
+        return self._manifests.has(version)
+
+    def newest(self, known: Version) -> Version:
+        """The newest committed version, searched from one that is; see :meth:`Manifests.newest`."""
+        return self._manifests.newest(known)
 
     def head(self) -> Committed | None:
         """The newest committed version; ``None`` before the first commit.
@@ -176,17 +143,6 @@ class Chain:
         hinted = self._hint().version
         known = next((version for version in (hinted, 0) if self.has(version)), None)
         return None if known is None else self.read(self.newest(known))
-
-    def newest(self, known: Version) -> Version:
-        """The newest committed version, found by a doubling search from one that is committed."""
-        low, stride = known, 1
-        while self.has(low + stride):
-            low, stride = low + stride, stride * 2
-        high = low + stride  # the first known to be absent
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.has(middle) else (low, middle)
-        return low
 
     def history(self, first: Version, last: Version) -> Iterator[Committed]:
         """Manifests of ``first`` to ``last``, each proven to be the parent of the next.
@@ -209,35 +165,8 @@ class Chain:
             parent = committed
 
     def commit(self, manifest: Manifest) -> Committed:
-        """Make a version visible, exactly once.
-
-        When the reply to our own put is lost, reading the manifest back and finding our commit id
-        in it is success. On a store without conditional puts that read-back is always made.
-
-        Raises:
-            PublisherFencedError: Another publisher has committed this version.
-            StoreUnavailableError: The store did not take it; the version is not committed, or it
-                can not be told whether it is.
-        """
-        key, data = keys.manifest_key(manifest.version), seal(manifest)
-        try:
-            self.store.put_if_absent(key, data)
-            if self.store.capabilities.conditional_put:
-                return Committed(manifest, object_digest(data))
-        except AlreadyExistsError:
-            pass
-        except StoreUnavailableError:
-            if self.store.find(key) is None:
-                raise
-        found = self.read(manifest.version)
-        if found.manifest.commit_id != manifest.commit_id:
-            raise PublisherFencedError(
-                f"version {manifest.version} was committed by another publisher "
-                f"(commit {found.manifest.commit_id}, epoch {found.manifest.epoch}; "
-                f"ours was {manifest.commit_id}, epoch {manifest.epoch})",
-                version=manifest.version,
-            )
-        return found
+        """Make a version visible, exactly once; see :meth:`Manifests.commit`."""
+        return self._manifests.commit(manifest)
 
     def add_edge(self, committed: Committed, edge: Edge, base_state: str) -> EdgeSummary:
         """Record another way to a committed version; the one that is there first stays.
@@ -310,6 +239,30 @@ class Chain:
         Raises:
             BrokenChainError: No way leads there.
         """
+        own = target.manifest.summary()
+        if own.base == held and own not in avoid and set(own.encodings) <= ENCODINGS:
+            return Plan(held=held, target=own.version, edges=(own,))  # nothing leads there for less
+        return self._plan_far(held, target, avoid)
+
+    def find_state(self, state: StateDigest) -> Committed | None:
+        """The newest version that has this state; ``None`` when no version has."""
+        committed = self.head()
+        while committed is not None:
+            manifest = committed.manifest
+            if committed.state == state:
+                return committed
+            states = {edge.version: edge.state for edge in manifest.recent}
+            for version in sorted(states, reverse=True):
+                if states[version] == str(state):
+                    return self.read(version)
+            if manifest.version == 0:
+                return None
+            committed = self.read(min(manifest.window_from, manifest.version - 1))
+        return None
+
+    def _plan_far(
+        self, held: Version | None, target: Committed, avoid: Collection[EdgeSummary]
+    ) -> Plan:
         version = target.version
         later = self.find(version + 1)  # lists the anchor of this version, if it has one
         manifests = [later, target] if later else [target]
@@ -331,31 +284,6 @@ class Chain:
                         raise
             manifests = [self.read(oldest.window_from)]
             oldest = manifests[0].manifest
-
-    def find_state(self, state: StateDigest) -> Committed | None:
-        """The newest version that has this state; ``None`` when no version has."""
-        committed = self.head()
-        while committed is not None:
-            manifest = committed.manifest
-            if committed.state == state:
-                return committed
-            states = {edge.version: edge.state for edge in manifest.recent}
-            for version in sorted(states, reverse=True):
-                if states[version] == str(state):
-                    return self.read(version)
-            if manifest.version == 0:
-                return None
-            committed = self.read(min(manifest.window_from, manifest.version - 1))
-        return None
-
-    def _unsealed(self, key: str, kind: type[_D]) -> tuple[bytes, _D]:
-        """A sealed document and its bytes; read once more if it is corrupt."""
-        data = self.store.get(key)
-        try:
-            return data, unseal(data, kind, key=key)
-        except DigestMismatchError:
-            data = self.store.get(key)
-            return data, unseal(data, kind, key=key)
 
     def _hint(self) -> Head:
         """The hint, or the beginning when there is none that can be read."""
@@ -382,9 +310,8 @@ def _own_parts(edge: Edge, version: Version) -> Edge:
 
 def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:
     digest = object_digest(data)
-    ref = ObjectRef(key=keys.asset_key(digest, name), nbytes=len(data), blake3=digest)
-    store.put(ref.key, data)
-    return ref
+    key = keys.asset_key(digest, name)
+    return ObjectRef(key=key, nbytes=len(data), blake3=digest, xet_hash=store.put(key, data))
 
 
 def _another_model(store: Store, table: Table) -> ChainMismatchError:

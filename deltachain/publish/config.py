@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from deltachain.errors import ConfigError
 
@@ -18,7 +19,11 @@ class PublishConfig:
     """
 
     url: str
-    """Where the chain lies: a folder, ``file:///folder`` or ``memory://name``."""
+    """Where the chain lies: a folder, or a URL that begins with ``s3://``, ``hf://buckets/``,
+    ``file:///``, ``memory://``, ``gs://``, ``az://`` or what else fsspec knows."""
+
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the library behind the store needs to know beyond the URL and the environment."""
 
     encoding: Literal["step", "overwrite", "raw"] = "step"
     """How deltas are written: ``step`` is the smallest, ``raw`` opens in any safetensors reader."""

@@ -45,7 +45,7 @@ class Publisher:
     def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:
         self.config = PublishConfig(url=config) if isinstance(config, str) else config
         self.last: PublishReceipt | None = None
-        self._store = store or open_store(self.config.url)
+        self._store = store or open_store(self.config.url, self.config.storage_options, writer=True)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltachain-publish")
         self._session: Session | None = None
         self._in_flight: Published | None = None
@@ -133,6 +133,8 @@ class Publisher:
         """Flush, and give everything back. Closing twice is allowed."""
         try:
             self.flush()
+            if self._session is not None and self._fenced is None:
+                self._session.writer.write_head()
         finally:
             self._pool.shutdown()
             self._store.close()

@@ -20,6 +20,7 @@ class PublishReceipt:
         nnz: Elements changed.
         numel: Elements in all.
         nbytes: Bytes put for the version itself.
+        requests: Requests to the store for it.
         diff_s: Seconds the training loop waited for the diff.
         encode_s: Seconds of encoding and putting the parts, behind training.
         commit_s: Seconds of committing.
@@ -34,6 +35,7 @@ class PublishReceipt:
     nnz: int
     numel: int
     nbytes: int
+    requests: int
     diff_s: float
     encode_s: float
     commit_s: float
@@ -50,6 +52,7 @@ class PublishReceipt:
             "version": self.version,
             "changed_frac": self.density,
             "bytes": self.nbytes,
+            "requests": self.requests,
             "diff_s": self.diff_s,
             "encode_s": self.encode_s,
             "commit_s": self.commit_s,

@@ -83,6 +83,8 @@ class Session:
             PublisherFencedError: Another publisher was first.
         """
         start = time.perf_counter()
+        store = self.writer.chain.store
+        requests = store.requests
         nnz = sum(changes.indices.size for changes in diff.values())
         draft = self.writer.draft(state=self.snapshot.state, step=step, nnz=nnz)
         edge = self.put_delta(slot_of("delta", draft), diff)
@@ -98,6 +100,7 @@ class Session:
             numel=self.numel,
             nbytes=edge.nbytes,
             diff_s=diff_s,
+            requests=store.requests - requests,
             encode_s=encoded - start,
             commit_s=time.perf_counter() - encoded,
             kernel=self.snapshot.kernel,

@@ -48,10 +48,16 @@ def upload(
     for number, group in enumerate(_parts(changes, part_nbytes)):
         key = payload_key(slot.kind, slot.version, slot.epoch, slot.commit_id, number)
         part = encode_part(group, raw=raw)
-        chain.store.put(key, part.data)
+        xet_hash = chain.store.put(key, part.data)
         encodings.update(part.encodings)
         refs.append(
-            ObjectRef(key=key, nbytes=len(part.data), blake3=part.digest, directory=part.directory)
+            ObjectRef(
+                key=key,
+                nbytes=len(part.data),
+                blake3=part.digest,
+                directory=part.directory,
+                xet_hash=xet_hash,
+            )
         )
     base = slot.version - 1 if slot.kind == "delta" else None
     return Edge(kind=slot.kind, base=base, encodings=tuple(sorted(encodings)), parts=tuple(refs))

@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 from deltachain.chain import Chain, Committed
 from deltachain.errors import BrokenChainError, PublisherFencedError, StoreError
@@ -14,6 +15,10 @@ from deltachain.manifest import Edge, EdgeSummary, Manifest
 from deltachain.plan import cost_of
 from deltachain.types import StateDigest, Version
 from deltachain.window import window, window_from
+
+HINT_EVERY: Final = 8
+"""Versions between two writes of the hint: a request a version saved, for a few more probes by
+whoever comes without holding any version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +149,8 @@ class Writer:
         summary = committed.manifest.summary()
         cost = cost_of(summary)
         self.newcomer_cost = cost if summary.base is None else self.newcomer_cost + cost
-        self.write_head()
+        if committed.version % HINT_EVERY == 0:
+            self.write_head()
 
 
 def _newcomer_cost(chain: Chain, parent: Committed | None) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deltachain.errors import ConfigError
 
@@ -29,13 +31,17 @@ class SubscribeConfig:
     undo_applies: int = 2
     """Applies whose old bits are kept, so that ``rollback`` needs no store."""
 
-    poll_s: float = 1.0
+    poll_s: float | None = None
     """Seconds between looks for a new version; each is varied by a quarter, so that replicas that
-    were started together do not ask together."""
+    were started together do not ask together. Not given: what the store bears."""
+
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the library behind the store needs to know beyond the URL and the environment."""
 
     verify_at_start: bool = True
     """Recompute the state of a target that remembers what it holds, before believing it."""
 
     def __post_init__(self) -> None:
-        if self.poll_s <= 0 or self.stage_budget < 0 or self.undo_applies < 0:
+        polls = self.poll_s is None or self.poll_s > 0
+        if not polls or self.stage_budget < 0 or self.undo_applies < 0:
             raise ConfigError("poll_s must be positive, stage_budget and undo_applies not negative")

@@ -71,10 +71,13 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
     chain, held = subscriber.chain, subscriber.held
     if held is None:
         return subscriber.update()
-    if subscriber.pinned or not chain.has(held.version + 1):
+    if subscriber.pinned:
+        return None
+    newest = chain.newest(held.version)
+    if newest == held.version:
         return None
     try:
-        return subscriber.update(held.version + 1 if every_version else None)
+        return subscriber.update(held.version + 1 if every_version else newest)
     except (FormatError, ObjectNotFoundError, BrokenChainError):
         if not every_version:
             raise
@@ -83,8 +86,7 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
 
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
     """Wait for the next poll, longer after each failure, or until told or stopped."""
-    poll_s = subscriber.config.poll_s
-    wait_s = poll_s * min(2 ** min(failures, 8), MOST_POLLS)
+    wait_s = subscriber.poll_s * min(2 ** min(failures, 8), MOST_POLLS)
     wait_s *= random.uniform(0.75, 1.25)  # noqa: S311 - spreads replicas, guards nothing
     if not stop.is_set() and subscriber.told.wait(wait_s):
         subscriber.told.clear()

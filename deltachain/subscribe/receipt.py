@@ -19,6 +19,7 @@ class ApplyReceipt:
         plan: The plan, printed.
         nnz: Elements written.
         nbytes: Bytes fetched.
+        requests: Requests to the store since the receipt before, looks for new versions included.
         refetched: Objects that were corrupt at first.
         lag_versions: Versions that were committed meanwhile, as seen when staging ended.
         staleness_s: Seconds from the version's commit to the swap, by two clocks.
@@ -34,6 +35,7 @@ class ApplyReceipt:
     plan: str
     nnz: int
     nbytes: int
+    requests: int
     refetched: tuple[str, ...]
     lag_versions: int
     staleness_s: float

@@ -70,10 +70,10 @@ class Subscriber:
         self.poisoned = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
-        self._store = store or open_store(self.config.url)
+        self._store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None
         self._held: Held | None = None
-        self._generation = 0
+        self._generation = self._counted = 0
         self._writing = RLock()
         self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
 
@@ -105,6 +105,11 @@ class Subscriber:
     def version(self) -> Version | None:
         """The version that the target holds."""
         return self.held.version if self.held else None
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between looks for a new version."""
+        return self.config.poll_s or self._store.capabilities.poll_s
 
     def update(self, version: Version | None = None) -> ApplyReceipt | None:
         """Stage and swap.
@@ -174,7 +179,8 @@ class Subscriber:
                 self._undo.clear()
             else:
                 self._undo.push(staged.held, staged.patches)
-            receipt = self.last = _receipt(staged, swap_s)
+            requests, self._counted = self._counted, self._store.requests
+            receipt = self.last = _receipt(staged, swap_s, self._counted - requests)
         logger.info("%s", receipt)
         return receipt
 
@@ -373,7 +379,7 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
     return found or [edge for edge in plan.edges if edge.kind == "base"]
 
 
-def _receipt(staged: Staged, swap_s: float) -> ApplyReceipt:
+def _receipt(staged: Staged, swap_s: float, requests: int) -> ApplyReceipt:
     return ApplyReceipt(
         version=staged.to.version,
         previous=staged.held.version if staged.held else None,
@@ -382,6 +388,7 @@ def _receipt(staged: Staged, swap_s: float) -> ApplyReceipt:
         plan=str(staged.fetched.plan),
         nnz=staged.nnz,
         nbytes=staged.fetched.nbytes,
+        requests=requests,
         refetched=staged.fetched.refetched,
         lag_versions=staged.head - staged.to.version,
         staleness_s=max(0.0, time.time() - staged.time),

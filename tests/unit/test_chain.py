@@ -210,9 +210,10 @@ def test_a_single_writer_store_is_read_back_after_every_commit() -> None:
         inner.put(manifest_key(0), seal(manifest_after(None, commit_id="theirs")))
 
     class Racing(FaultyStore):
-        def put_if_absent(self, key: str, data: Buffer) -> None:
-            super().put_if_absent(key, data)
+        def put(self, key: str, data: Buffer) -> str:
+            pin = super().put(key, data)
             other_writes_too()  # between our put and our look
+            return pin
 
     racing = Chain(Racing(inner), chain.identity, chain.table)
     with pytest.raises(PublisherFencedError, match="commit theirs"):

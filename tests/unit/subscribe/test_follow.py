@@ -178,7 +178,7 @@ def test_a_store_that_is_down_for_a_while(
     assert versions(clock.run(subscriber)) == [(None, 1), (1, 2)]
     assert same(bits_of(zeros), bits_of(model))
     assert caplog.text.count("the store is down") == 1  # once, not once a look
-    base = subscriber.config.poll_s
+    base = subscriber.poll_s
     assert clock.waits[0] < 1.5 * base < clock.waits[4]  # ever more slowly
     assert clock.waits[-1] < 1.5 * base  # and back
 

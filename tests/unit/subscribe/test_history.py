@@ -71,6 +71,7 @@ def test_a_missing_manifest_is_named(
     subscriber: Subscriber, store: MemoryStore, publish: Publish, zeros: dict[str, Tensor]
 ) -> None:
     publish(3, 4, 5)
+    Chain.open(store).write_head(5, ())
     store.delete(manifest_key(3))
     before = bits_of(zeros)
     with pytest.raises(BrokenChainError, match="manifest of version 3 is missing, head is 5"):
