@@ -9,7 +9,6 @@ import pytest
 from deltachain.chain import Chain, Committed
 from deltachain.digest import object_digest
 from deltachain.errors import (
-    AlreadyExistsError,
     BrokenChainError,
     ChainMismatchError,
     DigestMismatchError,
@@ -20,32 +19,12 @@ from deltachain.errors import (
     UnsupportedFormatError,
 )
 from deltachain.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, manifest_key
-from deltachain.manifest import Edge, EdgeRecord, Head, Manifest, ObjectRef, Table, dump, seal
+from deltachain.manifest import Edge, EdgeRecord, Head, ObjectRef, Table, dump, seal
 from deltachain.store import MemoryStore
-from deltachain.store.base import Buffer, Capabilities
 from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.types import StateDigest
-from deltachain.window import WINDOW, window, window_from
-
-TABLE = Table(tensors=(("a", "BF16", (4, 4)), ("b", "F32", (3,))), aliases={"c": "a"})
-ANCHOR = Edge(kind="anchor", encodings=("dense",))
-
-
-class SingleWriterStore(MemoryStore):
-    """A store that can not decide a race: it looks first and then writes."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_put=False, list_consistent=False)
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        if self.find(key) is not None:
-            raise AlreadyExistsError(key, key=key)
-        self.put(key, data)
-
-
-def create(store: Any) -> Chain:
-    return Chain.create(store, TABLE, chain_id="one", time=0.0, assets={})
+from deltachain.window import WINDOW
+from tests.unit.links import ANCHOR, TABLE, SingleWriterStore, create, extend, manifest_after, state
 
 
 @pytest.fixture
@@ -56,40 +35,6 @@ def store() -> MemoryStore:
 @pytest.fixture
 def chain(store: MemoryStore) -> Chain:
     return create(store)
-
-
-def state(version: int) -> str:
-    return str(StateDigest(version + 1, 7))
-
-
-def manifest_after(parent: Committed | None, **changes: Any) -> Manifest:
-    version = parent.version + 1 if parent else 0
-    own = Edge(kind="delta", base=version - 1, encodings=("step",)) if parent else ANCHOR
-    fields: dict[str, Any] = {
-        "chain": "one",
-        "version": version,
-        "epoch": 0,
-        "commit_id": f"commit-{version}",
-        "parent": parent.digest if parent else "",
-        "step": version,
-        "time": 0.0,
-        "base_state": parent.manifest.state if parent else "",
-        "state": state(version),
-        "nnz": 1,
-        "numel": 19,
-        "edge": own,
-        "recent": window(parent.manifest if parent else None),
-        "window_from": window_from(version),
-    }
-    return Manifest(**fields | changes)
-
-
-def extend(chain: Chain, count: int, parent: Committed | None = None) -> list[Committed]:
-    made = []
-    for _ in range(count):
-        parent = chain.commit(manifest_after(parent))
-        made.append(parent)
-    return made
 
 
 # Making and opening
@@ -172,8 +117,11 @@ def test_assets_are_verified(store: MemoryStore) -> None:
     files = {"config.json": b"{}", "tokenizer.json": b"[]"}
     chain = Chain.create(store, TABLE, chain_id="one", time=0.0, assets=files)
     assert dict(chain.assets()) == files
-    store.put(chain.identity.assets[1].key, b"[0]")
+    store.put(chain.identity.assets[1].key, b"{}")
     with pytest.raises(DigestMismatchError):
+        list(chain.assets())
+    store.put(chain.identity.assets[1].key, b"[0]")
+    with pytest.raises(MalformedError):
         list(chain.assets())
 
 
@@ -200,24 +148,6 @@ def test_an_outcome_that_was_lost_is_read_back(action: Action, single_writer: bo
         assert chain.head() is None
         chain.commit(manifest_after(None))
     assert chain.read(0).manifest.commit_id == "commit-0"
-
-
-def test_a_single_writer_store_is_read_back_after_every_commit() -> None:
-    inner = SingleWriterStore()
-    chain = create(inner)
-
-    def other_writes_too() -> None:
-        inner.put(manifest_key(0), seal(manifest_after(None, commit_id="theirs")))
-
-    class Racing(FaultyStore):
-        def put(self, key: str, data: Buffer) -> str:
-            pin = super().put(key, data)
-            other_writes_too()  # between our put and our look
-            return pin
-
-    racing = Chain(Racing(inner), chain.identity, chain.table)
-    with pytest.raises(PublisherFencedError, match="commit theirs"):
-        racing.commit(manifest_after(None))
 
 
 @pytest.mark.parametrize("others", [{"chain": "two"}, {"version": 1, "edge": ANCHOR}])

@@ -1,0 +1,100 @@
+"""Chains of manifests without payloads, and the stores they are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from deltachain.chain import Chain, Committed
+from deltachain.digest import object_digest
+from deltachain.errors import AlreadyExistsError
+from deltachain.manifest import Edge, Manifest, Table
+from deltachain.store import MemoryStore, ObjectInfo
+from deltachain.store.base import Buffer, Capabilities
+from deltachain.types import StateDigest
+from deltachain.window import window, window_from
+
+TABLE = Table(tensors=(("a", "BF16", (4, 4)), ("b", "F32", (3,))), aliases={"c": "a"})
+ANCHOR = Edge(kind="anchor", encodings=("dense",))
+
+
+class SingleWriterStore(MemoryStore):
+    """A store that can not decide a race: it looks first and then writes."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_put=False, list_consistent=False)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        if self.find(key) is not None:
+            raise AlreadyExistsError(key, key=key)
+        self.put(key, data)
+
+
+class WideStore(SingleWriterStore):
+    """One that also looks up many keys in one request, and names the content it finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[list[str]] = []
+        self.pinned: list[str] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(conditional_put=False, list_consistent=False, probes=1000)
+
+    def find(self, key: str) -> ObjectInfo | None:
+        return self.find_all([key]).get(key)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        wanted = list(keys)
+        self.looks.append(wanted)
+        found = {key: super(WideStore, self).find(key) for key in wanted}
+        return {
+            key: replace(info, xet_hash=object_digest(self.get(key)))
+            for key, info in found.items()
+            if info is not None
+        }
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:
+        self.pinned.append(xet_hash)
+        return super().read(key, nbytes=nbytes)
+
+
+def create(store: Any) -> Chain:
+    return Chain.create(store, TABLE, chain_id="one", time=0.0, assets={})
+
+
+def state(version: int) -> str:
+    return str(StateDigest(version + 1, 7))
+
+
+def manifest_after(parent: Committed | None, **changes: Any) -> Manifest:
+    version = parent.version + 1 if parent else 0
+    own = Edge(kind="delta", base=version - 1, encodings=("step",)) if parent else ANCHOR
+    fields: dict[str, Any] = {
+        "chain": "one",
+        "version": version,
+        "epoch": 0,
+        "commit_id": f"commit-{version}",
+        "parent": parent.digest if parent else "",
+        "step": version,
+        "time": 0.0,
+        "base_state": parent.manifest.state if parent else "",
+        "state": state(version),
+        "nnz": 1,
+        "numel": 19,
+        "edge": own,
+        "recent": window(parent.manifest if parent else None),
+        "window_from": window_from(version),
+    }
+    return Manifest(**fields | changes)
+
+
+def extend(chain: Chain, count: int, parent: Committed | None = None) -> list[Committed]:
+    made = []
+    for _ in range(count):
+        parent = chain.commit(manifest_after(parent))
+        made.append(parent)
+    return made

@@ -1,0 +1,101 @@
+"""Manifests on a store that looks up many at once, and can not decide races."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltachain.chain import Chain
+from deltachain.errors import BrokenChainError, ForkedChainError, PublisherFencedError
+from deltachain.keys import manifest_key
+from deltachain.manifest import seal
+from deltachain.store import MemoryStore
+from deltachain.store.base import Buffer
+from deltachain.testing.faults import FaultyStore
+from tests.unit.links import SingleWriterStore, WideStore, create, extend, manifest_after
+
+
+@pytest.fixture
+def wide() -> WideStore:
+    return WideStore()
+
+
+def test_a_single_writer_store_is_read_back_after_every_commit() -> None:
+    inner = SingleWriterStore()
+    chain = create(inner)
+
+    def other_writes_too() -> None:
+        inner.put(manifest_key(0), seal(manifest_after(None, commit_id="theirs")))
+
+    class Racing(FaultyStore):
+        def put(self, key: str, data: Buffer) -> str:
+            pin = super().put(key, data)
+            other_writes_too()  # between our put and our look
+            return pin
+
+    racing = Chain(Racing(inner), chain.identity, chain.table)
+    with pytest.raises(PublisherFencedError, match="commit theirs"):
+        racing.commit(manifest_after(None))
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 19, 50, 400])
+@pytest.mark.parametrize("known", [0, 1, 15, 49])
+def test_the_newest_is_found_in_few_wide_looks(wide: WideStore, length: int, known: int) -> None:
+    chain = create(wide)
+    extend(chain, length)
+    wide.looks.clear()
+    known = min(known, length - 1)
+    assert chain.newest(known) == length - 1
+    assert len(wide.looks) == 1 if length - 1 - known <= 16 else len(wide.looks) <= 3
+    assert all(len(look) <= 1000 for look in wide.looks)
+
+
+def test_a_gap_ahead_is_named(wide: WideStore) -> None:
+    chain = create(wide)
+    extend(chain, 5)
+    wide.delete(manifest_key(2))
+    for known in (1, 2):
+        with pytest.raises(BrokenChainError, match="version 2 is missing, there is one of 4"):
+            chain.newest(known)
+
+
+def test_a_manifest_that_was_seen_is_read_without_another_look(wide: WideStore) -> None:
+    made = extend(create(wide), 3)
+    chain = Chain.open(wide)
+    assert chain.newest(0) == 2
+    wide.looks.clear()
+    assert chain.read(2) == made[2]
+    assert wide.looks == []
+    assert wide.pinned[-1] == made[2].digest
+
+
+@pytest.mark.parametrize("store", [SingleWriterStore(), WideStore()], ids=["narrow", "wide"])
+def test_a_replaced_manifest_is_a_fork(store: MemoryStore) -> None:
+    """Reported by the next look of whoever saw the first, and never committed upon."""
+    publisher, follower = create(store), Chain.open(store)
+    made = extend(publisher, 3)
+    assert follower.newest(0) == 2
+    theirs = manifest_after(made[1], commit_id="theirs, which is another")
+    store.put(manifest_key(2), seal(theirs))
+    with pytest.raises(ForkedChainError, match="version 2 was replaced by another publisher"):
+        follower.newest(2)
+    with pytest.raises(PublisherFencedError, match="version 3 can not follow: the manifest"):
+        publisher.commit(manifest_after(made[2]))
+    assert store.find(manifest_key(3)) is None
+    with pytest.raises(PublisherFencedError, match="committed by another publisher"):
+        Chain.open(store).commit(made[2].manifest)
+
+
+def test_a_version_that_is_taken_is_not_replaced(wide: WideStore) -> None:
+    made = extend(create(wide), 2)
+    before = wide.get(manifest_key(1))
+    with pytest.raises(PublisherFencedError, match="commit commit-1, epoch 0; ours was late"):
+        Chain.open(wide).commit(manifest_after(made[0], commit_id="late"))
+    assert wide.get(manifest_key(1)) == before
+
+
+def test_a_commit_takes_two_looks(wide: WideStore) -> None:
+    chain = create(wide)
+    made = extend(chain, 2)
+    wide.looks.clear()
+    chain.commit(manifest_after(made[-1]))
+    assert wide.looks == [[manifest_key(1), manifest_key(2)], [manifest_key(2)]]
