@@ -6,8 +6,10 @@ the memory of its bytes on the wire and of one tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +35,10 @@ from deltachain.types import StateDigest, TensorSpec
 
 THREADS: Final = 8
 """Objects fetched at a time: enough to fill a link whose latency is tens of milliseconds."""
+
+
+DECODERS: Final = min(4, os.cpu_count() or 1)
+"""Tensors decoded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,20 @@ class Fetched:
         if self.base is not None:
             deltas.insert(0, TensorDelta.dense(self.specs[name], self.base.bits(name)))
         return fold_all(deltas)
+
+    def deltas(self) -> Iterator[TensorDelta]:
+        """What the plan does to every tensor that it touches, in order, decoded ahead in threads.
+
+        A few tensors are decoded at a time: as many as there are threads, and one more each.
+        """
+        with ThreadPoolExecutor(DECODERS) as pool:
+            ahead: deque[Future[TensorDelta]] = deque()
+            for name in self.names:
+                ahead.append(pool.submit(self.read, name))
+                if len(ahead) > 2 * DECODERS:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
 
     def state(self) -> StateDigest:
         """State digest that a plan from nothing leads to, from its bytes alone.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -152,13 +152,23 @@ class Part:
         return bits[at % 8 : at % 8 + count]
 
     def _planes(self, tensor: _Tensor, stream: str, width: int) -> Bits:
-        planes = [self._units(tensor, f"{stream}.{k}") for k in range(width)]
+        """A tensor's elements out of their byte planes, frame by frame while they are in cache."""
+        names = [f"{stream}.{k}" for k in range(width)]
         if width == 1:
-            return planes[0]
-        elements = np.empty((planes[0].size, width), np.uint8)
-        for k, plane in enumerate(planes):
-            elements[:, k] = plane
-        return elements.reshape(-1).view(BITS_DTYPES[width])
+            return self._units(tensor, names[0])
+        readers = [self._streams.get(d.stream_name(tensor.row.bucket, name)) for name in names]
+        begins = [tensor.at[name] for name in names]
+        elements = np.empty(tensor.lengths[names[0]], BITS_DTYPES[width])
+        first = readers[0]
+        for start, stop in first.cuts(begins[0], begins[0] + elements.size) if first else ():
+            at, end = start - begins[0], stop - begins[0]
+            planes = [
+                np.frombuffer(reader.read(begin + at, begin + end), np.uint8)
+                for reader, begin in zip(readers, begins, strict=True)
+                if reader is not None
+            ]
+            join_planes(planes, elements[at:end])
+        return elements
 
     def _indices(self, tensor: _Tensor) -> Indices:
         if tensor.row.gap == 1:
@@ -205,6 +215,15 @@ class Part:
     def _array(self, stream: str) -> npt.NDArray[np.uint8]:
         reader = self._streams[stream]
         return np.frombuffer(bytes(reader.read(0, reader.nbytes)), np.uint8)
+
+
+def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
+    """Put little-endian elements together from their bytes, plane by plane, into ``out``."""
+    top = len(planes) - 1
+    np.multiply(planes[top], out.dtype.type(1 << (8 * top)), out=out, dtype=out.dtype)
+    np.bitwise_or(out, planes[0], out=out)
+    for k in range(1, top):
+        np.bitwise_or(out, planes[k].astype(out.dtype) << out.dtype.type(8 * k), out=out)
 
 
 def _is_canonical(split: SplitSteps) -> bool:

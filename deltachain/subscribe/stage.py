@@ -101,8 +101,7 @@ def prove(
     deferred: list[str] = []
     change = written = StateDigest()
     nnz = nbytes = 0
-    for name in fetched.names:
-        delta = fetched.read(name)
+    for name, delta in zip(fetched.names, fetched.deltas(), strict=True):
         patch = target.prepare(delta)
         nnz += patch.nnz
         nbytes += patch.nbytes
