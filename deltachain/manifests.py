@@ -147,7 +147,7 @@ class Manifests:
                 return Committed(manifest, object_digest(data))
             if not self._taken(manifest.version):
                 self._store.put(key, data)
-                self._forget(manifest.version)
+                self._confirm(manifest.version)
         except AlreadyExistsError:
             pass
         except StoreUnavailableError:
@@ -171,6 +171,18 @@ class Manifests:
             raise PublisherFencedError(
                 f"version {version} can not follow: {exc}", version=version
             ) from exc
+
+    def _confirm(self, version: Version) -> None:
+        """Look at the manifest that was just put, and that nobody has gone on behind it."""
+        with self._lock:
+            self._seen.pop(version, None)
+        if version + 1 in self._look([version, version + 1]):
+            raise PublisherFencedError(
+                f"version {version + 1} is there already: another publisher wrote version "
+                f"{version} between our look and our put, and went on",
+                version=version,
+                hint="two publishers wrote here at once; see what `deltachain verify` says",
+            )
 
     def _leap(self, known: Version) -> tuple[Version, Version]:
         """One look at the next versions and far beyond: a committed one, and an absent one."""
@@ -234,10 +246,6 @@ class Manifests:
                 self._seen.move_to_end(version)
             while len(self._seen) > SEEN:
                 self._seen.popitem(last=False)
-
-    def _forget(self, version: Version) -> None:
-        with self._lock:
-            self._seen.pop(version, None)
 
 
 def _same(seen: ObjectInfo, info: ObjectInfo) -> bool:

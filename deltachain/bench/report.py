@@ -34,7 +34,13 @@ def machine() -> dict[str, Any]:
     }
 
 
-def emit(document: Mapping[str, Any], tables: Sequence[Table], *, json_output: bool) -> None:
+def emit(
+    document: Mapping[str, Any],
+    tables: Sequence[Table],
+    *,
+    json_output: bool,
+    caveat: str = CAVEAT,
+) -> None:
     """Write one JSON object, or the tables, to stdout."""
     if json_output:
         sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
@@ -44,7 +50,7 @@ def emit(document: Mapping[str, Any], tables: Sequence[Table], *, json_output: b
         console.width = 140
     for table in tables:
         console.print(table)
-    console.print(f"{machine()['processor']}. {CAVEAT}", style="dim")
+    console.print(f"{machine()['processor']}. {caveat}", style="dim")
 
 
 def grid(title: str, *columns: str) -> Table:

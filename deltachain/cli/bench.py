@@ -18,6 +18,7 @@ class Subject(StrEnum):
     CODEC = "codec"
     DETECT = "detect"
     APPLY = "apply"
+    STORE = "store"
 
 
 def bench(
@@ -25,10 +26,16 @@ def bench(
         Subject,
         typer.Argument(
             help="**codec**: bits a change and encode, decode speed; **detect**: finding changes; "
-            "**apply**: writing them.",
+            "**apply**: writing them; **store**: putting and getting objects.",
         ),
     ],
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="For **store**: which one.")
+    ] = None,
     *,
+    mb: Annotated[
+        int, typer.Option(min=1, metavar="MB", help="For **store**: size of the version.")
+    ] = 64,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the result, as PNG or SVG.")
     ] = None,
@@ -36,9 +43,15 @@ def bench(
 ) -> None:
     """Measure sizes and speeds on this machine, next to a floor measured in the same run.
 
-    Example: `deltachain bench codec --plot codec.svg`
+    Examples: `deltachain bench codec --plot codec.svg`, `deltachain bench store s3://bucket/tmp`
     """
     from importlib import import_module
+
+    if subject is Subject.STORE:
+        from deltachain.bench import store
+
+        code = store.main(url, json_output=as_json, nbytes=mb * 1_000_000, plot=plot)
+        raise typer.Exit(code)
 
     measure = import_module(f"deltachain.bench.{subject.value}")
     raise typer.Exit(measure.main(json_output=as_json, plot=plot))

@@ -17,6 +17,14 @@ def demo(
         Path | None,
         typer.Option(metavar="DIR", help="Keep everything there; else it is thrown away."),
     ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            metavar="WHERE",
+            help="**file**: a folder; **s3**: a SeaweedFS started here; **hf**: an emulated Hub "
+            "started here; else the **URL** of an empty place.",
+        ),
+    ] = "file",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps.")] = 20,
     as_json: AsJson = False,
 ) -> None:
@@ -24,8 +32,8 @@ def demo(
 
     Takes minutes on a laptop and downloads nothing. Needs the extra `trl`.
 
-    Example: `deltachain demo --steps 10 --workdir demo`
+    Examples: `deltachain demo --steps 10 --workdir demo`, `deltachain demo --store s3`
     """
     from deltachain.demo.run import run_demo
 
-    raise typer.Exit(run_demo(workdir=workdir, steps=steps, json_output=as_json))
+    raise typer.Exit(run_demo(workdir=workdir, store=store, steps=steps, json_output=as_json))

@@ -18,7 +18,11 @@ class Encoding(StrEnum):
 
 
 Url: TypeAlias = Annotated[
-    str, typer.Argument(metavar="URL", help="The chain: a folder, or file:///folder.")
+    str,
+    typer.Argument(
+        metavar="URL",
+        help="The chain: a folder, s3://bucket/prefix, hf://buckets/me/bucket, gs://, az://...",
+    ),
 ]
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")

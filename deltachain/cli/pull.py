@@ -108,7 +108,10 @@ def follow(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     out: Out,
-    poll: Annotated[float, typer.Option(metavar="S", help="Seconds between looks.")] = 1.0,
+    poll: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Seconds between looks. Default: what the store bears."),
+    ] = None,
     every_version: Annotated[
         bool, typer.Option("--every-version", help="Stop at each version on the way.")
     ] = False,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from deltachain.demo.generate import generate_text, load_for_generation
 from deltachain.demo.quiet import quiet_libraries, spare_one_core
+from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, nargs="*", default=())
     arguments = parser.parse_args()
     model, tokenizer = load_for_generation(arguments.checkpoint)
-    config = SubscribeConfig(url=arguments.url, poll_s=POLL_S)
-    with spare_one_core(), Subscriber(config, model) as subscriber:
+    store = open_store(arguments.url)
+    limited = store.capabilities.poll_s > 1  # it counts looks; others answer as fast as we ask
+    config = SubscribeConfig(url=arguments.url, poll_s=None if limited else POLL_S)
+    with spare_one_core(), Subscriber(config, model, store=store) as subscriber:
         replica = Replica(model, tokenizer, subscriber, arguments.out)
         replica.say("ready")
         _follow(replica, set(arguments.save_steps))

@@ -18,6 +18,7 @@ class VersionRow:
     step: int | None
     density: float
     nbytes: int
+    requests: int
     ratio: float
     stage_ms: float
     swap_ms: float
@@ -96,7 +97,17 @@ class DemoReport:
 
     def _versions(self) -> Table:
         table = Table(title="Every version, trainer to follower", box=box.SIMPLE_HEAD)
-        columns = ("version", "step", "density", "bytes", "ratio", "stage ms", "swap ms", "lag")
+        columns = (
+            "version",
+            "step",
+            "density",
+            "bytes",
+            "requests",
+            "ratio",
+            "stage ms",
+            "swap ms",
+            "lag",
+        )
         for name in (*columns, "age s"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
@@ -105,6 +116,7 @@ class DemoReport:
                 "-" if row.step is None else str(row.step),
                 f"{row.density:.2%}",
                 f"{row.nbytes:,}",
+                str(row.requests),
                 f"{row.ratio:.0f}x",
                 f"{row.stage_ms:.1f}",
                 f"{row.swap_ms:.2f}",

@@ -23,6 +23,7 @@ from deltachain.chain import Chain
 from deltachain.checkpoint import Checkpoint
 from deltachain.demo import oracle
 from deltachain.demo.display import Bar, Display
+from deltachain.demo.places import LOCAL, place
 from deltachain.demo.pretrain import STEPS as PRETRAIN_STEPS
 from deltachain.demo.pretrain import pretrain
 from deltachain.demo.replica import DemoError, FollowerProcess
@@ -41,8 +42,9 @@ class Stage:
     """Folders and display of one run.
 
     Attributes:
-        root: Everything that is made lies below it: ``base``, ``chain``, ``oracle``, ``follower``,
-            ``latecomer``. Trainer and follower share nothing but ``base`` and ``chain``.
+        root: Everything that is made lies below it: ``base``, ``oracle``, ``follower``,
+            ``latecomer``. Trainer and follower share nothing but ``base`` and the chain.
+        url: Where the chain lies.
         pretrain_steps: Steps of pretraining.
         steps: GRPO steps.
         watched: Steps after which trainer and follower both write down what they hold.
@@ -50,20 +52,17 @@ class Stage:
     """
 
     root: Path
+    url: str
     pretrain_steps: int
     steps: int
     watched: tuple[int, ...]
     display: Display
 
-    @property
-    def url(self) -> str:
-        """Where the chain lies."""
-        return str(self.root / "chain")
-
 
 def run_demo(
     *,
     workdir: Path | None = None,
+    store: str = LOCAL,
     steps: int = 20,
     json_output: bool = False,
     pretrain_steps: int = PRETRAIN_STEPS,
@@ -72,6 +71,7 @@ def run_demo(
 
     Args:
         workdir: Where to keep what is made; a temporary folder that is removed when not given.
+        store: Where the chain lies; see :func:`places.place`.
         steps: GRPO steps to take; version 0 comes before the first.
         json_output: Print one JSON object instead of tables.
         pretrain_steps: Steps of pretraining before; fewer make weights less like trained ones.
@@ -80,9 +80,9 @@ def run_demo(
         DemoError: A part of the demo did not run.
     """
     console = Console(stderr=json_output)
-    with _folder(workdir) as root:
+    with _folder(workdir) as root, place(store, root) as url:
         watched = tuple(sorted({1, max(1, steps // 2), steps}))
-        report = _run(Stage(root, pretrain_steps, steps, watched, Display(console)))
+        report = _run(Stage(root, url, pretrain_steps, steps, watched, Display(console)))
     if json_output:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
@@ -96,8 +96,8 @@ def _folder(workdir: Path | None) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="deltachain-demo-") as scratch:
             yield Path(scratch)
         return
-    if (workdir / "chain").exists():
-        raise DemoError(f"{workdir} holds a chain already", hint="give an empty folder")
+    if workdir.exists() and any(workdir.iterdir()):
+        raise DemoError(f"{workdir} is not empty", hint="give an empty folder")
     workdir.mkdir(parents=True, exist_ok=True)
     yield workdir
 
@@ -249,6 +249,7 @@ def _row(receipt: PublishReceipt, applied: dict[str, Any], dense: int) -> Versio
         step=receipt.step,
         density=receipt.density,
         nbytes=receipt.nbytes,
+        requests=receipt.requests,
         ratio=dense / max(1, receipt.nbytes),
         stage_ms=applied["stage_ms"],
         swap_ms=applied["swap_ms"],

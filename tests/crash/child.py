@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import FileStore
+from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import TinyModel, replica_of, train_
@@ -25,7 +25,7 @@ PART_NBYTES = 64
 
 def publish(url: str, do: Any, prefix: str, nth: int) -> None:
     """Train and publish version after version; an anchor goes behind each."""
-    store = FaultyStore(FileStore(url), Fault(do, prefix, nth=nth))
+    store = FaultyStore(open_store(url, writer=True), Fault(do, prefix, nth=nth))
     config = PublishConfig(url=url, part_nbytes=PART_NBYTES, anchor_factor=0.001)
     model = TinyModel()
     with Publisher(config, store=store).attach(model) as publisher:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.crash.places import KINDS, Place, open_place
+
 CHILD = Path(__file__).with_name("child.py")
 
 
@@ -31,3 +33,17 @@ def killed() -> Callable[..., None]:
         assert done.returncode == -signal.SIGKILL, done.stderr
 
     return run
+
+
+@pytest.fixture
+def place_of(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Place]:
+    """Somewhere new to keep chains in, of a kind."""
+    return lambda kind: open_place(kind, tmp_path, request.getfixturevalue, monkeypatch.setenv)
+
+
+@pytest.fixture(params=KINDS)
+def place(request: pytest.FixtureRequest, place_of: Callable[[str], Place]) -> Place:
+    """Somewhere new to keep chains in, one kind after the other."""
+    return place_of(request.param)

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 from deltachain.chain import Chain
 from deltachain.errors import DeltaChainError, PoisonedError, PublisherFencedError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import MemoryStore
+from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.testing.models import (
@@ -71,7 +71,7 @@ class Follower:
         floor: The version that it may not go below by itself.
     """
 
-    def __init__(self, store: MemoryStore, replica: Replica) -> None:
+    def __init__(self, store: Store, replica: Replica) -> None:
         self.inner, self.replica = store, replica
         self.tainted, self.floor = False, -1
         self.open()
@@ -112,12 +112,18 @@ def publish_and_wait(publisher: Publisher, step: int | None = None) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Everything at once."""
+    """Everything at once.
+
+    Attributes:
+        fresh: Makes the store of each run.
+    """
+
+    fresh: Callable[[], Store] = MemoryStore
 
     @initialize(encoding=ENCODINGS, factor=st.sampled_from([0.001, 3.0, 1e6]))
     def begin(self, encoding: str, factor: float) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="deltachain-machine-"))
-        self.inner = MemoryStore()
+        self.inner = type(self).fresh()
         self.settings: dict[str, Any] = {"encoding": encoding, "anchor_factor": factor}
         self.truth: list[State] = []
         self.manifests: list[bytes] = []

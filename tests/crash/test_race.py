@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from threading import Barrier
 from typing import TypeVar
 
@@ -16,23 +15,26 @@ from deltachain.errors import PublisherFencedError
 from deltachain.manifest import Edge, Table
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.writer import Writer, take_over
-from deltachain.store import FileStore, MemoryStore, Store
+from deltachain.store import MemoryStore, Store, open_store
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import bits_of, plain_model, recompute, same, train_
 from deltachain.types import StateDigest
+from tests.crash.places import Place
 
-ROUNDS = 200
+ROUNDS = {"memory": 200, "file": 200, "s3": 20}
 TABLE = Table(tensors=(("a", "BF16", (4,)),))
 
 T = TypeVar("T")
 
 
-@pytest.fixture(params=["memory", "file"])
-def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[int], Store]:
+@pytest.fixture(params=ROUNDS)
+def fresh(request: pytest.FixtureRequest, place_of: Callable[[str], Place]) -> Iterator[Store]:
     """A fresh store for each round."""
-    if request.param == "memory":
-        return lambda _: MemoryStore()
-    return lambda number: FileStore(tmp_path / str(number))
+    kind, rounds = request.param, range(ROUNDS[request.param])
+    if kind == "memory":
+        return (MemoryStore() for _ in rounds)
+    place = place_of(kind)
+    return (open_store(place.url(str(number))) for number in rounds)
 
 
 def race(one: Callable[[], T], two: Callable[[], T]) -> T:
@@ -83,9 +85,8 @@ def adopt(store: Store) -> Callable[[], Committed]:
     return run
 
 
-def test_of_two_racing_writers_exactly_one_commits(make_store: Callable[[int], Store]) -> None:
-    for number in range(ROUNDS):
-        store = make_store(number)
+def test_of_two_racing_writers_exactly_one_commits(fresh: Iterator[Store]) -> None:
+    for store in fresh:
         chain = open_chain(store)
         head: Committed | None = None
         for version in range(3):  # the first version, and then from one head
@@ -116,7 +117,17 @@ def publish(publisher: Publisher, seed: int) -> int:
 
 @pytest.mark.parametrize("number", range(200))
 def test_of_two_racing_publishers_exactly_one_owns_the_chain(number: int) -> None:
-    store = MemoryStore()
+    race_for_a_chain(MemoryStore(), number)
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_of_two_publishers_racing_on_s3_exactly_one_owns_the_chain(place: Place) -> None:
+    for number in range(10):
+        race_for_a_chain(open_store(place.url(str(number))), number)
+
+
+def race_for_a_chain(store: Store, number: int) -> None:
+    """Race for a new chain, and then for taking it over."""
     one, two = at_once(store)
     with race(attach(one), attach(two)) as owner:
         publish(owner, number)

@@ -9,6 +9,8 @@ import pytest
 
 from deltachain.demo.replica import DemoError
 from deltachain.demo.run import run_demo
+from deltachain.keys import CHAIN_KEY
+from deltachain.store import open_store
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +19,11 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
+@pytest.mark.parametrize("store", ["file", "s3", "hf"])
 def test_the_demo_ends_with_no_mismatching_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], store: str
 ) -> None:
-    code = run_demo(workdir=tmp_path, steps=4, pretrain_steps=20, json_output=True)
+    code = run_demo(workdir=tmp_path, store=store, steps=4, pretrain_steps=20, json_output=True)
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert code == 0, captured.err
@@ -35,8 +38,16 @@ def test_the_demo_ends_with_no_mismatching_bit(
     assert report["late_joiner_bytes"] == report["bytes_sent"] + report["anchor_bytes"]
 
 
-def test_a_folder_that_holds_a_chain_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "chain").mkdir()
-    with pytest.raises(DemoError, match="holds a chain already"):
+    with pytest.raises(DemoError, match="is not empty"):
         run_demo(workdir=tmp_path, steps=1)
     assert list(tmp_path.iterdir()) == [tmp_path / "chain"]
+
+
+def test_a_place_that_holds_a_chain_is_left_alone(tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    open_store(url).put(CHAIN_KEY, b"somebody's")
+    with pytest.raises(DemoError, match=f"{url} holds a chain already"):
+        run_demo(workdir=tmp_path / "work", store=url, steps=1)
+    assert [info.key for info in open_store(url).list()] == [CHAIN_KEY]

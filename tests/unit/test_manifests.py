@@ -98,4 +98,22 @@ def test_a_commit_takes_two_looks(wide: WideStore) -> None:
     made = extend(chain, 2)
     wide.looks.clear()
     chain.commit(manifest_after(made[-1]))
-    assert wide.looks == [[manifest_key(1), manifest_key(2)], [manifest_key(2)]]
+    assert wide.looks == [
+        [manifest_key(1), manifest_key(2)],
+        [manifest_key(2), manifest_key(3)],
+    ]
+
+
+def test_a_publisher_that_slept_before_its_put_is_fenced_by_what_came_since(
+    wide: WideStore,
+) -> None:
+    made = extend(create(wide), 1)
+
+    class Slow(FaultyStore):
+        def put(self, key: str, data: Buffer) -> str:
+            extend(Chain.open(wide), 2, made[0])
+            return super().put(key, data)
+
+    slow = Chain.open(Slow(wide))
+    with pytest.raises(PublisherFencedError, match="version 2 is there already"):
+        slow.commit(manifest_after(made[0], commit_id="late"))

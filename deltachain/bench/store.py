@@ -1,0 +1,221 @@
+"""A store: how fast objects go in and out, how soon a version is there, and what it costs in calls.
+
+On ``s3://`` every figure stands beside what bare boto3 takes for the same bytes in the same round,
+with the same threads and pieces. All that is written is removed at the end, also by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from deltachain.bench import report
+from deltachain.bench.bare_s3 import BareS3
+from deltachain.bench.timing import Candidate, Timings, round_robin, say
+from deltachain.bench.versions import Version, make_version
+from deltachain.errors import ConfigError, StoreError
+from deltachain.fetch import fetch
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import Store, open_store
+from deltachain.subscribe import SubscribeConfig, Subscriber
+
+NBYTES: Final = 64_000_000
+ROUNDS: Final = 5
+LATENCIES: Final = 20
+"""Small objects that are written and read for latencies."""
+VERSIONS: Final = 5
+"""Versions that are published and followed to count requests."""
+AIMS: Final[dict[str, tuple[str, float]]] = {"put": ("bare put", 0.8), "version": ("bare get", 0.7)}
+"""Candidate -> its floor, and the least share of the floor's speed."""
+NAMES: Final = {
+    "bare put": "bare boto3: multipart put",
+    "put": "put",
+    "bare get": "bare boto3: ranged get into one buffer",
+    "get": "read",
+    "version": "fetch a version: read, verify, decode",
+}
+CAVEAT: Final = "Medians, in turn. Shares are the median over rounds of the share in that round."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One way to move the bytes: the median, and its speed as a share of the bare client's."""
+
+    name: str
+    median_s: float
+    best_s: float
+    mb_per_s: float
+    of_bare: float | None
+
+
+@contextmanager
+def scratch(url: str) -> Iterator[Store]:
+    """A store below ``url`` that nothing else uses, and that is emptied at the end."""
+    store = open_store(f"{url.rstrip('/')}/bench-{secrets.token_hex(4)}", writer=True)
+    try:
+        yield store
+    finally:
+        with suppress(StoreError):  # what went wrong before is what matters
+            for info in list(store.list()):
+                store.delete(info.key)
+        store.close()
+
+
+def measure(store: Store, version: Version, bare: BareS3 | None, rounds: int) -> Timings:
+    """Time put and get of the version's part, and its fetch as a follower does it."""
+    part = version.part
+    ref = version.edge.parts[0]
+
+    def get() -> None:
+        if len(store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash)) != len(part):
+            raise ArithmeticError("read another size than was put")
+
+    def follow() -> None:
+        fetched = fetch(version.chain, version.plan)
+        elements = sum(delta.values.size for delta in fetched.deltas())
+        if elements != version.numel:
+            raise ArithmeticError(f"decoded {elements} of {version.numel} elements")
+
+    candidates = [
+        Candidate("put", lambda: store.put("objects/put", part)),
+        Candidate("get", get),
+        Candidate("version", follow),
+    ]
+    if bare is not None:
+        candidates = [
+            Candidate("bare put", lambda: bare.put("objects/bare", part)),
+            candidates[0],
+            Candidate("bare get", lambda: bare.get(ref.key, len(part))),
+            *candidates[1:],
+        ]
+    return round_robin(candidates, rounds)
+
+
+def latencies(store: Store) -> dict[str, dict[str, float]]:
+    """Milliseconds of small requests: median and 95th percentile."""
+    calls: dict[str, Callable[[str], object]] = {
+        "commit (put if absent)": lambda key: store.put_if_absent(key, b"x" * 4096),
+        "look (find)": store.find,
+        "get 4 KB": store.get,
+        "get 1 KB range": lambda key: store.get_range(key, 1024, 1024),
+    }
+    found = {}
+    for name, call in calls.items():
+        say(name)
+        seconds = []
+        for number in range(LATENCIES):
+            start = time.perf_counter()
+            call(f"latencies/{number:03}")
+            seconds.append(time.perf_counter() - start)
+        tail = quantiles(seconds, n=20)[-1]
+        found[name] = {"median_ms": 1e3 * median(seconds), "p95_ms": 1e3 * tail}
+    return found
+
+
+def requests(url: str) -> dict[str, float]:
+    """Requests a version, of a publisher and of a follower that looks once a version."""
+    say(f"publish and follow {VERSIONS} versions")
+    model = nn.Linear(256, 256).to(torch.bfloat16)
+    mirror = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    published = followed = 0
+    with (
+        Publisher(PublishConfig(url=url, dtype="BF16")).attach(model, assets={}) as publisher,
+        Subscriber(SubscribeConfig(url=url), mirror) as follower,
+    ):
+        follower.update()
+        for step in range(VERSIONS):
+            with torch.no_grad():
+                model.weight.view(torch.int16)[step] += 1
+            publisher.publish(step=step)
+            sent = publisher.flush()
+            held = follower.version
+            newest = None if held is None else follower.chain.newest(held)  # as follow() looks
+            received = follower.update(newest)
+            if sent is None or received is None:
+                raise ArithmeticError("the follower found nothing new")
+            published += sent.requests
+            followed += received.requests
+    return {"publisher": published / VERSIONS, "follower": followed / VERSIONS}
+
+
+def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
+    """Everything, for programs."""
+    with scratch(url) as store:
+        say(f"a version of {nbytes / 1e6:.0f} MB")
+        version = make_version(store, nbytes)
+        bare = BareS3(store.url) if store.url.startswith("s3://") else None
+        timings = measure(store, version, bare, rounds)
+        small = latencies(store)
+        spent = requests(f"{store.url}/requests")
+        kept = store.capabilities
+    found = list(rows(timings, len(version.part)))
+    return {
+        "benchmark": "store",
+        "url": url,
+        "conditional_put": kept.conditional_put,
+        "nbytes": len(version.part),
+        "numel": version.numel,
+        "rounds": rounds,
+        "rows": [asdict(row) for row in found],
+        "latencies": small,
+        "requests_per_version": spent,
+        "aims": {name: aim for name, (_, aim) in AIMS.items()},
+        "missed": [r.name for r in found if r.of_bare is not None and r.of_bare < aim_of(r.name)],
+        "machine": report.machine(),
+    }
+
+
+def aim_of(name: str) -> float:
+    """The least share of the bare client's speed; 0 where there is no aim."""
+    return AIMS[name][1] if name in AIMS else 0.0
+
+
+def rows(timings: Timings, nbytes: int) -> Iterator[Row]:
+    """Every candidate, and its share where there is a floor."""
+    floors = {"put": "bare put", "get": "bare get", "version": "bare get"}
+    for name in timings.seconds:
+        floor = floors.get(name, "")
+        yield Row(
+            name=name,
+            median_s=timings.typical(name),
+            best_s=timings.best(name),
+            mb_per_s=nbytes / timings.typical(name) / 1e6,
+            of_bare=timings.paired_ratio(name, floor) if floor in timings.seconds else None,
+        )
+
+
+def main(
+    url: str | None, *, json_output: bool, nbytes: int = NBYTES, plot: Path | None = None
+) -> int:
+    """``deltachain bench store``: 0 if nothing falls short of its share of the bare client."""
+    if url is None:
+        hint = "deltachain bench store s3://bucket/prefix"
+        raise ConfigError("which store is to be measured?", hint=hint)
+    result = run(url, nbytes=nbytes)
+    title = f"{result['nbytes'] / 1e6:.0f} MB in {url}"
+    speeds = report.grid(title, "", "median s", "MB/s", "of bare boto3")
+    for row in result["rows"]:
+        share = "" if row["of_bare"] is None else f"{row['of_bare']:.2f}"
+        speeds.add_row(
+            NAMES[row["name"]], f"{row['median_s']:.3f}", f"{row['mb_per_s']:.0f}", share
+        )
+    small = report.grid("Small requests", "", "median ms", "p95 ms")
+    for name, figures in result["latencies"].items():
+        small.add_row(name, f"{figures['median_ms']:.1f}", f"{figures['p95_ms']:.1f}")
+    spent = report.grid("Requests a version", "", "requests")
+    for name, count in result["requests_per_version"].items():
+        spent.add_row(name, f"{count:.1f}")
+    report.emit(result, [speeds, small, spent], json_output=json_output, caveat=CAVEAT)
+    if plot is not None:
+        values = {NAMES[row["name"]]: row["mb_per_s"] for row in result["rows"]}
+        report.bars(plot, title, values, "MB/s, median")
+    return 1 if result["missed"] else 0

@@ -1,0 +1,75 @@
+"""One version of a synthetic model in a store, as large as asked for on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from deltachain.bench.chains import bf16_bits
+from deltachain.chain import Chain
+from deltachain.codec import Change
+from deltachain.manifest import Edge, Table
+from deltachain.plan import Plan
+from deltachain.publish.upload import Slot, dense_change, upload
+from deltachain.publish.writer import Writer
+from deltachain.store import Store
+from deltachain.types import StateDigest, TensorSpec
+
+WEIGHTS: Final = 1 << 23
+"""Elements of each tensor: 16 MB in bf16."""
+
+STD: Final = 0.02
+"""Standard deviation of the weights: what decides how far their exponents compress."""
+
+DENSE_SHARE: Final = 0.69
+"""About what byte planes and zstd leave of such weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Version 0 of a chain: an anchor of one part.
+
+    Attributes:
+        chain: The chain.
+        plan: From nothing to the version.
+        edge: The anchor.
+        part: Bytes of its part.
+        numel: Elements of the model.
+    """
+
+    chain: Chain
+    plan: Plan
+    edge: Edge
+    part: bytes
+    numel: int
+
+
+def make_version(store: Store, nbytes: int) -> Version:
+    """Commit a version of normal bf16 weights whose part has about ``nbytes`` bytes."""
+    count = max(1, round(nbytes / DENSE_SHARE / 2 / WEIGHTS))
+    numel = min(WEIGHTS, round(nbytes / DENSE_SHARE / 2))
+    specs = [TensorSpec(f"layers.{n}.weight", "BF16", (numel,)) for n in range(count)]
+    rng = np.random.default_rng(0)
+    total = StateDigest()
+
+    def changes() -> Iterator[Change]:
+        nonlocal total
+        for spec in specs:
+            values = rng.standard_normal(spec.numel, dtype=np.float32)
+            change = dense_change(spec, bf16_bits(values * np.float32(STD)))
+            total += change.digest
+            yield change
+
+    table = Table(tensors=tuple((s.name, s.dtype, s.shape) for s in specs))
+    chain = Chain.create(store, table, chain_id="bench", time=0.0, assets={})
+    writer = Writer(chain, numel=numel * count, metadata={}, parent=None)
+    slot = Slot(kind="anchor", version=0, epoch=0, commit_id="bench")
+    edge = upload(chain, slot, changes(), raw=False, part_nbytes=1 << 40)
+    draft = writer.draft(state=total, step=None, nnz=numel * count)
+    committed = writer.commit(draft, edge)
+    ref = edge.parts[0]
+    part = bytes(store.read(ref.key, nbytes=ref.nbytes))
+    return Version(chain, chain.plan(None, committed), edge, part, numel * count)

@@ -1,0 +1,70 @@
+"""Places that crash tests keep their chains in: a folder, a real S3 server, an emulated Hub."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltachain.store import open_store
+
+KINDS = ("file", "s3", "hf")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where this process and its children get in by the environment alone.
+
+    Attributes:
+        kind: One of ``KINDS``.
+        root: URL below which nobody else writes.
+    """
+
+    kind: str
+    root: str
+
+    def url(self, name: str = "chain") -> str:
+        """The URL of one chain."""
+        return f"{self.root}/{name}"
+
+
+def open_place(
+    kind: str, folder: Path, server: Callable[[str], object], setenv: Callable[[str, str], None]
+) -> Place:
+    """A place nobody has used.
+
+    Args:
+        kind: One of ``KINDS``.
+        folder: For files.
+        server: Gives the server of a kind, as the fixtures ``seaweed`` and ``hub`` do.
+        setenv: Sets variables until the place is left.
+    """
+    if kind == "file":
+        return Place(kind, str(folder))
+    name = uuid.uuid4().hex
+    if kind == "s3":
+        seaweed = server("seaweed")
+        for variable, value in seaweed.env().items():  # type: ignore[attr-defined]
+            setenv(variable, value)
+        return Place(kind, seaweed.url(name))  # type: ignore[attr-defined]
+    hub = server("hub")
+    for variable, value in hub.env().items():  # type: ignore[attr-defined]
+        setenv(variable, value)
+    setenv("DELTACHAIN_HF_CALLS", "1000000")  # no limits of a real Hub: they have their own tests
+    hub.create_bucket(f"crash/{name}")  # type: ignore[attr-defined]
+    return Place(kind, f"hf://buckets/crash/{name}")
+
+
+def contents(url: str, prefix: str = "") -> dict[str, bytes]:
+    """Every object of a store whose key begins with ``prefix``."""
+    with closing(open_store(url)) as store:
+        return {info.key: store.get(info.key) for info in store.list(prefix)}
+
+
+def copy_store(url: str, other: str) -> None:
+    """Copy every object."""
+    with closing(open_store(other)) as store:
+        for key, data in contents(url).items():
+            store.put(key, data)
