@@ -26,7 +26,7 @@ __all__ = [
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
-_COMING: Final = ("s3", "hf", "gs", "az")
+_COMING: Final = ("s3", "hf")
 _KNOWN: Final = "file:///folder, memory://name, or the path of a folder"
 
 
@@ -39,7 +39,8 @@ def open_store(
     """Open the store at a URL, or in the folder of a path.
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
-    are folders of a file system, made by the first write. No other scheme is supported yet.
+    are folders of a file system, made by the first write. Any other scheme is one of fsspec, which
+    promises less: see ``deltachain.store.fs``.
 
     Args:
         url: Where.
@@ -58,12 +59,16 @@ def open_store(
         return FileStore(text)
     scheme = match["scheme"].lower()
     # Only the scheme is ever shown: what follows it may hold credentials.
-    if scheme not in ("file", "memory"):
-        later = " by this version of deltachain" if scheme in _COMING else ""
+    if scheme in _COMING:
         raise ConfigError(
-            f"store URLs that begin with {scheme}:// are not supported{later}",
+            f"store URLs that begin with {scheme}:// are not supported by this version of "
+            "deltachain",
             hint=f"give {_KNOWN}",
         )
+    if scheme not in ("file", "memory"):
+        from deltachain.store.fs import open_fsspec  # noqa: PLC0415 - needs an extra
+
+        return open_fsspec(text, options)
     if options:
         raise ConfigError(f"{scheme}:// stores take no options: {', '.join(sorted(options))}")
     parts = urlsplit(text)

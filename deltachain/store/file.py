@@ -44,6 +44,7 @@ from deltachain.store.posix import (
     open_folder,
     scan,
     stat_file,
+    sweep,
     temporary_file,
 )
 
@@ -71,7 +72,8 @@ class FileStore:
     """Objects as files below ``root``, shared by every process and machine that sees the folder.
 
     The root is made by the first write. A writer that was killed leaves a file ``.tmp-*`` behind
-    that no method shows; it may be removed once it is older than any write takes.
+    that no method shows. Once it is a day old it is removed by the first write of another store
+    into the same folder, or by a delete in it.
 
     On NFS other machines see a new object, and a listing shows it, up to the attribute cache time
     of their mount later (``actimeo``). ``put_if_absent`` is decided by the server: it has one
@@ -80,6 +82,7 @@ class FileStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
+        self._swept: set[tuple[str, ...]] = set()
 
     @property
     def url(self) -> str:
@@ -98,24 +101,33 @@ class FileStore:
 
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         """Read a whole small object; see ``Store``."""
-        with self._errors_named(check_key(key)), self._open_object(key) as (file, nbytes):
+
+        def whole(file: int, nbytes: int) -> bytes:
             check_limit(key, self.url, nbytes=nbytes, limit=limit)
             return self._read(key, file, 0, nbytes)
+
+        return self._reading(key, whole)
 
     def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:  # noqa: ARG002
         """Read a whole object of known size; see ``Store``."""
         check_range(0, nbytes)
-        with self._errors_named(check_key(key)), self._open_object(key) as (file, actual):
+
+        def whole(file: int, actual: int) -> bytes:
             check_nbytes(key, self.url, expected=nbytes, actual=actual)
             return self._read(key, file, 0, nbytes)
+
+        return self._reading(key, whole)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         """Read exactly ``length`` bytes of an object; see ``Store``."""
         check_range(start, length)
-        with self._errors_named(check_key(key)), self._open_object(key) as (file, nbytes):
+
+        def part(file: int, nbytes: int) -> bytes:
             if start + length > nbytes:  # before memory is taken for it: the caller may be misled
                 raise too_short(key, self.url, nbytes=nbytes, end=start + length)
             return self._read(key, file, start, length)
+
+        return self._reading(key, part)
 
     def put(self, key: str, data: Buffer) -> str:
         """Write an object, in place of any other; see ``Store``."""
@@ -170,6 +182,7 @@ class FileStore:
             try:
                 with open_folder(self._root, folders) as folder:
                     os.unlink(leaf, dir_fd=folder)
+                    sweep(folder)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
             self._prune(folders)
@@ -186,6 +199,9 @@ class FileStore:
                     with temporary_file(view, folder) as temporary:
                         commit(temporary, folder)
                     fsync_folder(folder)
+                    if folders not in self._swept:
+                        self._swept.add(folders)
+                        sweep(folder)
             except FileNotFoundError:
                 continue  # a delete removed the empty folder after it was opened
             except (NotADirectoryError, IsADirectoryError) as exc:
@@ -221,6 +237,18 @@ class FileStore:
                     hint="keep the chain on a local Linux file system, on NFS, or in a bucket",
                 ) from exc
             raise
+
+    def _reading(self, key: str, read: Callable[[int, int], bytes]) -> bytes:
+        """Open an object and read it; once more if a file server replaced it in between."""
+        with self._errors_named(check_key(key)):
+            try:
+                with self._open_object(key) as opened:
+                    return read(*opened)
+            except OSError as exc:
+                if exc.errno != errno.ESTALE:
+                    raise
+            with self._open_object(key) as opened:
+                return read(*opened)
 
     @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
 # Without O_NONBLOCK, opening a FIFO that somebody left here would wait for its writer.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_LEFTOVER: Final = re.compile(r"\.tmp-[0-9a-f]{16}")
+_DAY_S: Final = 86_400.0
 _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 
@@ -138,6 +141,23 @@ def temporary_file(data: memoryview, folder: int) -> Iterator[str]:
         # Absent after a rename. If it stays, nobody sees it; what counts is how the write ended.
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
+
+
+def sweep(folder: int) -> None:
+    """Remove the temporary files of writers that were killed more than a day ago.
+
+    Call it after a change to the folder, whose time then tells what time it is on the file system:
+    the clock of this machine may be another. A failure to remove them is none: nobody sees them.
+    """
+    with suppress(OSError):
+        now = os.fstat(folder).st_mtime
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if _LEFTOVER.fullmatch(entry.name) is None:
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and now - status.st_mtime > _DAY_S:
+                    os.unlink(entry.name, dir_fd=folder)
 
 
 def scan(folder: int) -> list[tuple[str, os.stat_result]]:

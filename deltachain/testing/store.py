@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from deltachain.errors import (
@@ -336,4 +337,4 @@ class StoreContract(RaceContract):
 
 def pattern(nbytes: int) -> bytes:
     """``nbytes`` bytes of which no two windows of a few hundred are equal."""
-    return b"".join(number.to_bytes(4, "little") for number in range(nbytes // 4 + 1))[:nbytes]
+    return np.arange(nbytes // 4 + 1, dtype="<u4").tobytes()[:nbytes]

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from deltachain.errors import StoreUnavailableError
+from deltachain.store import FileStore
+from deltachain.testing.faults import clock_jump
+
+DAY = 86_400
+OLD = ".tmp-0123456789abcdef"
+YOUNG = ".tmp-fedcba9876543210"
+FOREIGN = (".tmp-mine", ".nfs0123456789abcdef", ".tmp-0123456789abcdef.swp", "tmp-0123456789abcdef")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder with an object, leftovers of two ages, and old files of somebody else."""
+    root = tmp_path / "chain"
+    FileStore(root).put("a/object", b"data")
+    now = (root / "a").stat().st_mtime
+    for name in (OLD, YOUNG, *FOREIGN):
+        (root / "a" / name).write_bytes(b"left")
+        age = DAY - 60 if name == YOUNG else DAY + 60
+        os.utime(root / "a" / name, (now - age, now - age))
+    return root
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent"])
+def test_old_leftovers_are_swept_by_the_first_write(root: Path, method: str) -> None:
+    getattr(FileStore(root), method)("a/next", b"data")
+    assert names(root / "a") == {"object", "next", YOUNG, *FOREIGN}
+
+
+def test_leftovers_are_swept_in_that_folder_alone_and_once(root: Path) -> None:
+    store = FileStore(root)
+    store.put("b/next", b"data")
+    assert OLD in names(root / "a")
+    store.put("a/next", b"data")
+    assert OLD not in names(root / "a")
+    (root / "a" / OLD).write_bytes(b"left")
+    os.utime(root / "a" / OLD, (0, 0))
+    store.put("a/next", b"data")
+    assert OLD in names(root / "a")
+
+
+def test_age_is_told_by_the_clock_of_the_file_system(root: Path) -> None:
+    with clock_jump(30 * DAY):
+        FileStore(root).put("a/next", b"data")
+    assert YOUNG in names(root / "a")
+    (root / "a" / OLD).write_bytes(b"left")
+    os.utime(root / "a" / OLD, (0, 0))
+    with clock_jump(-1000 * DAY):
+        FileStore(root).put("a/next", b"data")
+    assert OLD not in names(root / "a")
+
+
+def test_folder_of_deleted_objects_does_not_stay_for_a_leftover(root: Path) -> None:
+    for name in (YOUNG, *FOREIGN):
+        (root / "a" / name).unlink()
+    FileStore(root).delete("a/object")
+    assert not (root / "a").exists()
+
+
+def test_what_is_no_file_is_not_swept(root: Path, tmp_path: Path) -> None:
+    (root / "a" / OLD).unlink()
+    (root / "a" / OLD).symlink_to(tmp_path)
+    os.utime(root / "a" / OLD, (0, 0), follow_symlinks=False)
+    FileStore(root).put("a/next", b"data")
+    assert OLD in names(root / "a")
+
+
+def test_sweep_that_fails_fails_no_write(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        FileStore(root).put("a/next", b"data")
+    assert OLD in names(root / "a")
+    assert FileStore(root).get("a/next") == b"data"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_stale_file_handle_is_opened_once_more(
+    root: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    pread, failed = os.pread, 0
+
+    def stale(file: int, nbytes: int, start: int) -> bytes:
+        nonlocal failed
+        failed += 1
+        if failed <= times:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return pread(file, nbytes, start)
+
+    monkeypatch.setattr(os, "pread", stale)
+    store = FileStore(root)
+    if times > 1:
+        with pytest.raises(StoreUnavailableError, match=r"[Ss]tale"):
+            store.get("a/object")
+    assert store.get_range("a/object", 1, 2) == b"at"
+    assert store.read("a/object", nbytes=4) == b"data"
