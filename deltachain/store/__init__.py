@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from deltachain.errors import ConfigError
 from deltachain.store.base import Buffer, Capabilities, ObjectInfo, Store, check_key
 from deltachain.store.file import FileStore
+from deltachain.store.hf_url import open_hf
 from deltachain.store.memory import MemoryStore
 
 __all__ = [
@@ -26,20 +27,23 @@ __all__ = [
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
-_COMING: Final = ("s3", "hf", "gs", "az")
-_KNOWN: Final = "file:///folder, memory://name, or the path of a folder"
+_COMING: Final = ("s3", "gs", "az")
+_KNOWN: Final = (
+    "file:///folder, hf://buckets/namespace/name/prefix, memory://name, or the path of a folder"
+)
 
 
 def open_store(
     url: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
     *,
-    writer: bool = False,  # noqa: ARG001
+    writer: bool = False,
 ) -> Store:
     """Open the store at a URL, or in the folder of a path.
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
-    are folders of a file system, made by the first write. No other scheme is supported yet.
+    are folders of a file system, made by the first write. ``hf://buckets/namespace/name/prefix`` is
+    a bucket of the Hugging Face Hub; see ``open_hf``. No other scheme is supported yet.
 
     Args:
         url: Where.
@@ -57,6 +61,8 @@ def open_store(
     if match is None:
         return FileStore(text)
     scheme = match["scheme"].lower()
+    if scheme == "hf":
+        return open_hf(text, options, writer=writer)
     # Only the scheme is ever shown: what follows it may hold credentials.
     if scheme not in ("file", "memory"):
         later = " by this version of deltachain" if scheme in _COMING else ""

@@ -84,7 +84,8 @@ def make_app(world: World) -> Door:
 def _listen(folder: Path) -> socket.socket:
     """A socket on the port of the last start, else on a free one."""
     saved = folder / _PORT
-    listening = socket.socket()
+    # The protocol is named because asyncio switches Nagle's delay off for that one only.
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", int(saved.read_text()) if saved.exists() else 0))
     temporary = folder / f"{_PORT}.tmp"

@@ -38,6 +38,13 @@ class HubServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        # No connection is kept, as the server may be another one when it is used again.
+        self._client = httpx.Client(
+            verify=False,  # noqa: S501 - plain HTTP; certificates take long to load
+            limits=httpx.Limits(max_keepalive_connections=0),
+            timeout=30,
+            trust_env=False,
+        )
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
         self.start()
@@ -58,11 +65,13 @@ class HubServer:
         }
 
     def start(self) -> None:
-        """Start it, and return when it answers.
+        """Start it unless it runs, and return when it answers.
 
         Raises:
             RuntimeError: It ended, or did not answer in a minute.
         """
+        if self._process is not None and self._process.poll() is None:
+            return
         root = str(Path(deltachain.__file__).parents[1])
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
@@ -126,7 +135,7 @@ class HubServer:
     def create_bucket(self, bucket: str) -> None:
         """Make a bucket; the request is counted for nobody that a test is about."""
         headers = {"Authorization": f"Bearer {self.token}"}
-        httpx.post(f"{self.url}/api/buckets/{bucket}", headers=headers).raise_for_status()
+        self._client.post(f"{self.url}/api/buckets/{bucket}", headers=headers).raise_for_status()
 
     def __enter__(self) -> HubServer:
         """Itself."""
@@ -140,9 +149,10 @@ class HubServer:
     ) -> None:
         """Stop it."""
         self.stop()
+        self._client.close()
 
     def _admin(self, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
-        reply = httpx.request(method, f"{self.url}/_admin/{path}", json=body, timeout=30)
+        reply = self._client.request(method, f"{self.url}/_admin/{path}", json=body)
         return reply.raise_for_status().json()
 
     def _answers(self) -> bool:
