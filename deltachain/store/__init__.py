@@ -11,6 +11,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from deltachain.errors import ConfigError
 from deltachain.store.base import Buffer, Capabilities, ObjectInfo, Store, check_key
 from deltachain.store.file import FileStore
+from deltachain.store.hf_url import open_hf
 from deltachain.store.memory import MemoryStore
 
 __all__ = [
@@ -26,21 +27,25 @@ __all__ = [
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
-_COMING: Final = ("s3", "hf")
-_KNOWN: Final = "file:///folder, memory://name, or the path of a folder"
+_KNOWN: Final = (
+    "a folder, s3://bucket/prefix, hf://buckets/namespace/name/prefix, file:///folder, "
+    "memory://name, or a URL of fsspec such as gs:// and az://"
+)
 
 
 def open_store(
     url: str | os.PathLike[str],
     options: Mapping[str, Any] | None = None,
     *,
-    writer: bool = False,  # noqa: ARG001
+    writer: bool = False,
 ) -> Store:
     """Open the store at a URL, or in the folder of a path.
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
-    are folders of a file system, made by the first write. Any other scheme is one of fsspec, which
-    promises less: see ``deltachain.store.fs``.
+    are folders of a file system, made by the first write. ``s3://bucket/prefix`` is a bucket of
+    whoever speaks S3; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix`` is a
+    bucket of the Hugging Face Hub; see ``deltachain.store.hf_url``. Any other scheme is one of
+    fsspec, which promises less; see ``deltachain.store.fs``.
 
     Args:
         url: Where.
@@ -58,17 +63,9 @@ def open_store(
     if match is None:
         return FileStore(text)
     scheme = match["scheme"].lower()
-    # Only the scheme is ever shown: what follows it may hold credentials.
-    if scheme in _COMING:
-        raise ConfigError(
-            f"store URLs that begin with {scheme}:// are not supported by this version of "
-            "deltachain",
-            hint=f"give {_KNOWN}",
-        )
     if scheme not in ("file", "memory"):
-        from deltachain.store.fs import open_fsspec  # noqa: PLC0415 - needs an extra
-
-        return open_fsspec(text, options)
+        return _open_remote(scheme, text, options, writer=writer)
+    # Only the scheme is ever shown: what follows it may hold credentials.
     if options:
         raise ConfigError(f"{scheme}:// stores take no options: {', '.join(sorted(options))}")
     parts = urlsplit(text)
@@ -78,6 +75,21 @@ def open_store(
             hint="write ? as %3F and # as %23 in a URL, or give a plain path",
         )
     return _open_file(parts) if scheme == "file" else _open_memory(parts)
+
+
+def _open_remote(
+    scheme: str, url: str, options: Mapping[str, Any] | None, *, writer: bool
+) -> Store:
+    """A store behind a library that is an extra, and is imported when it is asked for."""
+    if scheme == "s3":
+        from deltachain.store.s3 import open_s3  # noqa: PLC0415
+
+        return open_s3(url, options)
+    if scheme == "hf":
+        return open_hf(url, options, writer=writer)
+    from deltachain.store.fs import open_fsspec  # noqa: PLC0415
+
+    return open_fsspec(url, options)
 
 
 def _open_file(parts: SplitResult) -> FileStore:

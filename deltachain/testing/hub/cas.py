@@ -1,0 +1,218 @@
+"""Content-addressed storage as the Xet protocol has it: xorbs and shards in, reconstructions out.
+
+Xorbs and shards are files, on the disk before the request is answered. A shard is taken when the
+xorbs that it names are there and have the chunks that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from deltachain.testing.hub.formats import (
+    EMPTY_FILE,
+    FormatError,
+    Segment,
+    XorbIndex,
+    index_xorb,
+    parse_shard,
+)
+
+
+class RangeError(ValueError):
+    """The range begins behind the end of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Chunks that stand next in a file."""
+
+    xorb: str
+    start: int
+    end: int
+    nbytes: int
+
+
+class Cas:
+    """The content of every bucket. Safe to use from any thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._files: dict[str, tuple[Segment, ...]] = {}
+        self._indexes: dict[str, XorbIndex] = {}
+        for part in ("xorbs", "shards"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        for path in (folder / "shards").iterdir():
+            if path.suffix == ".shard":
+                self._files |= parse_shard(path.read_bytes())
+
+    def put_xorb(self, name: str, data: bytes) -> bool:
+        """Keep a xorb; whether it was new.
+
+        Raises:
+            FormatError: It is none.
+        """
+        index = index_xorb(data)
+        path = self._xorb(name)
+        if path.exists():
+            return False
+        write_durably(path, data)
+        with self._lock:
+            self._indexes[name] = index
+        return True
+
+    def has_xorb(self, name: str) -> bool:
+        """Whether a xorb is here."""
+        return self._xorb(name).exists()
+
+    def read_xorb(self, name: str, first: int, last: int) -> tuple[bytes, int]:
+        """Bytes ``first`` to ``last`` of a xorb, both included, and how many it has."""
+        with self._xorb(name).open("rb") as file:
+            file.seek(first)
+            return file.read(last - first + 1), os.fstat(file.fileno()).st_size
+
+    def put_shard(self, data: bytes) -> None:
+        """Know the files that a shard tells of.
+
+        Raises:
+            FormatError: It is none, or names chunks that are not here.
+        """
+        files = parse_shard(data)
+        for segment in (segment for segments in files.values() for segment in segments):
+            self._check(segment)
+        write_durably(self._folder / "shards" / f"{hashlib.sha256(data).hexdigest()}.shard", data)
+        with self._lock:
+            self._files |= files
+
+    def size(self, file: str) -> int | None:
+        """Bytes of a file; None where no shard told of it."""
+        if file == EMPTY_FILE:
+            return 0
+        with self._lock:
+            segments = self._files.get(file)
+        return None if segments is None else sum(segment.nbytes for segment in segments)
+
+    def terms(self, file: str, first: int, end: int) -> tuple[list[Term], int]:
+        """The chunks that bytes ``first`` to ``end`` of a file lie in, and how many to skip.
+
+        Raises:
+            RangeError: The file ends before ``first``.
+            KeyError: No such file.
+        """
+        with self._lock:
+            segments = self._files[file]
+        if first >= sum(segment.nbytes for segment in segments):
+            raise RangeError(f"{file} ends before byte {first}")
+        terms: list[Term] = []
+        skip = position = 0
+        for segment in segments:
+            here, position = position, position + segment.nbytes
+            if position <= first or here >= end:
+                continue
+            term, before = self._cut(segment, first - here, end - here)
+            skip = skip if terms else before
+            terms.append(term)
+        return terms, skip
+
+    def reconstruction(
+        self, terms: list[Term], skip: int, urls: dict[str, str], version: Literal[1, 2]
+    ) -> dict[str, Any]:
+        """How a client fetches terms: the reply of either version of the protocol."""
+        fetches: dict[str, list[dict[str, Any]]] = {}
+        for xorb, ranges in _merged(terms).items():
+            stored = self._index(xorb).stored
+            spans = [
+                (
+                    {"start": start, "end": end},
+                    {"start": stored[start], "end": stored[end] - 1},
+                )
+                for start, end in ranges
+            ]
+            if version == 1:
+                fetches[xorb] = [
+                    {"range": chunks, "url": urls[xorb], "url_range": span}
+                    for chunks, span in spans
+                ]
+            else:
+                ranged = [{"chunks": chunks, "bytes": span} for chunks, span in spans]
+                fetches[xorb] = [{"url": urls[xorb], "ranges": ranged}]
+        return {
+            "offset_into_first_range": skip,
+            "terms": [
+                {
+                    "hash": term.xorb,
+                    "unpacked_length": term.nbytes,
+                    "range": {"start": term.start, "end": term.end},
+                }
+                for term in terms
+            ],
+            "fetch_info" if version == 1 else "xorbs": fetches,
+        }
+
+    def _cut(self, segment: Segment, first: int, end: int) -> tuple[Term, int]:
+        """The chunks of a segment with its bytes ``first`` to ``end``, and what to skip."""
+        unpacked = self._index(segment.xorb).unpacked
+        base = unpacked[segment.start]
+        low, high = segment.start, segment.end
+        while low + 1 < high and unpacked[low + 1] - base <= first:
+            low += 1
+        while high - 1 > low and unpacked[high - 1] - base >= end:
+            high -= 1
+        term = Term(segment.xorb, low, high, unpacked[high] - unpacked[low])
+        return term, max(0, first - (unpacked[low] - base))
+
+    def _check(self, segment: Segment) -> None:
+        if not self.has_xorb(segment.xorb):
+            raise FormatError(f"unknown xorb {segment.xorb}")
+        unpacked = self._index(segment.xorb).unpacked
+        if not segment.start < segment.end < len(unpacked):
+            raise FormatError(f"xorb {segment.xorb} has no chunks {segment.start}..{segment.end}")
+        if unpacked[segment.end] - unpacked[segment.start] != segment.nbytes:
+            raise FormatError(f"chunks of {segment.xorb} do not have {segment.nbytes} bytes")
+
+    def _index(self, xorb: str) -> XorbIndex:
+        with self._lock:
+            found = self._indexes.get(xorb)
+        if found is None:
+            found = index_xorb(self._xorb(xorb).read_bytes())
+            with self._lock:
+                self._indexes[xorb] = found
+        return found
+
+    def _xorb(self, name: str) -> Path:
+        if len(name) != 64 or not name.isalnum():
+            raise FormatError(f"{name!r} is not a hash")
+        return self._folder / "xorbs" / name
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file that is there whole, also after this process or the machine died."""
+    temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _merged(terms: Iterable[Term]) -> dict[str, list[tuple[int, int]]]:
+    """The chunk ranges to fetch of each xorb, none of them twice."""
+    merged: dict[str, list[tuple[int, int]]] = {}
+    for term in sorted(terms, key=lambda term: (term.xorb, term.start)):
+        ranges = merged.setdefault(term.xorb, [])
+        if ranges and term.start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], term.end))
+        else:
+            ranges.append((term.start, term.end))
+    return merged

@@ -1,0 +1,73 @@
+"""Everything that one emulated Hub keeps, in one folder."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from deltachain.testing.hub.auth import Signer
+from deltachain.testing.hub.buckets import Buckets
+from deltachain.testing.hub.cas import Cas
+from deltachain.testing.hub.settings import Settings
+
+
+class World:
+    """What a Hub at ``url`` keeps in ``folder``.
+
+    Attributes:
+        url: Where clients find it.
+        settings: How it behaves.
+        signer: Its tokens.
+        cas: Its content.
+        buckets: Its buckets.
+    """
+
+    def __init__(self, folder: Path, url: str) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._session: Any = None
+        self.url = url
+        self.settings = Settings.load(folder)
+        self.signer = Signer(folder)
+        self.cas = Cas(folder / "cas")
+        self.buckets = Buckets(folder / "buckets.sqlite")
+
+    def change(self, changes: dict[str, Any]) -> None:
+        """Behave otherwise from now on, and after the next start."""
+        self.settings = self.settings.changed(changes)
+        self.settings.save(self._folder)
+
+    def read(self, content: str, nbytes: int) -> bytes:
+        """A file out of the CAS, through the stock client."""
+        if nbytes == 0:
+            return b""
+        import hf_xet  # noqa: PLC0415 - takes a while, and most tests do without
+
+        group = self._client(hf_xet).new_download_stream_group(**self._access("xet-read"))
+        return b"".join(group.download_stream(hf_xet.XetFileInfo(content, nbytes)))
+
+    def write(self, data: bytes) -> tuple[str, int]:
+        """A file into the CAS, through the stock client; its hash and its size."""
+        import hf_xet  # noqa: PLC0415
+
+        commit = self._client(hf_xet).new_upload_commit(**self._access("xet-write"))
+        with commit:
+            handle = commit.start_upload_bytes(data, sha256=hf_xet.SKIP_SHA256)
+        info = handle.result().xet_info
+        return str(info.hash), int(info.file_size)
+
+    def _client(self, hf_xet: Any) -> Any:  # noqa: ANN401 - it has no types
+        with self._lock:
+            if self._session is None:
+                self._session = hf_xet.XetSession()
+            return self._session
+
+    def _access(self, subject: str) -> dict[str, Any]:
+        expires = int(time.time()) + 3600
+        return {
+            "endpoint": f"{self.url}/cas",
+            "token": self.signer.sign(subject, expires),
+            "token_expiry_unix_secs": expires,
+        }
