@@ -26,8 +26,8 @@ __all__ = [
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
-_COMING: Final = ("s3", "hf", "gs", "az")
-_KNOWN: Final = "file:///folder, memory://name, or the path of a folder"
+_COMING: Final = ("hf", "gs", "az")
+_KNOWN: Final = "file:///folder, memory://name, s3://bucket/prefix, or the path of a folder"
 
 
 def open_store(
@@ -39,7 +39,8 @@ def open_store(
     """Open the store at a URL, or in the folder of a path.
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
-    are folders of a file system, made by the first write. No other scheme is supported yet.
+    are folders of a file system, made by the first write. ``s3://bucket/prefix`` is in a bucket of
+    S3, or of a server that speaks it. No other scheme is supported yet.
 
     Args:
         url: Where.
@@ -57,6 +58,8 @@ def open_store(
     if match is None:
         return FileStore(text)
     scheme = match["scheme"].lower()
+    if scheme == "s3":
+        return _open_s3(text, options)
     # Only the scheme is ever shown: what follows it may hold credentials.
     if scheme not in ("file", "memory"):
         later = " by this version of deltachain" if scheme in _COMING else ""
@@ -89,3 +92,14 @@ def _open_file(parts: SplitResult) -> FileStore:
 
 def _open_memory(parts: SplitResult) -> MemoryStore:
     return MemoryStore.named(f"{parts.netloc}{parts.path}".rstrip("/"))
+
+
+def _open_s3(text: str, options: Mapping[str, Any] | None) -> Store:
+    try:
+        from deltachain.store.s3 import open_s3  # noqa: PLC0415 - only where it is asked for
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").startswith("deltachain"):
+            raise
+        hint = "pip install 'deltachain[s3]'"
+        raise ConfigError("s3:// stores need boto3", hint=hint) from exc
+    return open_s3(text, options)
