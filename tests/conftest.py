@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from itertools import count
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from deltachain.testing.hub.server import HubServer
+    from deltachain.testing.seaweed import Seaweed
 
 # Read when huggingface_hub and hf_xet are imported. hf_xet remembers there which content a server
 # has, by address: a server that began empty on the port of an older one would be sent too little.
@@ -23,12 +24,37 @@ os.environ["HF_XET_TELEMETRY_ENABLED"] = "0"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
-_numbers = count()
+_NUMBERS = itertools.count()
+
+# Servers are imported by those who need one: machines with a GPU run other tests, and lack what
+# they are made of.
+
+
+@pytest.fixture(scope="session")
+def seaweed_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
+    from deltachain.testing.seaweed import Seaweed  # noqa: PLC0415
+
+    with Seaweed(tmp_path_factory.mktemp("seaweed")) as server:
+        yield server
+
+
+@pytest.fixture
+def seaweed(seaweed_of_session: Seaweed) -> Seaweed:
+    """An S3 server that runs, whatever the test before did to it."""
+    if not seaweed_of_session.pid:
+        seaweed_of_session.restart()
+    return seaweed_of_session
+
+
+@pytest.fixture
+def s3_url(seaweed: Seaweed) -> Callable[[], str]:
+    """Makes URLs of empty stores on that server."""
+    return lambda: seaweed.url(f"test/{next(_NUMBERS)}")
 
 
 @pytest.fixture(scope="session")
 def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    from deltachain.testing.hub.server import HubServer  # noqa: PLC0415 - most tests need none
+    from deltachain.testing.hub.server import HubServer  # noqa: PLC0415
 
     with HubServer(tmp_path_factory.mktemp("hub")) as server:
         yield server
@@ -49,6 +75,6 @@ def hub(hub_server: HubServer) -> Iterator[HubServer]:
 @pytest.fixture
 def bucket(hub: HubServer) -> str:
     """A bucket that no other test has seen."""
-    name = f"me/bucket-{next(_numbers)}"
+    name = f"me/bucket-{next(_NUMBERS)}"
     hub.create_bucket(name)
     return name

