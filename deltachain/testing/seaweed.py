@@ -110,6 +110,15 @@ class Seaweed:
             "region": "us-east-1",
         }
 
+    def env(self) -> dict[str, str]:
+        """Variables by which a process finds it."""
+        return {
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+
     def url(self, prefix: str = "", *, bucket: str = BUCKET) -> str:
         """A store on it, in a bucket that is there from the start."""
         return f"s3://{bucket}/{prefix}".rstrip("/")

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-import time
 from pathlib import Path
 
 import pytest

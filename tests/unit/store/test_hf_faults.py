@@ -44,7 +44,7 @@ def test_read_only_token_follows_but_does_not_publish(hub: HubServer, opened: Op
 
 
 def test_unknown_token_is_refused_and_not_shown(opened: Open) -> None:
-    stranger = opened(token="hf_of_nobody")
+    stranger = opened(token="hf_of_nobody")  # noqa: S106 - nobody's
     for call in (
         lambda: stranger.get("a"),
         lambda: stranger.read("a", nbytes=1, xet_hash="ab" * 32),
