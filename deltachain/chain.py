@@ -38,7 +38,8 @@ from deltachain.manifest import (
 )
 from deltachain.manifests import Committed, Manifests
 from deltachain.plan import Plan, make_plan
-from deltachain.store import Store
+from deltachain.store import ObjectInfo, Store
+from deltachain.store.base import not_found
 from deltachain.types import StateDigest, Version
 from deltachain.window import covers, edge_id
 
@@ -54,11 +55,13 @@ class Chain:
         table: Its tensors.
     """
 
-    def __init__(self, store: Store, identity: Identity, table: Table) -> None:
+    def __init__(
+        self, store: Store, identity: Identity, table: Table, seen: ObjectInfo | None = None
+    ) -> None:
         self.store = store
         self.identity = identity
         self.table = table
-        self._manifests = Manifests(store, identity.chain)
+        self._manifests = Manifests(store, identity.chain, seen)
 
     @classmethod
     def create(
@@ -86,6 +89,8 @@ class Chain:
             store.put_if_absent(keys.CHAIN_KEY, dump(identity))
         except AlreadyExistsError:
             return cls.open(store)
+        if not store.capabilities.conditional_put:
+            return cls.open(store)  # another may have made one since we looked
         return cls(store, identity, table)
 
     @classmethod
@@ -97,7 +102,7 @@ class Chain:
             FormatError: It is not readable by this version, or not what it says.
         """
         try:
-            data = store.get(keys.CHAIN_KEY)
+            data, seen = _read_identity(store)
         except ObjectNotFoundError as exc:
             exc.hint = "no publisher has made a chain here yet; check the URL"
             raise
@@ -109,7 +114,7 @@ class Chain:
             table.specs()
         except ValueError as exc:
             raise MalformedError(f"{keys.TABLE_KEY}: {exc}", key=keys.TABLE_KEY) from exc
-        return cls(store, identity, table)
+        return cls(store, identity, table, seen)
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The small files of the checkpoint, verified."""
@@ -291,6 +296,17 @@ class Chain:
             return parse(self.store.get(keys.HEAD_KEY), Head, key=keys.HEAD_KEY)
         except (ObjectNotFoundError, FormatError):
             return Head(version=0)
+
+
+def _read_identity(store: Store) -> tuple[bytes, ObjectInfo | None]:
+    """The identity, and what the store says of it where others could replace it."""
+    if store.capabilities.conditional_put:
+        return store.get(keys.CHAIN_KEY), None
+    seen = store.find(keys.CHAIN_KEY)
+    if seen is None:
+        raise not_found(keys.CHAIN_KEY, store.url)
+    data = store.read(keys.CHAIN_KEY, nbytes=seen.nbytes, xet_hash=seen.xet_hash)
+    return bytes(data), seen
 
 
 def _check(data: bytes, expected: str, key: str) -> None:

@@ -8,7 +8,7 @@ store says of it, and one that is another later on is a fork.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
@@ -24,7 +24,7 @@ from deltachain.errors import (
     PublisherFencedError,
     StoreUnavailableError,
 )
-from deltachain.keys import manifest_key
+from deltachain.keys import CHAIN_KEY, manifest_key
 from deltachain.manifest import Manifest, read_state, seal, unseal
 from deltachain.store import Buffer, ObjectInfo, Store
 from deltachain.types import StateDigest, Version
@@ -63,11 +63,14 @@ class Manifests:
     Args:
         store: Where they lie, contiguous from version 0.
         chain: Id of the chain.
+        identity: What the store said of the chain's identity when it was read; ``None`` where
+            nobody can replace it.
     """
 
-    def __init__(self, store: Store, chain: str) -> None:
+    def __init__(self, store: Store, chain: str, identity: ObjectInfo | None = None) -> None:
         self._store = store
         self._chain = chain
+        self._identity = identity
         self._seen: OrderedDict[Version, ObjectInfo] = OrderedDict()
         self._lock = Lock()
 
@@ -164,12 +167,20 @@ class Manifests:
         return found
 
     def _taken(self, version: Version) -> bool:
-        """Whether a version is there already, in one look that also proves its parent."""
+        """Whether a version is there already, in one look that also proves what it follows."""
+        before = [manifest_key(version - 1)] if version else []
+        infos = self._store.find_all([CHAIN_KEY, *before, manifest_key(version)])
+        identity = infos.get(CHAIN_KEY)
+        if self._identity and not (identity and _same(self._identity, identity)):
+            raise PublisherFencedError(
+                f"version {version} can not follow: another publisher replaced the chain",
+                version=version,
+            )
         try:
-            return version in self._look([version - 1, version] if version else [version])
+            return version in self._note(infos, [version - 1, version])
         except ForkedChainError as exc:
             raise PublisherFencedError(
-                f"version {version} can not follow: {exc}", version=version
+                f"version {version} can not follow: {exc.args[0]}", version=version
             ) from exc
 
     def _confirm(self, version: Version) -> None:
@@ -223,8 +234,13 @@ class Manifests:
         Raises:
             ForkedChainError: One is not what the store said of it before.
         """
-        wanted: Sequence[Version] = list(versions)
+        wanted = list(versions)
         infos = self._store.find_all([manifest_key(version) for version in wanted])
+        return self._note(infos, wanted)
+
+    def _note(
+        self, infos: Mapping[str, ObjectInfo], wanted: Iterable[Version]
+    ) -> dict[Version, ObjectInfo]:
         found = {
             version: infos[manifest_key(version)]
             for version in wanted

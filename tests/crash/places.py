@@ -52,7 +52,8 @@ def open_place(
     hub = server("hub")
     for variable, value in hub.env().items():  # type: ignore[attr-defined]
         setenv(variable, value)
-    setenv("DELTACHAIN_HF_CALLS", "1000000")  # no limits of a real Hub: they have their own tests
+    setenv("DELTACHAIN_HF_CALLS", "1000000")  # a Hub without limits: these have their own tests
+    hub.configure(calls=1_000_000, resolver_calls=1_000_000)  # type: ignore[attr-defined]
     hub.create_bucket(f"crash/{name}")  # type: ignore[attr-defined]
     return Place(kind, f"hf://buckets/crash/{name}")
 

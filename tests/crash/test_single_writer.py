@@ -14,8 +14,7 @@ from contextlib import suppress
 import pytest
 from torch import nn
 
-from deltachain.chain import Chain
-from deltachain.errors import DeltaChainError, ForkedChainError, PublisherFencedError
+from deltachain.errors import ForkedChainError, PublisherFencedError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
@@ -66,20 +65,19 @@ def test_a_manifest_that_was_written_over_fences_its_writer_and_stops_its_follow
 ) -> None:
     """The late one looked before the early one wrote, and wrote after it."""
     early, late = plain_model(), plain_model()
-    followed: list[Subscriber] = []
+    held = tensors_of(early)
+    follower = Subscriber(url, held)
 
     def the_early_one_goes_first() -> None:
         one, _ = attach(url, early)
-        followed.append(Subscriber(url, tensors_of(early)))
-        followed[0].update()
+        follower.update()
         publishers.append(one)
 
     publishers: list[Publisher] = []
     train_(late, 5)
     two, _ = attach(url, late, Fault(the_early_one_goes_first, "manifests/"))
     publishers.append(two)
-    (follower,) = followed
-    before = bits_of(follower.target.tensors)  # type: ignore[attr-defined]
+    before = bits_of(held)
     with pytest.raises(PublisherFencedError, match="version 0 was replaced by another publisher"):
         publish(publishers[0], early, 1)
     with pytest.raises(ForkedChainError, match="version 0 was replaced by another publisher"):
@@ -87,7 +85,7 @@ def test_a_manifest_that_was_written_over_fences_its_writer_and_stops_its_follow
     publish(two, late, 6)
     with pytest.raises(ForkedChainError, match="version 0"):
         follower.update()
-    assert same(bits_of(follower.target.tensors), before)  # type: ignore[attr-defined]
+    assert same(bits_of(held), before)
     found = recompute(open_store(url))
     assert list(found) == [0, 1]
     assert same(found[1].state, bits_of(late))
@@ -108,10 +106,8 @@ def test_a_publisher_that_slept_through_a_takeover_is_fenced_as_it_wakes(url: st
     store.add(Fault(another_takes_over_and_goes_on, "manifests/"))
     with pytest.raises(PublisherFencedError, match="is there already: another publisher"):
         publish(one, first, 3)
-    before = bits_of(held)
-    with pytest.raises(DeltaChainError):
-        follower.update()  # what leads to the head is not what the bucket holds
-    assert same(bits_of(held), before)
+    follower.update()
+    assert same(bits_of(held), bits_of(second))  # the newest history does not pass through it
     stepping = Subscriber(url, tensors_of(first))
     stepping.update(2)
     with pytest.raises(ForkedChainError, match="version 2"):
@@ -119,27 +115,22 @@ def test_a_publisher_that_slept_through_a_takeover_is_fenced_as_it_wakes(url: st
 
 
 @pytest.mark.parametrize("number", range(5))
-def test_of_two_that_race_for_everything_one_is_left(url: str, number: int) -> None:
+def test_of_two_that_race_for_everything_one_at_most_is_left(url: str, number: int) -> None:
     models = plain_model(1), plain_model(2)
 
-    def run(model: nn.Module) -> int:
-        """Publish until fenced; how many versions it believes to have committed."""
-        done = 0
+    def run(model: nn.Module) -> bool:
+        """Publish until fenced; whether it never was."""
         with suppress(PublisherFencedError):
             publisher, _ = attach(url, model)
             for seed in range(4):
-                done += 1
                 publish(publisher, model, 10 * number + seed)
-            return 5
-        return done
+            return True
+        return False
 
     with ThreadPoolExecutor(2) as pool:
-        outcomes = list(pool.map(run, models))
-    assert outcomes.count(5) == 1, outcomes
-    winner = models[outcomes.index(5)]
-    chain = Chain.open(open_store(url))
-    head = chain.head()
-    assert head is not None
-    held = tensors_of(winner)
-    Subscriber(url, held).update()
-    assert same(bits_of(held), bits_of(winner))
+        left = [model for model, alone in zip(models, pool.map(run, models), strict=True) if alone]
+    assert len(left) <= 1
+    for winner in left:
+        held = tensors_of(winner)
+        Subscriber(url, held).update()
+        assert same(bits_of(held), bits_of(winner))

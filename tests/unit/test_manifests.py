@@ -6,7 +6,7 @@ import pytest
 
 from deltachain.chain import Chain
 from deltachain.errors import BrokenChainError, ForkedChainError, PublisherFencedError
-from deltachain.keys import manifest_key
+from deltachain.keys import CHAIN_KEY, manifest_key
 from deltachain.manifest import seal
 from deltachain.store import MemoryStore
 from deltachain.store.base import Buffer
@@ -85,6 +85,14 @@ def test_a_replaced_manifest_is_a_fork(store: MemoryStore) -> None:
         Chain.open(store).commit(made[2].manifest)
 
 
+def test_a_replaced_identity_fences_whoever_made_the_first(wide: WideStore) -> None:
+    chain = create(wide)
+    wide.put(CHAIN_KEY, wide.get(CHAIN_KEY).replace(b"one", b"two"))
+    with pytest.raises(PublisherFencedError, match="version 0 can not follow: another publisher"):
+        extend(chain, 1)
+    assert wide.find(manifest_key(0)) is None
+
+
 def test_a_version_that_is_taken_is_not_replaced(wide: WideStore) -> None:
     made = extend(create(wide), 2)
     before = wide.get(manifest_key(1))
@@ -99,7 +107,7 @@ def test_a_commit_takes_two_looks(wide: WideStore) -> None:
     wide.looks.clear()
     chain.commit(manifest_after(made[-1]))
     assert wide.looks == [
-        [manifest_key(1), manifest_key(2)],
+        [CHAIN_KEY, manifest_key(1), manifest_key(2)],
         [manifest_key(2), manifest_key(3)],
     ]
 
