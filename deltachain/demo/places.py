@@ -68,8 +68,10 @@ def _hub(folder: Path) -> Iterator[str]:
         from deltachain.testing.hub.server import HubServer  # noqa: PLC0415 - an extra
     except ImportError as exc:
         raise _missing(exc, "deltachain[hf,server]") from exc
-    # hf-xet remembers in HF_HOME what a server of this address has; this one begins empty.
-    with HubServer(folder) as hub, _environment(hub.env() | {"HF_HOME": str(folder / "client")}):
+    # hf-xet remembers in HF_HOME what a server of this address has; this one begins empty. And
+    # whoever is offline can still reach it.
+    more = {"HF_HOME": str(folder / "client"), "HF_HUB_OFFLINE": "0"}
+    with HubServer(folder) as hub, _environment(hub.env() | more):
         hub.create_bucket(BUCKET)
         yield f"hf://buckets/{BUCKET}"
 

@@ -1,0 +1,94 @@
+"""A publisher and eight followers on one free token of the Hub, ten times as fast as in life.
+
+In life: 1,000 requests in 300 s, a version every 10 s, a look every 5 s. Here windows, versions and
+looks are ten times shorter, and the counts are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import open_store
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.testing.hub.server import HubServer
+from deltachain.testing.models import bits_of, plain_model, same, tensors_of, train_
+
+FASTER = 10
+WINDOW_S = 300 / FASTER
+VERSION_S = 10 / FASTER
+LOOK_S = 5 / FASTER
+FOLLOWERS = 8
+VERSIONS = 34  # more than a window's worth
+CALLS = 1000
+
+
+def test_shares_of_a_free_token_add_up() -> None:
+    """By construction: no more can leave, whatever anybody does."""
+    url = "hf://buckets/me/any"
+    options = {"token": "hf_any"}
+    budgets: list[Any] = [open_store(url, options, writer=True)]
+    budgets += [open_store(url, options) for _ in range(FOLLOWERS)]
+    assert sum(store._hub._budget.calls for store in budgets) == CALLS
+    assert {store._hub._budget.window_s for store in budgets} == {300.0}
+    assert budgets[1].capabilities.poll_s == 5.0
+
+
+@pytest.mark.slow
+def test_a_publisher_and_eight_followers_stay_inside_a_free_token(
+    hub: HubServer, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By count: the Hub refuses nothing, and everybody gets every bit in time."""
+    hub.configure(calls=CALLS, resolver_calls=5 * CALLS, window_s=WINDOW_S)
+    url = f"hf://buckets/{bucket}/policy"
+    options = {"endpoint": hub.url, "token": hub.token, "window_s": WINDOW_S}
+    model, stop = plain_model(), Event()
+    targets = [tensors_of(model) for _ in range(FOLLOWERS)]
+    config = SubscribeConfig(url=url, storage_options=options, poll_s=LOOK_S)
+    followers = [Subscriber(config, target) for target in targets]
+    spent: Counter[int] = Counter()
+
+    def follow(number: int) -> None:
+        for receipt in followers[number].follow(stop=stop):
+            spent[number] += receipt.requests
+
+    threads = [Thread(target=follow, args=(number,)) for number in range(FOLLOWERS)]
+    publish = PublishConfig(url=url, storage_options=options)
+    with (
+        caplog.at_level(logging.WARNING, "deltachain"),
+        Publisher(publish).attach(model) as publisher,
+    ):
+        for thread in threads:
+            thread.start()
+        receipts = []
+        began = time.monotonic()
+        for step in range(1, VERSIONS + 1):
+            time.sleep(max(0.0, began + step * VERSION_S - time.monotonic()))
+            train_(model, step)
+            publisher.publish(step=step)
+            receipts.append(publisher.flush())
+        counted = hub.counts()
+        deadline = time.monotonic() + 30
+        while any(f.version != VERSIONS for f in followers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        stop.set()
+        for follower, thread in zip(followers, threads, strict=True):
+            follower.notify()
+            thread.join()
+    assert [follower.version for follower in followers] == [VERSIONS] * FOLLOWERS
+    assert all(same(bits_of(target), bits_of(model)) for target in targets)
+    assert "rate limit" not in caplog.text
+    assert not [record for record in caplog.records if "429" in record.getMessage()]
+    each = [receipt.requests for receipt in receipts if receipt is not None]
+    assert max(each) <= 5
+    assert sum(each) / len(each) < 4.5
+    windows = VERSIONS * VERSION_S / WINDOW_S
+    assert sum(counted.values()) / windows < CALLS
+    assert all(count / windows < 100 for count in spent.values())
+    print(f"publisher {sum(each) / len(each):.2f} a version, counted {dict(counted)}")
