@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +100,14 @@ def test_unknown_content_is_not_found(opened: Open) -> None:
     with pytest.raises(ObjectNotFoundError) as caught:
         opened().read("a", nbytes=5, xet_hash="ab" * 32)
     assert caught.value.key == "a"
+
+
+@pytest.mark.parametrize("pin", ["x", "zz" * 32, "ab" * 31, "../" * 21 + "a", "AB" * 32])
+def test_what_is_no_hash_is_refused_at_once(opened: Open, pin: str) -> None:
+    store = opened()
+    with pytest.raises(MalformedError, match="not a Xet hash"):
+        store.read("a", nbytes=1, xet_hash=pin)
+    assert store.requests == 0
 
 
 def test_empty_pin_does_not_stand_for_anything_else(opened: Open) -> None:

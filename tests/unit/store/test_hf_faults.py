@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -44,7 +45,7 @@ def test_read_only_token_follows_but_does_not_publish(hub: HubServer, opened: Op
 
 
 def test_unknown_token_is_refused_and_not_shown(opened: Open) -> None:
-    stranger = opened(token="hf_of_nobody")
+    stranger = opened(token="hf_of_nobody")  # noqa: S106
     for call in (
         lambda: stranger.get("a"),
         lambda: stranger.read("a", nbytes=1, xet_hash="ab" * 32),
@@ -225,7 +226,7 @@ def test_flipped_bit_arrives(hub: HubServer, opened: Open) -> None:
     # What the class says: digests are compared by the callers. Noise does not compress, so the
     # bit is in the content and not in how it is packed.
     store = opened()
-    data = bytes((number * 7919 + number // 251) % 256 for number in range(100_000))
+    data = random.Random(1).randbytes(100_000)  # noqa: S311
     pin = store.put("a", data)
     hub.inject(Fault(do="corrupt", path="/cas/xorbs"))
     read = bytes(store.read("a", nbytes=len(data), xet_hash=pin))
@@ -267,14 +268,16 @@ class TestGateway:
         with pytest.raises(AlreadyExistsError):
             store.put_if_absent("a", b"mine")
 
+    @pytest.mark.parametrize("theirs", [b"them", b"theirs: longer"])
     def test_write_of_another_is_not_taken_for_ones_own(
-        self, hub: HubServer, opened: Open, gateway: dict[str, str]
+        self, hub: HubServer, opened: Open, gateway: dict[str, str], theirs: bytes
     ) -> None:
-        opened(**gateway).put_if_absent("a", b"theirs: longer")
+        opened(**gateway).put_if_absent("a", theirs)
         hub.inject(Fault(do="lose-reply", path="/s3/", method="PUT"))
         with pytest.raises(AlreadyExistsError) as caught:
             opened(**gateway).put_if_absent("a", b"mine")
         assert caught.value.key == "a"
+        assert opened().get("a") == theirs
 
     def test_unknown_key_is_refused(self, opened: Open, gateway: dict[str, str]) -> None:
         store = opened(**gateway | {"s3_key": "HFAKNOBODY"})
