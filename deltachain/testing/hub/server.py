@@ -114,6 +114,10 @@ class HubServer:
         """Change its ``Settings``, and begin new windows."""
         self._admin("POST", "settings", changes)
 
+    def reset(self, **changes: object) -> None:
+        """Put everything in order: default ``Settings`` but for these, new windows, no faults."""
+        self._admin("POST", "reset", changes)
+
     def inject(self, *faults: Fault) -> None:
         """Let things go wrong."""
         for fault in faults:
