@@ -6,7 +6,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,15 +60,11 @@ def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def hub(hub_server: HubServer) -> Iterator[HubServer]:
+def hub(hub_server: HubServer) -> HubServer:
     """An emulated Hub with everything in order, counting anew."""
-    from deltachain.testing.hub.settings import Settings  # noqa: PLC0415
-
-    hub_server.configure(**asdict(Settings()))
-    yield hub_server
-    hub_server.start()
-    hub_server.clear_faults()
-    hub_server.go_stale(0)
+    hub_server.start()  # a test may have killed it
+    hub_server.reset()
+    return hub_server
 
 
 @pytest.fixture

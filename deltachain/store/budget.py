@@ -12,7 +12,8 @@ class Budget:
     """At most ``calls`` requests in any stretch of ``window_s`` seconds, from any threads.
 
     The stretch slides, so the limit also holds in every fixed window of the same length, wherever
-    that begins: what stays inside this budget is never refused by a server that allows as much.
+    that begins: but for what requests are late by on their way, a server that allows as much as
+    this budget refuses none of them.
     """
 
     def __init__(

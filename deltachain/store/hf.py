@@ -151,7 +151,7 @@ class HfStore:
             self._gateway.put_if_absent(self._path(key), ours, key=key)
         except Maybe:
             # An earlier try may have written it and lost the reply: then these are our bytes.
-            if self.get(key, limit=len(ours)) != ours:
+            if not self._holds(key, ours):
                 raise self._exists(key) from None
 
     def find(self, key: str) -> ObjectInfo | None:
@@ -233,6 +233,19 @@ class HfStore:
                     modified=_seconds(row.get("uploadedAt") or row.get("mtime")),
                     xet_hash=str(row["xetHash"]),
                 )
+
+    def _holds(self, key: str, data: bytes) -> bool:
+        """Whether an object that the gateway knows of has these bytes."""
+        found = self.find(key)
+        if found is None:
+            raise StoreUnavailableError(
+                f"object {key!r} in {self.url}: the gateway has it and the Hub does not yet",
+                key=key,
+                url=self.url,
+            )
+        if found.nbytes != len(data):
+            return False
+        return self._xet.read(found.xet_hash, nbytes=len(data), key=key) == data
 
     def _exists(self, key: str) -> AlreadyExistsError:
         return AlreadyExistsError(

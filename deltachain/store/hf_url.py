@@ -19,7 +19,8 @@ WINDOW_S: Final = 300.0
 DEADLINE_S: Final = 60.0
 
 _URL: Final = re.compile(
-    r"hf://buckets/(?P<bucket>[A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:/(?P<prefix>[^?#]*))?", re.ASCII
+    r"(?i:hf)://buckets/(?P<bucket>[A-Za-z0-9._-]+/[A-Za-z0-9._-]+)(?:/(?P<prefix>[^?#]*))?",
+    re.ASCII,
 )
 _HINT: Final = "write hf://buckets/namespace/name/prefix"
 _HUB: Final = "https://huggingface.co"

@@ -8,6 +8,7 @@ flipped on the way is not noticed at all: whoever reads has a digest to compare.
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,8 @@ _Kind: TypeAlias = Literal["read", "write"]
 EMPTY: Final = "0" * 64
 """Hash of the content without bytes, which no storage is asked for."""
 
+_HASH: Final = re.compile(r"[0-9a-f]{64}")
+
 _BLOCK: Final = 8 << 20
 """Bytes that are handed to ``hf_xet`` at once: it takes whole buffers of many gigabytes badly."""
 
@@ -34,7 +37,7 @@ one that is about to end, too."""
 _ERRORS: Final = (OSError, RuntimeError, ValueError)
 """All that ``hf_xet`` raises: its own two classes are a PermissionError and a FileNotFoundError."""
 
-_sessions: dict[tuple[int, float], Any] = {}
+_sessions: dict[tuple[int, _Kind, float], Any] = {}
 _sessions_lock = threading.Lock()
 
 
@@ -77,16 +80,20 @@ class Xet:
         self._held: dict[_Kind, _Access] = {}
 
     def read(self, content: str, *, nbytes: int, key: str) -> bytearray:
-        """All of a content that has ``nbytes`` bytes. What arrived is kept when a try fails.
+        """All of a content that must have ``nbytes`` bytes. What arrived is kept when a try fails.
 
         Raises:
             ObjectNotFoundError: The storage has no such content.
-            MalformedError: It has another size; no memory was taken but for what there is.
+            MalformedError: It has another size (no memory was taken but for what there is), or this
+                is no hash.
             StoreUnavailableError: Nothing more arrived for as long as the deadline allows.
         """
-        # One byte more than expected is asked for, to notice if there is one.
-        data = self._collect(content, 0, nbytes + 1, nbytes, key)
-        if len(data) != nbytes:
+        if _HASH.fullmatch(content) is None:
+            raise MalformedError(f"object {key!r}: {content[:80]!r} is not a Xet hash", key=key)
+        # One byte more than expected is asked for, to notice if there is one. A stream of none
+        # would prove nothing: one that failed looks the same.
+        data = self._collect(content, 0, nbytes + 1, nbytes, key) if nbytes else bytearray()
+        if len(data) != nbytes or (not nbytes and content != EMPTY):
             check_nbytes(key, self._url, expected=nbytes, actual=self._measure(content, key))
             raise MalformedError(f"object {key!r} in {self._url}: it has no fixed size", key=key)
         return data
@@ -143,12 +150,11 @@ class Xet:
     ) -> None:
         """Append to ``data`` what it lacks of a span."""
         start, end = span
-        group = self._session().new_download_stream_group(**access.arguments())
+        group = self._session("read").new_download_stream_group(**access.arguments())
         info = self._lib.XetFileInfo(content, end)
         stream = group.download_stream(info, start=start + len(data), end=end)
-        with _watched(lambda: len(data), stream.cancel, self._hub.deadline_s):
-            for chunk in stream:
-                data += chunk
+        for chunk in stream:
+            data += chunk
 
     def _has_more(self, content: str, position: int, key: str) -> bool:
         """Whether a stream that ended at ``position`` should not have; True where nobody knows."""
@@ -177,7 +183,7 @@ class Xet:
             ) from exc
 
     def _upload(self, access: _Access, view: memoryview) -> str:
-        commit = self._session().new_upload_commit(**access.arguments())
+        commit = self._session("write").new_upload_commit(**access.arguments())
         skip = self._lib.SKIP_SHA256
 
         def progress() -> int:
@@ -222,21 +228,26 @@ class Xet:
             if self._held.get(kind) is access:
                 del self._held[kind]
 
-    def _session(self) -> Any:  # noqa: ANN401 - hf_xet has no types
+    def _session(self, kind: _Kind) -> Any:  # noqa: ANN401 - hf_xet has no types
         """The session of this process: a fork takes none of its threads along."""
-        which = (os.getpid(), self._hub.deadline_s)
+        which = (os.getpid(), kind, self._hub.deadline_s)
         with _sessions_lock:
             if which not in _sessions:
-                _sessions[which] = self._lib.XetSession(self._config())
+                _sessions[which] = self._lib.XetSession(self._config(kind))
             return _sessions[which]
 
-    def _config(self) -> Any:  # noqa: ANN401
+    def _config(self, kind: _Kind) -> Any:  # noqa: ANN401
         """Few retries of its own, so that ours know of them; what the user set stays."""
-        ours = {
-            "client.retry_max_attempts": 2,
+        deadline_ms = round(self._hub.deadline_s * 1000)
+        ours: dict[str, Any] = {
+            "client.retry_max_attempts": 1,
             "client.retry_base_delay": "500ms",
-            "client.retry_max_duration": f"{max(1, round(self._hub.deadline_s))}s",
+            "client.retry_max_duration": f"{deadline_ms}ms",
         }
+        if kind == "read":
+            # A download can not be aborted from outside. For an upload it would be too short: the
+            # time until the answer to 64 MiB counts, over however slow a line.
+            ours["client.read_timeout"] = f"{max(500, deadline_ms // 2)}ms"
         unset = {
             name: value
             for name, value in ours.items()
@@ -262,7 +273,7 @@ def _parse_access(document: Any, url: str) -> _Access:  # noqa: ANN401 - JSON
 def _watched(
     progress: Callable[[], int], abort: Callable[[], None], patience_s: float
 ) -> Iterator[None]:
-    """Abort what stands still for too long: ``hf_xet`` itself would wait for many minutes."""
+    """Abort an upload that stands still for too long: ``hf_xet`` itself waits for many minutes."""
     done = threading.Event()
 
     def watch() -> None:

@@ -62,7 +62,8 @@ def follow(subscriber: Subscriber, *, stop: Event, every_version: bool) -> Itera
                 logger.warning("following %s: %s", subscriber.config.url, exc)
         if receipt is not None:
             yield receipt
-            continue
+            if receipt.lag_versions > 0:
+                continue  # there is more; otherwise that was the look of this turn
         _wait(subscriber, failures, stop)
 
 

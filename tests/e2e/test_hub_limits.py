@@ -83,12 +83,11 @@ def test_a_publisher_and_eight_followers_stay_inside_a_free_token(
             thread.join()
     assert [follower.version for follower in followers] == [VERSIONS] * FOLLOWERS
     assert all(same(bits_of(target), bits_of(model)) for target in targets)
-    assert "rate limit" not in caplog.text
-    assert not [record for record in caplog.records if "429" in record.getMessage()]
+    assert "refused" not in counted
+    assert "are spent" not in caplog.text  # nobody had to wait for its share either
     each = [receipt.requests for receipt in receipts if receipt is not None]
     assert max(each) <= 5
     assert sum(each) / len(each) < 4.5
     windows = VERSIONS * VERSION_S / WINDOW_S
-    assert sum(counted.values()) / windows < CALLS
-    assert all(count / windows < 100 for count in spent.values())
-    print(f"publisher {sum(each) / len(each):.2f} a version, counted {dict(counted)}")
+    assert sum(counted.values()) / windows < CALLS, counted
+    assert all(count / windows < 100 for count in spent.values()), spent

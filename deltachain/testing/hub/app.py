@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from deltachain.testing.hub import gateway, hub, xet
 from deltachain.testing.hub.faults import Door, Fault, Script
 from deltachain.testing.hub.limits import Limits
+from deltachain.testing.hub.settings import Settings
 from deltachain.testing.hub.world import World
 
 _PORT = "port"
@@ -61,6 +63,13 @@ def make_app(world: World) -> Door:
     def change(changes: Annotated[dict[str, Any], Body()]) -> None:
         world.change(changes)
         limits.restart()
+
+    @app.post("/_admin/reset")
+    def reset(changes: Annotated[dict[str, Any], Body()]) -> None:
+        world.change(asdict(Settings()) | changes)
+        limits.restart()
+        script.clear()
+        world.buckets.go_stale(0)
 
     @app.post("/_admin/faults")
     def add_fault(fault: Annotated[dict[str, Any], Body()]) -> None:

@@ -123,6 +123,7 @@ class Door:
         verdict = self._count(scope)
         headers = verdict.headers if verdict else {}
         if verdict and not verdict.allowed:
+            await _drain(receive)
             refusal = {**headers, "Retry-After": str(verdict.retry_after)}
             await _reply(send, 429, refusal, b'{"error":"Too Many Requests"}')
             return
@@ -142,6 +143,7 @@ class Door:
 
     async def _strike(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
         if fault.do == "status":
+            await _drain(receive)
             headers = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
             await _reply(send, fault.status, headers, b'{"error":"by script"}')
         elif fault.do == "stall":
@@ -183,6 +185,12 @@ class Door:
 
         await self._app(scope, receive, keep)
         return started[0], body
+
+
+async def _drain(receive: Receive) -> None:
+    """Take the body of a request that nobody reads: what follows on the connection is another."""
+    while (await receive()).get("more_body", False):
+        pass
 
 
 def _with_headers(send: Send, headers: _Headers) -> Send:

@@ -69,9 +69,10 @@ def _add_buckets(routes: APIRouter, world: World) -> None:
 
     @routes.post(_ROOT, dependencies=writer)
     def create(namespace: str, name: str) -> Response:
-        if not world.buckets.create(f"{namespace}/{name}"):
-            return error(409, "You already created this bucket")
-        return JSONResponse({"url": f"{world.url}/buckets/{namespace}/{name}"})
+        made = {"url": f"{world.url}/buckets/{namespace}/{name}"}
+        if world.buckets.create(f"{namespace}/{name}"):
+            return JSONResponse(made)
+        return JSONResponse(made | {"error": "You already created this bucket"}, 409)
 
     @routes.get(_ROOT, dependencies=reader)
     def info(namespace: str, name: str) -> dict[str, Any]:

@@ -70,6 +70,8 @@ class Limits:
                 window.began, window.used = now, 0
             allowed = window.used < most
             window.used += allowed
+            if not allowed:
+                self._counts[token]["refused"] += 1
             left = math.ceil(window.began + settings.window_s - now)
             remaining = most - window.used
         span = math.ceil(settings.window_s)

@@ -106,13 +106,20 @@ class HubServer:
         self.start()
 
     def counts(self, token: str = WRITE_TOKEN) -> dict[str, int]:
-        """Requests of one token since the last start, by method and route."""
+        """Requests of one token since the last start, by method and route.
+
+        Under ``refused``, how many of these met the limit.
+        """
         counted: dict[str, dict[str, int]] = self._admin("GET", "counts")
         return counted.get(token, {})
 
     def configure(self, **changes: object) -> None:
         """Change its ``Settings``, and begin new windows."""
         self._admin("POST", "settings", changes)
+
+    def reset(self, **changes: object) -> None:
+        """Put everything in order: default ``Settings`` but for these, new windows, no faults."""
+        self._admin("POST", "reset", changes)
 
     def inject(self, *faults: Fault) -> None:
         """Let things go wrong."""

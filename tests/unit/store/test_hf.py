@@ -102,6 +102,14 @@ def test_unknown_content_is_not_found(opened: Open) -> None:
     assert caught.value.key == "a"
 
 
+@pytest.mark.parametrize("pin", ["x", "zz" * 32, "ab" * 31, "../" * 21 + "a", "AB" * 32])
+def test_what_is_no_hash_is_refused_at_once(opened: Open, pin: str) -> None:
+    store = opened()
+    with pytest.raises(MalformedError, match="not a Xet hash"):
+        store.read("a", nbytes=1, xet_hash=pin)
+    assert store.requests == 0
+
+
 def test_empty_pin_does_not_stand_for_anything_else(opened: Open) -> None:
     store = opened()
     empty = store.put("a", b"")

@@ -41,14 +41,6 @@ def test_opening_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("scheme", ["s3", "hf"])
-def test_coming_scheme_says_that_this_version_has_it_not(scheme: str) -> None:
-    with pytest.raises(ConfigError, match="by this version") as caught:
-        open_store(f"{scheme}://bucket/prefix")
-    assert "file:///" in caught.value.hint
-    assert "memory://" in caught.value.hint
-
-
 @pytest.mark.parametrize(
     "url",
     [
