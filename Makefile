@@ -19,8 +19,9 @@ venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 demo: venv  ## train, publish and follow a small model in one terminal
 	$(BIN)/deltachain demo
 
-test: venv  ## the tests that need no GPU: three minutes
-	$(BIN)/pytest
+# Two processes: most tests wait for a server or for a child. Each has servers of its own.
+test: venv  ## the tests that need no GPU: six minutes
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-long: venv  ## the tests that take minutes
 	$(BIN)/pytest -m "slow and not gpu"

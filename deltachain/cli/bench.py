@@ -43,7 +43,9 @@ def bench(
 ) -> None:
     """Measure sizes and speeds on this machine, next to a floor measured in the same run.
 
-    Examples: `deltachain bench codec --plot codec.svg`, `deltachain bench store s3://bucket/tmp`
+    Example: `deltachain bench codec --plot codec.svg`
+
+    A store, emptied again afterwards: `deltachain bench store s3://bucket/tmp --mb 256`
     """
     from importlib import import_module
 

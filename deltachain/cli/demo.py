@@ -32,7 +32,9 @@ def demo(
 
     Takes minutes on a laptop and downloads nothing. Needs the extra `trl`.
 
-    Examples: `deltachain demo --steps 10 --workdir demo`, `deltachain demo --store s3`
+    Example: `deltachain demo --steps 10 --workdir demo`
+
+    On a real S3 server, started here: `deltachain demo --store s3`
     """
     from deltachain.demo.run import run_demo
 

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
-import pytest
-
 from deltachain.errors import AlreadyExistsError
 from deltachain.store.base import Store
 
@@ -23,9 +21,10 @@ class RaceContract:
     """Rounds of every race; fewer where a put takes long."""
 
     def test_one_of_racing_put_if_absent_wins(self, store: Store, reopen: Reopen) -> None:
-        """Exactly one, and the object is the winner's."""
-        if not store.capabilities.conditional_put:
-            pytest.skip("the store has no conditional put")
+        """Exactly one, and the object is the winner's.
+
+        Without a conditional put at least one, and the object is a winner's, whole.
+        """
         handles = [reopen() for _ in range(8)]
         for turn in range(self.race_rounds):
             key = f"manifests/{turn}"
@@ -43,8 +42,12 @@ class RaceContract:
 
             with ThreadPoolExecutor(len(handles)) as pool:
                 won = list(pool.map(attempt, range(len(handles))))
-            assert won.count(True) == 1
-            assert store.get(key) == bytes([won.index(True)]) * 1000
+            assert won.count(True) >= 1
+            if store.capabilities.conditional_put:
+                assert won.count(True) == 1
+            data = store.get(key)
+            assert won[data[0]]
+            assert data == data[:1] * 1000
 
     def test_readers_never_see_a_mixture(self, store: Store, reopen: Reopen) -> None:
         """While one thread replaces an object, every read is one whole object."""

@@ -90,7 +90,7 @@ def test_version() -> None:
 
 
 def test_errors_go_to_stderr_with_their_hint_and_exit_code(tmp_path: Path) -> None:
-    done = invoke("log", "s3://bucket/chain")
+    done = invoke("log", "nonsense://bucket/chain")
     assert (done.code, done.stdout) == (2, "")
     assert "hint" in done.stderr
     done = invoke("log", tmp_path / "nothing", "--json")
