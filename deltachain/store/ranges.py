@@ -19,8 +19,8 @@ from deltachain.store.retry import Deadline
 RANGE_NBYTES: Final = 8 << 20
 """Bytes asked for at a time: some of them fill a link, and a cut costs little."""
 
-_CHUNK_NBYTES: Final = 256 << 10
-"""Bytes taken from a connection at a time: few enough to be in the cache when they are copied."""
+_CHUNK_NBYTES: Final = 1 << 20
+"""Bytes taken from a connection at a time, if they come soon."""
 
 _LEAST_NBYTES: Final = 4 << 10
 _LATE_S: Final = 0.1
@@ -140,7 +140,7 @@ def _drain(body: Body, view: memoryview) -> Iterator[int]:
 
     A step takes as many bytes as come soon, so that a slow server can not hold a step for long.
     """
-    at, size = 0, _CHUNK_NBYTES // 4
+    at, size = 0, _CHUNK_NBYTES // 16
     while at < len(view):
         began = time.monotonic()
         nbytes = body.readinto(view[at : at + size])

@@ -1,0 +1,222 @@
+"""A TCP proxy on this machine that makes the network between a client and a server go wrong.
+
+::
+
+    with Proxy(server.port) as proxy:
+        store = open_store(url, {**server.options, "endpoint_url": proxy.endpoint})
+        proxy.cut_after(1_000_000)
+
+What it is told holds for requests that begin afterwards, and for connections that are open.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from types import TracebackType
+from typing import Final, Self
+
+_HOST: Final = "127.0.0.1"
+_PIECE: Final = 16 << 10
+_REQUEST: Final = re.compile(rb"[A-Z]+ /[^\r\n]* HTTP/1\.1\r\n")
+_RESET: Final = struct.pack("ii", 1, 0)
+"""Linger for no time: a close sends RST."""
+
+
+class Proxy:
+    """Forwards connections to a port of this machine, until it is told otherwise.
+
+    Args:
+        port: Where the server listens.
+
+    Attributes:
+        received: Bytes of answers that went through to clients.
+        dropped: Answers that were taken from the server and kept back.
+        cuts: Answers that were ended in the middle.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._threads: list[threading.Thread] = []
+        self._listener: socket.socket | None = None
+        self.port = 0
+        self.received = self.dropped = self.cuts = 0
+        self.reset()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def endpoint(self) -> str:
+        """The URL that a client is given in place of the server's."""
+        return f"http://{_HOST}:{self.port}"
+
+    def delay(self, seconds: float) -> None:
+        """Hold every piece of an answer back for so long."""
+        self._delay_s = seconds
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """Let each connection's answers through at this speed at most."""
+        self._speed = bytes_per_s
+
+    def cut_after(self, nbytes: int, *, times: int = 1, reset: bool = False) -> None:
+        """End an answer after so many bytes, as many times; with a RST instead of a FIN."""
+        with self._lock:
+            self._cut_nbytes, self._cuts_left, self._cut_resets = nbytes, times, reset
+
+    def drop_reply(self, method: str, *, times: int = 1) -> None:
+        """Take the answers to requests of this method, and close the connection instead."""
+        with self._lock:
+            self._drop_method, self._drops_left = method.encode(), times
+
+    def refuse(self) -> None:
+        """Close every connection and take no new one."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            _close(listener)
+        self._close_all()
+
+    def reset(self) -> None:
+        """Forward everything again."""
+        with self._lock:
+            self._delay_s = 0.0
+            self._speed = 0.0
+            self._cut_nbytes, self._cuts_left, self._cut_resets = 0, 0, False
+            self._drop_method, self._drops_left = b"", 0
+        if self._listener is None:
+            self._listen()
+
+    def stop(self) -> None:
+        """Close everything and end its threads."""
+        self.refuse()
+        for thread in self._threads:
+            thread.join()
+
+    def _listen(self) -> None:
+        listener = socket.create_server((_HOST, self.port), backlog=64)
+        self.port = listener.getsockname()[1]
+        self._listener = listener
+        self._run(self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                self._run(self._serve, client)
+
+    def _serve(self, client: socket.socket) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._forget, client)
+            try:
+                server = socket.create_connection((_HOST, self._target))
+            except OSError:
+                return
+            stack.callback(self._forget, server)
+            with self._lock:
+                self._open |= {client, server}
+            if self._listener is None:
+                return
+            connection = _Connection()
+            asking = threading.Thread(target=self._ask, args=(client, server, connection))
+            asking.start()
+            self._answer(server, client, connection)
+            for end in (client, server):
+                with suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+            asking.join()
+
+    def _ask(self, client: socket.socket, server: socket.socket, connection: _Connection) -> None:
+        """Carry requests."""
+        with suppress(OSError):
+            while piece := client.recv(_PIECE):
+                if _REQUEST.match(piece):
+                    connection.method, connection.nbytes = piece.split(b" ", 1)[0], 0
+                server.sendall(piece)
+            server.shutdown(socket.SHUT_WR)
+
+    def _answer(
+        self, server: socket.socket, client: socket.socket, connection: _Connection
+    ) -> None:
+        """Carry answers, or do not."""
+        with suppress(OSError):
+            while piece := server.recv(_PIECE):
+                # 100 Continue asks for the rest of a request that is to be answered yet.
+                interim = piece.startswith(b"HTTP/1.1 100") and piece.endswith(b"\r\n\r\n")
+                if not interim and self._drops(connection.method):
+                    return
+                left = self._cut(connection.nbytes, len(piece))
+                if self._speed:
+                    time.sleep(len(piece) / self._speed)
+                time.sleep(self._delay_s)
+                client.sendall(piece[:left])
+                connection.nbytes += min(left, len(piece))
+                with self._lock:
+                    self.received += min(left, len(piece))
+                if left < len(piece):
+                    if self._cut_resets:
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                        client.close()
+                    return
+
+    def _drops(self, method: bytes) -> bool:
+        with self._lock:
+            if not self._drops_left or method != self._drop_method:
+                return False
+            self._drops_left -= 1
+            self.dropped += 1
+            return True
+
+    def _cut(self, before: int, nbytes: int) -> int:
+        """How many of the next bytes of an answer go through."""
+        with self._lock:
+            if not self._cuts_left or before + nbytes <= self._cut_nbytes:
+                return nbytes
+            self._cuts_left -= 1
+            self.cuts += 1
+            return max(0, self._cut_nbytes - before)
+
+    def _run(self, target: Callable[[socket.socket], None], end: socket.socket) -> None:
+        thread = threading.Thread(target=target, args=(end,), daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _forget(self, end: socket.socket) -> None:
+        with self._lock:
+            self._open.discard(end)
+        end.close()
+
+    def _close_all(self) -> None:
+        with self._lock:
+            ends = list(self._open)
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+class _Connection:
+    """What the answer that is under way is about."""
+
+    method = b""
+    nbytes = 0
+
+
+def _close(listener: socket.socket) -> None:
+    # A thread that waits in accept() is woken by a shutdown, not by a close.
+    with suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()

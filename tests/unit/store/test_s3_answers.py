@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    DeltaChainError,
+    ObjectNotFoundError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from deltachain.store.s3 import S3Store, open_s3
+from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub
+
+HERE = "s3://bucket/run"
+SLOW_DOWN = Answer(503, "SlowDown")
+BROKEN = Answer(500, "InternalError")
+CONFLICT = Answer(409, "ConditionalRequestConflict")
+TAKEN = Answer(412, "PreconditionFailed")
+
+
+def opened(stub: Stub, **options: object) -> S3Store:
+    return open_s3(HERE, {**stub.options, **options})
+
+
+def found(body: bytes) -> Answer:
+    return Answer(200, body=body, headers=LAST_MODIFIED)
+
+
+# What passes
+
+
+@pytest.mark.parametrize("answer", [SLOW_DOWN, BROKEN, Answer(502), Answer(504), Answer(429)])
+def test_failure_that_passes_is_retried_and_every_request_counted(answer: Answer) -> None:
+    with Stub(answer, answer, found(b"data")) as stub:
+        store = opened(stub)
+        assert store.get("a") == b"data"
+        assert stub.seen == ["GET /bucket/run/a"] * 3
+        assert store.requests == 3
+
+
+def test_failure_that_does_not_pass_ends_at_the_deadline() -> None:
+    with Stub(SLOW_DOWN) as stub:
+        store = opened(stub, deadline_s=0.6)
+        calls: list[Callable[[], object]] = [
+            lambda: store.get("a"),
+            lambda: store.read("a", nbytes=4),
+            lambda: store.put("a", b"data"),
+            lambda: store.put("a", bytes(17 << 20)),
+            lambda: store.put_if_absent("a", b"data"),
+            lambda: store.find("a"),
+            lambda: store.find_all(["a", "b"]),
+            lambda: list(store.list()),
+            lambda: store.delete("a"),
+        ]
+        for number, call in enumerate(calls):
+            before, began = len(stub.seen), time.monotonic()
+            with pytest.raises(StoreUnavailableError):
+                call()
+            assert 0.3 < time.monotonic() - began < 3
+            assert len(stub.seen) - before >= 2, number
+        assert store.requests == len(stub.seen)
+
+
+def test_retries_are_spread() -> None:
+    with Stub(*[SLOW_DOWN] * 6, found(b"data")) as stub:
+        store = opened(stub)
+        times: list[float] = []
+        for _ in range(1):
+            began = time.monotonic()
+            assert store.get("a") == b"data"
+            times.append(time.monotonic() - began)
+        assert len(stub.seen) == 7
+        assert max(times) < 0.1 * (2**6 - 1) + 2
+
+
+# Conditional writes
+
+
+def test_first_write_is_conditional_and_the_server_is_tried_once() -> None:
+    with Stub(OK, TAKEN, OK) as stub:
+        store = opened(stub)
+        store.put_if_absent("a", b"data")
+        store.put_if_absent("b", b"data")
+        assert stub.seen == ["PUT /bucket/run/a"] * 2 + ["PUT /bucket/run/b"]
+        assert [headers["if-none-match"] for headers in stub.headers] == ["*"] * 3
+
+
+def test_server_that_ignores_the_condition_is_refused() -> None:
+    with Stub(OK) as stub, pytest.raises(ConfigError, match="ignores If-None-Match"):
+        opened(stub).put_if_absent("a", b"data")
+
+
+def test_conflict_is_retried_and_then_won_or_lost() -> None:
+    with Stub(CONFLICT, CONFLICT, OK, TAKEN) as stub:
+        opened(stub).put_if_absent("a", b"data")
+        assert len(stub.seen) == 4
+    with Stub(CONFLICT, TAKEN) as stub:
+        with pytest.raises(AlreadyExistsError):
+            opened(stub).put_if_absent("a", b"data")
+        # Nothing was written by an attempt that met a conflict, so nothing is read back.
+        assert stub.seen == ["PUT /bucket/run/a"] * 2
+
+
+def test_first_attempt_that_finds_an_object_has_lost_even_to_equal_bytes() -> None:
+    with Stub(TAKEN, found(b"data")) as stub:
+        with pytest.raises(AlreadyExistsError) as caught:
+            opened(stub).put_if_absent("a", b"data")
+        assert stub.seen == ["PUT /bucket/run/a"]
+        assert (caught.value.key, caught.value.url) == ("a", HERE)
+
+
+@pytest.mark.parametrize("unanswered", [BROKEN, SLOW_DOWN])
+def test_object_of_an_unanswered_attempt_is_ours_if_it_has_our_bytes(unanswered: Answer) -> None:
+    with Stub(unanswered, TAKEN, found(b"data")) as stub:
+        opened(stub).put_if_absent("a", b"data")
+        assert [seen.split()[0] for seen in stub.seen] == ["PUT", "PUT", "HEAD", "GET"]
+    for other in (b"DATA", b"longer"):
+        with Stub(unanswered, TAKEN, found(other)) as stub, pytest.raises(AlreadyExistsError):
+            opened(stub).put_if_absent("a", b"data")
+
+
+def test_conditional_write_that_stays_unanswered_is_unavailable_not_lost() -> None:
+    with Stub(BROKEN) as stub, pytest.raises(StoreUnavailableError):
+        opened(stub, deadline_s=0.3).put_if_absent("a", b"data")
+
+
+# What does not pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "hint"),
+    [
+        (Answer(403, "AccessDenied"), StorePermissionError, "s3:ListBucket"),
+        (Answer(403, "InvalidAccessKeyId"), StorePermissionError, "credentials"),
+        (Answer(403, "RequestTimeTooSkewed"), StorePermissionError, "clock"),
+        (Answer(400, "ExpiredToken"), StorePermissionError, "credentials"),
+        (Answer(507, "InsufficientStorage"), StoreUnavailableError, "server is full"),
+        (Answer(507), StoreUnavailableError, "server is full"),
+        (Answer(403, "QuotaExceeded"), StoreUnavailableError, "quota"),
+        (Answer(404, "NoSuchBucket"), ConfigError, "aws s3 mb s3://bucket"),
+        (Answer(400, "InvalidArgument"), ConfigError, "does not take"),
+        (Answer(501, "NotImplemented"), ConfigError, "does not take"),
+    ],
+    ids=lambda value: value.code if isinstance(value, Answer) else "",
+)
+def test_refusal_is_typed_and_final(
+    answer: Answer, error: type[DeltaChainError], hint: str
+) -> None:
+    with Stub(answer) as stub:
+        store = opened(stub)
+        calls: list[Callable[[], object]] = [
+            lambda: store.get("a"),
+            lambda: store.read("a", nbytes=4),
+            lambda: store.put("a", b"data"),
+            lambda: store.put_if_absent("a", b"data"),
+            lambda: list(store.list()),
+            lambda: store.delete("a"),
+        ]
+        for call in calls:
+            with pytest.raises(error) as caught:
+                call()
+            assert hint in caught.value.hint
+            assert "hushhush" not in str(caught.value)
+            assert "testkey" not in str(caught.value)
+        assert len(stub.seen) == len(calls)
+
+
+def test_large_write_that_is_refused_is_typed_too() -> None:
+    with Stub(Answer(403, "AccessDenied")) as stub, pytest.raises(StorePermissionError):
+        opened(stub).put("a", bytes(17 << 20))
+
+
+def test_server_without_ranges_is_refused() -> None:
+    with Stub(found(b"data")) as stub, pytest.raises(ConfigError, match="part of an object"):
+        opened(stub).read("a", nbytes=4)
+
+
+# An absent object, or an absent bucket
+
+
+def test_absent_object_asks_for_the_bucket_once() -> None:
+    with Stub(Answer(404), OK, Answer(404)) as stub:
+        store = opened(stub)
+        assert store.find("a") is None
+        assert store.find("b") is None
+        assert [seen.split()[0] for seen in stub.seen] == ["HEAD"] * 3
+        assert stub.seen[1] == "HEAD /bucket"
+        assert store.requests == 3
+
+
+def test_absent_bucket_is_not_an_absent_object() -> None:
+    with Stub(Answer(404)) as stub:
+        store = opened(stub)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="does not exist"):
+                store.find("a")
+
+
+def test_bucket_that_may_not_be_looked_up_is_there() -> None:
+    with Stub(Answer(404), Answer(403)) as stub:
+        assert opened(stub).find("a") is None
+
+
+def test_absent_key_needs_no_look_at_the_bucket() -> None:
+    with Stub(Answer(404, "NoSuchKey")) as stub:
+        with pytest.raises(ObjectNotFoundError):
+            opened(stub).get("a")
+        assert stub.seen == ["GET /bucket/run/a"]
