@@ -29,7 +29,7 @@ from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 NBYTES: Final = 64_000_000
-ROUNDS: Final = 5
+ROUNDS: Final = 8
 LATENCIES: Final = 20
 """Small objects that are written and read for latencies."""
 VERSIONS: Final = 5

@@ -84,7 +84,7 @@ class DemoReport:
         console.print(
             f"{self.versions} versions of {self.parameters:,} parameters, "
             f"{self.bytes_sent:,} B of deltas + {self.anchor_bytes:,} B of anchors; "
-            f"full copies: {self.bytes_dense:,} B ({ratio:.0f}x). "
+            f"full copies: {self.bytes_dense:,} B ({ratio:.0f}x){self._requests()}. "
             f"A newcomer fetched {self.late_joiner_bytes:,} B.",
             highlight=False,
             soft_wrap=True,
@@ -95,19 +95,14 @@ class DemoReport:
             highlight=False,
         )
 
+    def _requests(self) -> str:
+        """What a version cost the publisher in requests, where there are any."""
+        total = sum(row.requests for row in self.rows)
+        return f", {total / len(self.rows):.1f} requests a version" if total else ""
+
     def _versions(self) -> Table:
         table = Table(title="Every version, trainer to follower", box=box.SIMPLE_HEAD)
-        columns = (
-            "version",
-            "step",
-            "density",
-            "bytes",
-            "requests",
-            "ratio",
-            "stage ms",
-            "swap ms",
-            "lag",
-        )
+        columns = ("version", "step", "density", "bytes", "ratio", "stage ms", "swap ms", "lag")
         for name in (*columns, "age s"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
@@ -116,7 +111,6 @@ class DemoReport:
                 "-" if row.step is None else str(row.step),
                 f"{row.density:.2%}",
                 f"{row.nbytes:,}",
-                str(row.requests),
                 f"{row.ratio:.0f}x",
                 f"{row.stage_ms:.1f}",
                 f"{row.swap_ms:.2f}",
