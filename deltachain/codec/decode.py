@@ -293,28 +293,25 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
 def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _Tensor]:
     """Give each tensor its segments and its place in every stream, checking both."""
     try:
-        segments = tuple(d.segments_of(directory.segments))
+        segments = d.segments_of(directory.segments)
     except ValueError as exc:
-        raise MalformedError(f"{key}: segment columns differ in length", key=key) from exc
+        raise MalformedError(f"{key}: {exc}", key=key) from exc
     tensors: dict[str, _Tensor] = {}
     reached: dict[int, dict[str, int]] = {}
-    used = 0
     for row in directory.tensors:
         if row.name in tensors:
             raise MalformedError(f"{key}: {row.name!r} has two rows", key=key)
         if compressed and row.encoding in d.UNCOMPRESSED:
             raise MalformedError(f"{key}: {row.name!r} is {row.encoding}, compressed", key=key)
-        mine = segments[used : used + row.segments]
-        used += row.segments
-        d.check_row(row, mine, key)
+        mine = d.take_segments(row, segments, key)
         at = reached.setdefault(row.bucket, {})
         lengths = {} if row.encoding in d.UNCOMPRESSED else d.stream_lengths(row, mine)
         begins = {name: at.get(name, 0) for name in lengths}
         tensors[row.name] = _Tensor(row, mine, begins, lengths)
         for name, length in lengths.items():
             at[name] = at.get(name, 0) + length
-    if used != len(segments):
-        raise MalformedError(f"{key}: {len(segments)} segments, {used} are used", key=key)
+    if next(segments, None) is not None:
+        raise MalformedError(f"{key}: segments that are no tensor's", key=key)
     return tensors
 
 

@@ -165,7 +165,7 @@ def test_a_large_directory_of_nothing_takes_bounded_memory() -> None:
     forgery.segments = {name: [0] * 100_000 for name in forgery.segments}
     data = forgery.build()
     assert len(data) < 2000
-    assert peak_of_refusing(data) < 16 * int(forgery.metadata["directory_nbytes"])
+    assert peak_of_refusing(data) < 8 * int(forgery.metadata["directory_nbytes"])
 
 
 def test_opening_inflates_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
