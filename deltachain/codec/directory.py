@@ -165,8 +165,8 @@ def arrays_of(row: TensorRow) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def in_bits(stream: str) -> bool:
-    """Whether the stream's unit is a bit."""
-    return stream in ("sign", "exception")
+    """Whether the unit of a stream is a bit; with or without its bucket."""
+    return stream.rpartition(".")[2] in ("sign", "exception")
 
 
 def stream_name(bucket: int, stream: str) -> str:

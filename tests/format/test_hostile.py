@@ -17,7 +17,7 @@ from deltachain.errors import (
 )
 from tests.format import stranger
 from tests.format.forge import Forgery, compress, take_apart
-from tests.format.forgeries import FORGERIES, PARTS, forged
+from tests.format.forgeries import FORGERIES, PARTS, forged, halves
 from tests.format.stranger_base import RefusedError, UnsupportedError
 
 
@@ -133,6 +133,16 @@ def test_streams_may_lie_uncompressed() -> None:
     plain, zstd = Part.from_bytes(data).read("w"), Part.from_bytes(PARTS["step"]).read("w")
     assert np.array_equal(plain.values, zstd.values)
     assert stranger.read_part(data)["w"].values == zstd.values.tolist()
+
+
+def test_a_tensor_may_be_cut_into_segments_anywhere() -> None:
+    forgery = take_apart(PARTS["bytes"])
+    halves(1, 1)(forgery)
+    data = forgery.build()
+    cut, whole = Part.from_bytes(data).read("b"), Part.from_bytes(PARTS["bytes"]).read("b")
+    assert np.array_equal(cut.values, whole.values)
+    assert len(Part.from_bytes(data).directory.segments.start) == 2
+    assert stranger.read_part(data)["b"].values == whole.values.tolist()
 
 
 def peak_of_refusing(data: bytes) -> int:
