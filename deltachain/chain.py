@@ -38,6 +38,7 @@ from deltachain.manifest import (
 )
 from deltachain.manifests import Committed, Manifests
 from deltachain.plan import Plan, make_plan
+from deltachain.references import check_assets, check_edge, check_record
 from deltachain.store import ObjectInfo, Store
 from deltachain.store.base import not_found
 from deltachain.types import StateDigest, Version
@@ -106,7 +107,7 @@ class Chain:
         except ObjectNotFoundError as exc:
             exc.hint = "no publisher has made a chain here yet; check the URL"
             raise
-        identity = parse(data, Identity, key=keys.CHAIN_KEY)
+        identity = check_assets(parse(data, Identity, key=keys.CHAIN_KEY))
         document = store.get(keys.TABLE_KEY)
         _check(document, identity.table, keys.TABLE_KEY)
         table = parse(document, Table, key=keys.TABLE_KEY)
@@ -194,8 +195,7 @@ class Chain:
         except AlreadyExistsError:
             data = self.store.get(key)
             record = unseal(data, EdgeRecord, key=key)
-            if record.state != manifest.state:
-                raise MalformedError(f"{key}: leads to another state", key=key) from None
+            check_record(record, committed.digest, manifest.state, key)
         return summarise(
             manifest.version, record.edge, record.state, record=key, digest=object_digest(data)
         )
@@ -210,24 +210,24 @@ class Chain:
         Raises:
             ObjectNotFoundError: The record is gone.
             DigestMismatchError: The record is not the one that was listed.
-            MalformedError: It leads to another state than its manifest says.
+            MalformedError: It leads to another state than its manifest says, or is not the edge
+                that the summary promised.
         """
         committed = self.read(summary.version)
         manifest = committed.manifest
         if not summary.record:
-            return _own_parts(manifest.edge, manifest.version)
+            key = keys.manifest_key(manifest.version)
+            return check_edge(manifest.edge, manifest.summary(), summary, key)
         key = keys.edge_key(summary.version, summary.kind, summary.base)
         if summary.record != key:
             raise MalformedError(f"{key}: is listed as {summary.record!r}", key=key)
         data = self.store.get(summary.record)
         _check(data, summary.digest, summary.record)
         record = unseal(data, EdgeRecord, key=summary.record)
-        if (record.manifest, record.state) != (committed.digest, manifest.state):
-            raise MalformedError(
-                f"{summary.record}: leads to another state than version {manifest.version}",
-                key=summary.record,
-            )
-        return _own_parts(record.edge, manifest.version)
+        check_record(record, committed.digest, manifest.state, key)
+        state, digest = record.state, summary.digest
+        found = summarise(record.version, record.edge, state, record=key, digest=digest)
+        return check_edge(record.edge, found, summary, key)
 
     def plan(
         self, held: Version | None, target: Committed, *, avoid: Collection[EdgeSummary] = ()
@@ -313,15 +313,6 @@ def _check(data: bytes, expected: str, key: str) -> None:
     actual = object_digest(data)
     if actual != expected:
         raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
-
-
-def _own_parts(edge: Edge, version: Version) -> Edge:
-    """Refuse an edge whose parts lie where no part of its version can."""
-    for ref in edge.parts:
-        if keys.version_of(ref.key) != version:
-            key = keys.manifest_key(version)
-            raise MalformedError(f"{key}: names {ref.key!r} as a part", key=key)
-    return edge
 
 
 def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:

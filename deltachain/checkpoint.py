@@ -27,7 +27,10 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 HELD_FILE: Final = "deltachain.json"
 """What a folder that follows a chain says of itself: it belongs to that folder alone."""
 
-ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja", ".py")
+ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
+"""Small files that travel with a chain. No code: who can write to a store must not get to run it
+where a follower's folder is loaded."""
+
 ASSET_NBYTES: Final = 64 << 20
 """Largest small file that travels with a chain."""
 

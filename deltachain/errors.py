@@ -32,7 +32,9 @@ whether the same call may succeed later without anybody changing anything.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
+
+_E = TypeVar("_E", bound="DeltaChainError")
 
 
 class DeltaChainError(Exception):
@@ -50,6 +52,10 @@ class DeltaChainError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint or self.default_hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what the error holds: a subclass may need more than its message to be made."""
+        return _remade, (type(self), self.args), self.__dict__
 
     def __str__(self) -> str:
         """The message, and the hint on a line of its own."""
@@ -210,3 +216,10 @@ class ControlPlaneError(DeltaChainError):
 
     exit_code = 7
     retryable = True
+
+
+def _remade(kind: type[_E], args: tuple[Any, ...]) -> _E:
+    """An unpickled error, before its attributes are set."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error

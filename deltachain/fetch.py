@@ -28,8 +28,9 @@ from deltachain.errors import (
     UnsupportedFormatError,
 )
 from deltachain.kernels import host
-from deltachain.manifest import BaseRef, ObjectRef
+from deltachain.manifest import BaseRef, Edge, ObjectRef
 from deltachain.plan import Plan
+from deltachain.references import check_encodings
 from deltachain.store import Buffer, Store
 from deltachain.types import StateDigest, TensorSpec
 
@@ -134,15 +135,17 @@ def fetch(
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
     edges = [chain.edge(summary) for summary in plan.edges]
-    refs = [ref for edge in edges for ref in edge.parts]
+    refs = [(ref, edge) for edge in edges for ref in edge.parts]
     reference = edges[0].reference if edges else None
     checkpoint = None if reference is None else open_base(reference, base)
     if checkpoint is not None:
         _check_specs(specs, checkpoint.specs, str(checkpoint.path))
     refetched: list[str] = []
 
-    def get(ref: ObjectRef) -> Part:
+    def get(item: tuple[ObjectRef, Edge]) -> Part:
+        ref, edge = item
         part = _get(chain.store, ref, refetched)
+        check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         _check_specs({n: r.spec for n, r in part.rows.items()}, specs, ref.key)
         progress(ref.nbytes)
         return part
@@ -168,7 +171,11 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     """
     path = folder or Path(reference.path)
     hint = f"give the folder of the base checkpoint ({reference.repo or reference.path})"
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as exc:  # a path of the chain that this machine can not even look up
+        raise ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc.strerror}", hint=hint) from exc
+    if not there:
         raise ConfigError(f"base checkpoint {path} is not there", hint=hint)
     checkpoint = Checkpoint(path)
     found = {ref.name: ref for ref in checkpoint.files()}

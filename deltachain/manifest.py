@@ -112,6 +112,10 @@ class Edge(Struct, frozen=True, kw_only=True):
             raise ValueError(f"{self.kind} edge: a base edge has a reference, no other has")
         if self.reference is not None and self.parts:
             raise ValueError("a base edge has no parts")
+        if list(self.encodings) != sorted(set(self.encodings)):
+            raise ValueError(f"{self.kind} edge: encodings are sorted, each is there once")
+        if len({part.key for part in self.parts}) < len(self.parts):
+            raise ValueError(f"{self.kind} edge: a part is there twice")
 
     @property
     def nbytes(self) -> int:
@@ -200,6 +204,8 @@ class Manifest(Document, frozen=True, kw_only=True):
             raise ValueError(f"version {self.version}: its window begins at {self.window_from}")
         if any(edge.version >= self.version for edge in self.recent):
             raise ValueError(f"version {self.version}: a recent edge is no earlier one")
+        if [e.version for e in self.recent] != sorted(e.version for e in self.recent):
+            raise ValueError(f"version {self.version}: recent edges are not in order")
 
     @property
     def density(self) -> float:

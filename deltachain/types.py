@@ -52,6 +52,9 @@ BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
 }
 """Unsigned integer dtype, by bytes an element."""
 
+MAX_DIMS: Final = 64
+"""No tensor has more dimensions: multiplying them then takes no time."""
+
 MAX_NUMEL: Final = 1 << 48
 """No tensor has more elements: flat indices and byte counts then stay far inside int64."""
 
@@ -61,7 +64,8 @@ class TensorSpec:
     """Name, wire dtype and shape of one tensor, as in the Hugging Face checkpoint.
 
     Raises:
-        ConfigError: The dtype has no wire form, or a dimension is negative or too large.
+        ConfigError: The dtype has no wire form, a dimension is negative or too large, or there are
+            too many.
     """
 
     name: str
@@ -71,6 +75,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if self.dtype not in WIRE_DTYPES:
             raise ConfigError(f"tensor {self.name!r}: dtype {self.dtype!r} has no wire form")
+        if len(self.shape) > MAX_DIMS:
+            raise ConfigError(f"tensor {self.name!r}: {len(self.shape)} dimensions")
         if any(dim < 0 for dim in self.shape) or math.prod(self.shape) > MAX_NUMEL:
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} is out of range")
 

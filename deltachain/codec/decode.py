@@ -75,7 +75,8 @@ class Part:
             row.name: StreamReader(frames, read_at, compressed=self.compressed, key=key)
             for row, frames in _frames(self.directory, header, compressed=self.compressed, key=key)
         }
-        _check_streams(self._tensors, header, self._streams, key)
+        self._ends = _bucket_streams(self._tensors.values())
+        _check_streams(self._tensors, header, self._streams, self._ends, key)
 
     @classmethod
     def from_bytes(cls, data: Buffer, *, key: str = "") -> Part:
@@ -99,7 +100,6 @@ class Part:
                 self._streams[row.name].check(number)
         for name in self._tensors:
             self.read(name)
-        self._check_padding()
 
     def __iter__(self) -> Iterator[TensorDelta]:
         return (self.read(name) for name in self._tensors)
@@ -131,14 +131,6 @@ class Part:
             values, absolute = self._steps(tensor, spec.itemsize), STEP
         return TensorDelta(spec=spec, indices=indices, values=values, absolute=absolute)
 
-    def _check_padding(self) -> None:
-        """The last byte of a stream of bits is filled up with zeros."""
-        for name, (nbytes, bits) in _bucket_streams(self._tensors.values()).items():
-            if self._streams[name].read(nbytes - 1, nbytes)[0] >> bits:
-                raise MalformedError(
-                    f"{self.key}: {name!r} is not filled up with zeros", key=self.key
-                )
-
     def _units(self, tensor: _Tensor, stream: str) -> npt.NDArray[np.uint8]:
         """A tensor's share of one stream: bytes, or one byte of 0 or 1 for each bit."""
         count, at = tensor.lengths[stream], tensor.at[stream]
@@ -148,8 +140,10 @@ class Part:
         if not d.in_bits(stream):
             return np.frombuffer(self._streams[name].read(at, at + count), np.uint8)
         packed = self._streams[name].read(at // 8, (at + count + 7) // 8)
-        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-        return bits[at % 8 : at % 8 + count]
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")[at % 8 :]
+        if at + count == self._ends[name] and np.any(bits[count:]):
+            raise MalformedError(f"{self.key}: {name!r} is not filled up with zeros", key=self.key)
+        return bits[:count]
 
     def _planes(self, tensor: _Tensor, stream: str, width: int) -> Bits:
         """A tensor's elements out of their byte planes, frame by frame while they are in cache."""
@@ -197,7 +191,7 @@ class Part:
             magnitude=self._units(tensor, "magnitude"),
             wide=self._planes(tensor, "wide", width),
         )
-        if not _is_canonical(split):
+        if not _add_up(split, tensor.segments) or not _is_canonical(split):
             raise MalformedError(
                 f"{self.key}: {tensor.row.name!r}: steps are not canonical", key=self.key
             )
@@ -226,12 +220,23 @@ def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
         np.bitwise_or(out, planes[k].astype(out.dtype) << out.dtype.type(8 * k), out=out)
 
 
+def _add_up(split: SplitSteps, segments: tuple[d.Segment, ...]) -> bool:
+    """Whether each segment has as many exceptions and wide steps as it says."""
+    escaped = split.magnitude == 255
+    at = short = 0
+    for s in segments:
+        exceptions = int(np.count_nonzero(split.exception[at : at + s.nnz]))
+        wide = int(np.count_nonzero(escaped[short : short + s.exceptions]))
+        if (exceptions, wide) != (s.exceptions, s.wide):
+            return False
+        at, short = at + s.nnz, short + s.exceptions
+    return True
+
+
 def _is_canonical(split: SplitSteps) -> bool:
     """Whether there is exactly one way to write these steps, and this is it."""
     escaped = split.magnitude == 255
-    if int(np.count_nonzero(split.exception)) != split.magnitude.size:
-        return False
-    if int(np.count_nonzero(escaped)) != split.wide.size or bool(np.any(split.magnitude < 2)):
+    if bool(np.any(split.magnitude < 2)):
         return False
     if not split.wide.size and split.wide.itemsize > 1:
         return True
@@ -239,9 +244,9 @@ def _is_canonical(split: SplitSteps) -> bool:
     if split.wide.itemsize == 1:  # a magnitude beyond the sign's range is a step of the other sign
         return not bool(np.any(split.magnitude > negative + np.uint8(127)))
     again = host.split_steps(split.wide)
-    return bool(np.all(again.magnitude == 255)) and np.array_equal(
-        again.negative, negative[escaped]
-    )
+    if again.magnitude.size != split.wide.size or bool(np.any(again.magnitude != 255)):
+        return False
+    return np.array_equal(again.negative, negative[escaped])
 
 
 def _dense(spec: TensorSpec, segments: tuple[d.Segment, ...], values: Bits) -> TensorDelta:
@@ -270,7 +275,10 @@ def _entry(header: Header, name: str, position: int, key: str) -> Entry:
     names = list(header.entries)
     if len(names) <= position or names[position] != name:
         raise MalformedError(f"{key}: entry {position} is not {name!r}", key=key)
-    return header.entries[name]
+    entry = header.entries[name]
+    if (entry.dtype, entry.shape) != ("U8", (entry.nbytes,)):
+        raise MalformedError(f"{key}: {name!r} is {entry.dtype}{entry.shape}", key=key)
+    return entry
 
 
 def _check_front(header: Header, read_at: ReadAt, key: str) -> str:
@@ -312,28 +320,25 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
 def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _Tensor]:
     """Give each tensor its segments and its place in every stream, checking both."""
     try:
-        segments = tuple(d.segments_of(directory.segments))
+        segments = d.segments_of(directory.segments)
     except ValueError as exc:
-        raise MalformedError(f"{key}: segment columns differ in length", key=key) from exc
+        raise MalformedError(f"{key}: {exc}", key=key) from exc
     tensors: dict[str, _Tensor] = {}
     reached: dict[int, dict[str, int]] = {}
-    used = 0
     for row in directory.tensors:
         if row.name in tensors:
             raise MalformedError(f"{key}: {row.name!r} has two rows", key=key)
         if compressed and row.encoding in d.UNCOMPRESSED:
             raise MalformedError(f"{key}: {row.name!r} is {row.encoding}, compressed", key=key)
-        mine = segments[used : used + row.segments]
-        used += row.segments
-        d.check_row(row, mine, key)
+        mine = d.take_segments(row, segments, key)
         at = reached.setdefault(row.bucket, {})
         lengths = {} if row.encoding in d.UNCOMPRESSED else d.stream_lengths(row, mine)
         begins = {name: at.get(name, 0) for name in lengths}
         tensors[row.name] = _Tensor(row, mine, begins, lengths)
         for name, length in lengths.items():
             at[name] = at.get(name, 0) + length
-    if used != len(segments):
-        raise MalformedError(f"{key}: {len(segments)} segments, {used} are used", key=key)
+    if next(segments, None) is not None:
+        raise MalformedError(f"{key}: segments that are no tensor's", key=key)
     return tensors
 
 
@@ -357,10 +362,11 @@ def _check_streams(
     tensors: Mapping[str, _Tensor],
     header: Header,
     streams: Mapping[str, StreamReader],
+    ends: Mapping[str, int],
     key: str,
 ) -> None:
     """Every stream is there, as long as its tensors need it, and nobody's stream is there."""
-    sizes = {name: nbytes for name, (nbytes, _) in _bucket_streams(tensors.values()).items()}
+    sizes = {name: (units + 7) // 8 if d.in_bits(name) else units for name, units in ends.items()}
     arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensor in tensors.values():
         for name, dtype, shape in d.arrays_of(tensor.row):
@@ -377,13 +383,12 @@ def _check_streams(
         raise MalformedError(f"{key}: streams and tensors do not match", key=key)
 
 
-def _bucket_streams(tensors: Iterable[_Tensor]) -> dict[str, tuple[int, int]]:
-    """Bytes, and bits in the last of them, of every stream that is not empty."""
-    sizes: dict[str, tuple[int, int]] = {}
+def _bucket_streams(tensors: Iterable[_Tensor]) -> dict[str, int]:
+    """Length of every stream that is not empty, in its unit."""
+    ends: dict[str, int] = {}
     for tensor in tensors:
         for stream, units in tensor.lengths.items():
-            end = (tensor.at[stream] + units) * (1 if d.in_bits(stream) else 8)
+            end = tensor.at[stream] + units
             if end:
-                name = d.stream_name(tensor.row.bucket, stream)
-                sizes[name] = (end + 7) // 8, (end - 1) % 8 + 1
-    return sizes
+                ends[d.stream_name(tensor.row.bucket, stream)] = end
+    return ends

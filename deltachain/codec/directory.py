@@ -113,17 +113,22 @@ class Segment:
 
 
 def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
-    """The rows of the columns."""
-    rows = zip(
+    """The rows of the columns, made as they are asked for.
+
+    Raises:
+        ValueError: The columns differ in length.
+    """
+    fields = (
         columns.start,
         columns.length,
         columns.nnz,
         columns.gaps,
         columns.exceptions,
         columns.wide,
-        strict=True,
     )
-    return (Segment(*row) for row in rows)
+    if len({len(field) for field in fields}) > 1:
+        raise ValueError("segment columns differ in length")
+    return (Segment(*row) for row in zip(*fields, strict=True))
 
 
 def columns_of(segments: list[Segment]) -> SegmentColumns:
@@ -160,8 +165,8 @@ def arrays_of(row: TensorRow) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def in_bits(stream: str) -> bool:
-    """Whether the stream's unit is a bit."""
-    return stream in ("sign", "exception")
+    """Whether the unit of a stream is a bit; with or without its bucket."""
+    return stream.rpartition(".")[2] in ("sign", "exception")
 
 
 def stream_name(bucket: int, stream: str) -> str:
@@ -169,8 +174,10 @@ def stream_name(bucket: int, stream: str) -> str:
     return f"#{bucket}.{stream}"
 
 
-def check_row(row: TensorRow, segments: tuple[Segment, ...], key: str) -> None:
-    """Check one tensor row and its segments.
+def take_segments(row: TensorRow, segments: Iterator[Segment], key: str) -> tuple[Segment, ...]:
+    """Check one tensor row, and take the next segments, as many as are its own.
+
+    Each is checked before the next is made, so that columns of nonsense take no memory.
 
     Raises:
         UnsupportedFormatError: An encoding that this version does not know.
@@ -183,31 +190,34 @@ def check_row(row: TensorRow, segments: tuple[Segment, ...], key: str) -> None:
         StateDigest.parse(row.digest)
     except ConfigError as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
+    mine: list[Segment] = []
     if row.encoding in UNCOMPRESSED:
         fits = row.nnz == numel if row.encoding == PLAIN else row.nnz <= numel
-        fits = fits and not segments and row.gap == row.bucket == 0
+        fits = fits and row.gap == row.bucket == row.segments == 0
     else:
         fits = row.gap in ((1, 2) if row.encoding in SPARSE else (0,))
-        fits = fits and row.nnz == sum(s.nnz for s in segments)
-        fits = fits and _segments_fit(row, segments, numel)
+        at = 0
+        while fits and len(mine) < row.segments:
+            segment = next(segments, None)
+            fits = segment is not None and segment.start >= at and _fits(segment, row, numel)
+            if fits and segment is not None:
+                mine.append(segment)
+                at = segment.start + segment.length
+        fits = fits and row.nnz == sum(s.nnz for s in mine)
     if not fits:
         raise MalformedError(f"{key}: the row of {row.name!r} contradicts itself", key=key)
+    return tuple(mine)
 
 
-def _segments_fit(row: TensorRow, segments: tuple[Segment, ...], numel: int) -> bool:
-    """In order, inside the tensor, and no count beyond what the segment can hold."""
-    at = 0
+def _fits(s: Segment, row: TensorRow, numel: int) -> bool:
+    """Inside the tensor, and no count beyond what the segment can hold."""
     limit = (1 << 8 * row.gap) - 1
-    for s in segments:
-        if not 0 < s.nnz <= s.length <= 1 << 20:
-            return False
-        if s.start < at or s.start + s.length > numel or s.wide > s.exceptions:
-            return False
-        if row.encoding == DENSE and (s.nnz != s.length or s.gaps or s.exceptions):
-            return False
-        if row.encoding in SPARSE and not s.nnz <= s.gaps <= s.nnz + s.length // limit:
-            return False
-        if s.exceptions > (s.nnz if row.encoding == STEP else 0):
-            return False
-        at = s.start + s.length
-    return True
+    if not 0 < s.nnz <= s.length <= 1 << 20:
+        return False
+    if s.start + s.length > numel or s.wide > s.exceptions:
+        return False
+    if row.encoding == DENSE and (s.nnz != s.length or s.gaps or s.exceptions):
+        return False
+    if row.encoding in SPARSE and not s.nnz <= s.gaps <= s.nnz + s.length // limit:
+        return False
+    return s.exceptions <= (s.nnz if row.encoding == STEP else 0)

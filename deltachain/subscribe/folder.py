@@ -77,7 +77,7 @@ class FolderTarget:
             PoisonedError: It could not be finished now; its journal stays.
             ConfigError: Another process writes to the folder.
         """
-        self._specs, self._aliases = specs, aliases
+        self._specs, self._aliases, self._live = specs, aliases, {}
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock()
         self._map()

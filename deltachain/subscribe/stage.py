@@ -102,6 +102,8 @@ def prove(
     change = written = StateDigest()
     nnz = nbytes = 0
     for name, delta in zip(fetched.names, fetched.deltas(), strict=True):
+        if fetched.from_nothing and not delta.is_dense:  # before a target makes room for the rest
+            raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
         patch = target.prepare(delta)
         nnz += patch.nnz
         nbytes += patch.nbytes
@@ -110,10 +112,8 @@ def prove(
         else:
             deferred.append(name)
         change += patch.change
-        if delta.is_dense and fetched.from_nothing:
+        if fetched.from_nothing:
             written += host.digest(digest_key(delta.spec), delta.values)
-        elif fetched.from_nothing:
-            raise BrokenChainError(f"{name}: the plan from nothing gives only {patch.nnz} elements")
     if fetched.from_nothing and len(fetched.names) != len(fetched.specs):
         raise BrokenChainError("the plan from nothing does not give every tensor")
     changed = None if base is None else base + change

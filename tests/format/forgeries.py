@@ -137,6 +137,19 @@ def steps(sign: int, exception: int, magnitude: bytes, *wide: int) -> Edit:
     return both(*edits)
 
 
+def halves(*exceptions: int) -> Edit:
+    """The part of three steps of a byte in two segments; 1 and 1 is what they have."""
+    return both(
+        row("segments", 2),
+        column("start", 0, 2),
+        column("length", 2, 2),
+        column("nnz", 2, 1),
+        column("gaps", 2, 1),
+        column("exceptions", *exceptions),
+        column("wide", 0, 0),
+    )
+
+
 ROWS: dict[str, tuple[str, Edit]] = {
     "a start below zero": ("step", column("start", -1)),
     "a start that leaves the tensor": ("step", column("start", 1)),
@@ -225,10 +238,12 @@ STREAMS: dict[str, tuple[str, Edit]] = {
     "an exception of one": ("step", steps(0x0A, 0x0C, b"\1\xff", 0x8000)),
     "an exception of nothing": ("step", steps(0x0A, 0x0C, b"\0\xff", 0x8000)),
     "a wide step that is not wide": ("step", steps(0x0A, 0x0C, b"\3\xff", 0x10000 - 254)),
+    "a wide step of one": ("step", steps(0x0A, 0x0C, b"\3\xff", 0xFFFF)),
     "a wide step of nothing": ("step", steps(0x0A, 0x0C, b"\3\xff", 0)),
     "a wide step of the other sign": ("step", steps(0x02, 0x0C, b"\3\xff", 0x8000)),
     "fewer wide steps than magnitudes say": ("step", steps(0x0A, 0x0C, b"\xff\xff", 0x8000)),
     "more wide steps than magnitudes say": ("step", steps(0x0A, 0x0C, b"\3\4", 0x8000)),
+    "exceptions of another segment": ("bytes", halves(2, 0)),
     "a byte that goes up too far": ("bytes", stream("#0.magnitude", b"\x80\x64")),
     "a byte that goes down too far": ("bytes", stream("#0.magnitude", b"\x64\x81")),
     "a byte's step beyond a byte": (
@@ -253,8 +268,6 @@ def first_stream(field: str, value: Any) -> Edit:
 def entry(name: str, **fields: Any) -> Edit:
     return header(lambda h: h[name].update(fields))
 
-
-SECOND = b'"digest":{"dtype":"U8","shape":[],"data_offsets":[0,1]},'
 
 CONTAINER: dict[str, tuple[str, Edit]] = {
     "another frame list": ("step", longer("stored")),
@@ -350,7 +363,14 @@ CONTAINER: dict[str, tuple[str, Edit]] = {
     ),
     "an entry with a field that nobody knows": ("step", entry("digest", a=1)),
     "a stream in two dimensions": ("step", entry("#0.sign", shape=[5, 2])),
+    "a stream of no dimensions": (
+        "step",
+        both(lambda f: f.metadata.update(compression="none"), entry("#0.sign", shape=[])),
+    ),
     "a stream of signed bytes": ("step", entry("#0.sign", dtype="I8")),
+    "a digest of signed bytes": ("step", entry("digest", dtype="I8")),
+    "a digest in two dimensions": ("step", entry("digest", shape=[4, 8])),
+    "a directory of signed bytes": ("step", entry("directory", dtype="I8")),
     "raw indices of another dtype": ("raw", entry("w.indices", dtype="U32")),
     "a front without its digest": ("step", header(lambda h: h.update(hash=h.pop("digest")))),
 }

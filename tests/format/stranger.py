@@ -254,7 +254,8 @@ def read_tensors(
             found[row["name"]] = read_segments(row, mine, cursor)
     require(not segments, "segments that are nobody's")
     for name in streams.keys() - owned:
-        require(name[:1] == "#" and forms[name] == ("U8", forms[name][1][:1]), f"{name}: form")
+        dtype, shape = forms[name]
+        require(name[:1] == "#" and (dtype, len(shape)) == ("U8", 1), f"{name}: form")
     cursor.finish()
     return found
 

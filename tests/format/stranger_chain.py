@@ -207,10 +207,25 @@ def open_envelope(data: bytes, fields: Fields) -> Json:
 
 def check_way(version: int, edge: Json) -> None:
     base, delta = edge["base"], edge["kind"] == "delta"
+    require(edge["encodings"] == sorted(set(edge["encodings"])), "encodings")
     if edge["kind"] in ("anchor", "base"):
         require(base is None, "an edge from nothing has no base")
     else:
         require(base is not None and (base < version - 1, base == version - 1)[delta], "base")
+
+
+def check_parts(edge: Json) -> None:
+    keys = [ref["key"] for ref in edge["parts"]]
+    require(len(set(keys)) == len(keys), "a part twice")
+
+
+def check_summary(summary: Json, document: Json) -> None:
+    """Of the edge of a manifest, or of an edge record."""
+    edge = document["edge"]
+    there = {name: edge[name] for name in ("kind", "base", "encodings")}
+    there |= {name: document[name] for name in ("version", "state")}
+    there |= {"nbytes": sum(p["nbytes"] for p in edge["parts"]), "parts": len(edge["parts"])}
+    require(summary == summary | there, "another edge than its summary says")
 
 
 class Chain:
@@ -242,7 +257,10 @@ class Chain:
         require(manifest["chain"] == self.identity["chain"], "another chain")
         require(manifest["version"] == version, "another version")
         check_way(version, manifest["edge"])
+        check_parts(manifest["edge"])
         require(manifest["window_from"] in range(max(version, 1)), "window")
+        versions = [edge["version"] for edge in manifest["recent"]]
+        require(versions == sorted(versions), "order of recent edges")
         for edge in manifest["recent"]:
             require(edge["version"] < version, "recent")
             check_way(edge["version"], edge)
@@ -261,19 +279,25 @@ class Chain:
     def edges(self) -> list[tuple[int, Json]]:
         """Every edge that the manifests list, with the version it leads to."""
         found: list[tuple[int, Json]] = []
-        records: dict[str, str] = {}
+        records: dict[str, Json] = {}
         for version in range(self.head() + 1):
             manifest = self.manifest(version)
             found.append((version, manifest["edge"]))
-            records |= {e["record"]: e["digest"] for e in manifest["recent"] if e["record"]}
-        for key, digest in records.items():
+            for summary in manifest["recent"]:
+                if summary["record"]:
+                    records[summary["record"]] = summary
+                else:
+                    check_summary(summary, self.manifest(summary["version"]))
+        for key, summary in records.items():
             data = self.get(key)
-            require(digest_of(data) == digest, f"digest of {key}")
+            require(digest_of(data) == summary["digest"], f"digest of {key}")
             record = open_envelope(data, RECORD)
             committed = digest_of(self.get(manifest_key(record["version"])))
             require(record["manifest"] == committed, "record of another manifest")
             require(record["state"] == self.manifest(record["version"])["state"], "state")
             check_way(record["version"], record["edge"])
+            check_parts(record["edge"])
+            check_summary(summary, record)
             found.append((record["version"], record["edge"]))
         return found
 

@@ -30,13 +30,13 @@ from deltachain.manifest import (
 )
 from deltachain.store.memory import MemoryStore
 from tests.format import stranger_chain
+from tests.format.documents import KEYS, TABLES, enveloped, no_documents
 from tests.format.stranger_base import RefusedError, read_json
 
 VALUES: tuple[Any, ...] = (
     *(None, -1, 1 << 70, 10**4000, 1.5, True, "x", ""),
     *([], {}, [None], {"x": None}),
 )
-MANY = b"9" * 10_000
 CHAIN = Path(__file__).parent / "v1" / "chain"
 FILES: dict[str, tuple[str, type[Document], stranger_chain.Fields]] = {
     "chain": ("chain.json", Identity, stranger_chain.CHAIN),
@@ -86,11 +86,6 @@ def document(name: str) -> Any:
 def sealed(name: str, content: Any) -> bytes:
     data = json.dumps(content, separators=(",", ":")).encode()
     return enveloped(data) if name in ENVELOPES else data
-
-
-def enveloped(payload: bytes, signatures: bytes = b"[]") -> bytes:
-    digest = blake3(payload).hexdigest().encode()
-    return b'{"blake3":"%s","payload":%s,"signatures":%s}' % (digest, payload, signatures)
 
 
 def places(content: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
@@ -202,29 +197,6 @@ def test_no_flipped_bit_raises_another_error(name: str) -> None:
     assert refused == 8 * len(data) if name in ENVELOPES else refused > 2 * len(data)
 
 
-def no_documents(data: bytes) -> dict[str, bytes]:
-    deep = b"[" * 200_000 + b"]" * 200_000
-    return {
-        "nothing": b"",
-        "something behind it": data + b"{}",
-        "a byte order mark": b"\xef\xbb\xbf" + data,
-        "another encoding": data.decode().encode("utf-16"),
-        "no text": data.replace(b'"ext":{}', b'"ext":{"x":"\xff"}'),
-        "no text in a name": data.replace(b'"ext":{}', b'"ext":{"\xff":1}'),
-        "half a character": data.replace(b'"ext":{}', b'"ext":{"x":"\\ud800"}'),
-        "no number": data.replace(b'"ext":{}', b'"ext":{"x":NaN}'),
-        "a float beyond all": data.replace(b'"ext":{}', b'"ext":{"x":1e999}'),
-        "a number of many digits": data.replace(b'"format":1', b'"format":' + b"1" * 100_000),
-        "many digits where anything goes": data.replace(b'"ext":{}', b'"ext":{"x":' + MANY + b"}"),
-        "a deep nest": deep,
-        "a deep nest where anything goes": data.replace(b'"ext":{}', b'"ext":{"x":' + deep + b"}"),
-        "a field twice": data.replace(b'"ext":{}', b'"ext":{},"ext":{}'),
-        "a field twice where anything goes": data.replace(b'"ext":{}', b'"ext":{"a":1,"a":1}'),
-        "a list": b"[]",
-        "null": b"null",
-    }
-
-
 @pytest.mark.parametrize("what", no_documents(b'{"ext":{},"format":1}'))
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_document_is_malformed(name: str, what: str) -> None:
@@ -309,40 +281,12 @@ def test_a_window_that_does_not_go_back_is_malformed() -> None:
         read("manifest", sealed("manifest", document("manifest") | {"window_from": 3}))
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "/etc/passwd",
-        "../x",
-        "a/../b",
-        ".hidden",
-        "a//b",
-        "a/",
-        "a\n",
-        "é",
-        "a" * 256,
-        "a b",
-        "aaaa/" * 110 + "a",
-    ],
-)
+@pytest.mark.parametrize("key", KEYS)
 def test_keys_that_no_store_can_hold_are_malformed(key: str) -> None:
     content = document("record")
     content["edge"]["parts"][0]["key"] = key
     with pytest.raises(MalformedError):
         read("record", sealed("record", content))
-
-
-TABLES: dict[str, dict[str, Any]] = {
-    "a name twice": {"tensors": [["a", "F32", [1]], ["a", "F32", [2]]], "aliases": {}},
-    "a dtype that has no wire form": {"tensors": [["a", "F4", [1]]], "aliases": {}},
-    "a dimension below zero": {"tensors": [["a", "F32", [-1]]], "aliases": {}},
-    "a huge tensor": {"tensors": [["a", "F32", [1 << 40, 1 << 40]]], "aliases": {}},
-    "very many dimensions": {"tensors": [["a", "F32", [2**62] * 50_000]], "aliases": {}},
-    "an alias of nothing": {"tensors": [["a", "F32", [1]]], "aliases": {"b": "c"}},
-    "an alias that is a tensor": {"tensors": [["a", "F32", [1]]], "aliases": {"a": "a"}},
-    "a row of two": {"tensors": [["a", "F32"]], "aliases": {}},
-    "a row of four": {"tensors": [["a", "F32", [1], 0]], "aliases": {}},
-}
 
 
 @pytest.mark.parametrize("what", TABLES)

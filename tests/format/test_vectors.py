@@ -21,7 +21,7 @@ from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
 from deltachain.digest import digest_key
 from deltachain.kernels import host, reference
 from deltachain.plan import REQUEST_NBYTES
-from deltachain.types import BITS_DTYPES, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
+from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
 from deltachain.window import ANCHORS_LISTED, WINDOW
 from tests.format import freeze, stranger
 from tests.format.stranger_base import mix, state_text, tensor_key, tensor_lanes
@@ -214,6 +214,7 @@ def test_the_part_in_the_dump_decodes_as_it_says() -> None:
 
 def test_the_limits_are_those_of_the_code() -> None:
     found = {row["limit"]: row["value"] for row in table(TEXT.split("\n\n| wire dtype")[0])}
+    assert found["dimensions of a tensor"] == str(MAX_DIMS)
     assert found["elements of a tensor"] == f"2^{MAX_NUMEL.bit_length() - 1}"
     assert found["header of a part"] == f"{MAX_HEADER:,} bytes"
     assert found["directory of a part, inflated"] == f"2^{MAX_DIRECTORY.bit_length() - 1} bytes"

@@ -37,7 +37,7 @@ NAMES = st.from_regex(r"\A[A-Za-z0-9_-][A-Za-z0-9._-]{0,20}\Z")
 KEYS = st.lists(NAMES, min_size=1, max_size=4).map("/".join)
 HEX = st.from_regex(r"\A[0-9a-f]{64}\Z")
 STATES = st.from_regex(r"\A[0-9a-f]{32}\Z")
-ENCODINGS = st.lists(NAMES, max_size=3).map(tuple)
+ENCODINGS = st.sets(NAMES, max_size=3).map(sorted).map(tuple)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 EXTS = st.dictionaries(TEXTS, st.recursive(st.none() | TEXTS | FLOATS, st.lists, max_leaves=4))
 
@@ -66,7 +66,7 @@ def edges(draw: st.DrawFn, version: int) -> Edge:
     kind, base = draw(ways(version))
     if kind == "base":
         return Edge(kind=kind, base=base, reference=draw(BASES))
-    parts = draw(st.lists(REFS, max_size=3).map(tuple))
+    parts = draw(st.lists(REFS, max_size=3, unique_by=lambda ref: ref.key).map(tuple))
     return Edge(kind=kind, base=base, encodings=draw(ENCODINGS), parts=parts)
 
 
@@ -91,6 +91,7 @@ def summaries(draw: st.DrawFn, below: int) -> EdgeSummary:
 def manifests(draw: st.DrawFn) -> Manifest:
     version = draw(st.integers(0, 1000))
     recent = draw(st.lists(summaries(version - 1), max_size=3)) if version else []
+    recent.sort(key=lambda edge: edge.version)
     return Manifest(
         ext=draw(EXTS),
         chain=draw(TEXTS),

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltachain.errors import ConfigError
-from deltachain.types import BITS_DTYPES, MAX_NUMEL, WIRE_DTYPES, StateDigest, TensorSpec
+from deltachain.types import (
+    BITS_DTYPES,
+    MAX_DIMS,
+    MAX_NUMEL,
+    WIRE_DTYPES,
+    StateDigest,
+    TensorSpec,
+)
 
 LANES = st.integers(0, (1 << 64) - 1)
 DIGESTS = st.builds(StateDigest, LANES, LANES)
@@ -55,6 +62,12 @@ def test_shapes_up_to_the_limit_are_tensors(shape: tuple[int, ...]) -> None:
 def test_shapes_beyond_the_limit_are_none(shape: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match=r"layer\.w"):
         TensorSpec("layer.w", "U8", shape)
+
+
+def test_tensors_have_64_dimensions_at_most() -> None:
+    assert TensorSpec("w", "U8", (1,) * MAX_DIMS).numel == 1
+    with pytest.raises(ConfigError, match=f"{MAX_DIMS + 1} dimensions"):
+        TensorSpec("w", "U8", (1,) * (MAX_DIMS + 1))
 
 
 @pytest.mark.parametrize("dtype", ["", "bf16", "F4", "C64"])

@@ -1,0 +1,267 @@
+"""Changes that reach the rules behind the digests: to pieces, one piece altered, sealed again."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from functools import cache
+from random import Random
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+
+from deltachain.codec import encode_part
+from deltachain.types import WIRE_DTYPES, TensorSpec
+from tests.format.forge import FRAME, Forgery, dumps, take_apart
+from tests.format.freeze import absolute, dense, step
+
+LARGE: Final = ((1 << 20) + 5,)
+"""Shape of a tensor of two segments."""
+
+Mutate = Callable[[bytes, int], bytes]
+"""The fuzzer's own change of bytes, to at most so many."""
+
+Mutator = Callable[[bytes, int, Random, Mutate], bytes]
+
+NUMBERS: Final = (
+    *(-1, 0, 1, 2, 3, 7, 8, 9, 254, 255, 256, 65_534, 65_535, 65_536, (1 << 20) - 1, 1 << 20),
+    *((1 << 20) + 1, (1 << 31) - 1, 1 << 31, 1 << 48, (1 << 48) + 1, (1 << 63) - 1, 1 << 63),
+    *(1 << 64, 10**30, 10**4300),
+)
+WORDS: Final = (
+    *("", "w", "x.weight", "../w", "/etc/passwd", "directory", "digest", "__metadata__", "#0.sign"),
+    *("step", "overwrite", "dense", "raw", "plain", "max", "zstd", "none", "lz4", "\0", "é", "٣"),
+    *("delta", "anchor", "skip", "base", "0" * 32, "f" * 64, "a" * 5000, "w.values", "1", "01"),
+    *WIRE_DTYPES,
+)
+OTHERS: Final[tuple[Any, ...]] = (None, True, 1.5, 1e308, [], {}, [None], {"x": None}, [[]])
+TORN: Final = (
+    *(ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, MemoryError),
+    *(RecursionError, zstandard.ZstdError),
+)
+"""What taking nonsense to pieces raises."""
+
+
+def mutate_part(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
+    """A part, changed behind its digests; sometimes a new one, or changed blindly."""
+    for _ in range(4 if rng.random() < 0.95 else 0):  # not every edit fits every part
+        try:
+            forgery = take_apart(random_part(rng.randrange(256)) if rng.random() < 0.1 else data)
+            for _ in range(rng.choice((1, 1, 1, 2, 3))):
+                rng.choice(EDITS)(forgery, rng, mutate)
+            built = forgery.build()
+        except TORN:
+            continue
+        if len(built) <= limit:
+            return built
+    return mutate(data, limit)
+
+
+@cache  # what the fuzzer watches leaks a little with every call
+def random_part(seed: int) -> bytes:
+    """A sound part of some tensors, in some encodings."""
+    rng, numbers = Random(seed), np.random.default_rng(seed)  # noqa: S311
+    raw = rng.random() < 0.3
+    changes = []
+    for number in range(rng.randint(1, 4)):
+        shape = rng.choice([(), (0, 3), (1,), (5, 7), (300,), (10_000,), LARGE])
+        dtype = "U8" if shape == LARGE else rng.choice(list(WIRE_DTYPES))
+        spec = TensorSpec(f"t{number}", dtype, shape)
+        old = numbers.integers(0, 256, spec.nbytes, np.uint8).view(spec.bits_dtype)
+        new = old.copy()
+        where = numbers.random(old.size) < rng.choice((0.0005, 0.02, 1.0))
+        new[where] += numbers.choice(np.array([1, 2, 255, 254]), int(where.sum())).astype(old.dtype)
+        makers = (lambda s, _, n: dense(s, n), absolute) if raw or rng.random() < 0.5 else (step,)
+        changes.append(rng.choice(makers)(spec, old, new))
+    return encode_part(changes, raw=raw).data
+
+
+def edit_row(f: Forgery, rng: Random, _: Mutate) -> None:
+    edit_json(rng.choice(f.rows), rng)
+
+
+def edit_rows(f: Forgery, rng: Random, _: Mutate) -> None:
+    """A row more, a row less, rows in another order."""
+    row = copy.deepcopy(rng.choice(f.rows))
+    what = rng.randrange(3)
+    if what == 0:
+        f.rows.insert(rng.randint(0, len(f.rows)), row | {"name": rng.choice(WORDS)})
+    elif what == 1:
+        f.rows.remove(row)
+    else:
+        rng.shuffle(f.rows)
+
+
+def edit_segments(f: Forgery, rng: Random, _: Mutate) -> None:
+    """One number of one segment, or a segment more or less."""
+    column = rng.choice(list(f.segments.values()))
+    what = rng.randrange(4)
+    at = rng.randrange(len(column))
+    if what == 0:
+        column[at] = number(column[at], rng)
+    elif what == 1:
+        for values in f.segments.values():
+            values.insert(at, values[at])
+        rng.choice(f.rows)["segments"] += 1
+    elif what == 2:
+        for values in f.segments.values():
+            del values[at]
+    else:
+        column.append(rng.choice(NUMBERS))
+
+
+def split_segment(f: Forgery, rng: Random, _: Mutate) -> None:
+    """A dense segment becomes two, which changes nothing that is decoded."""
+    columns = f.segments
+    at = rng.randrange(len(columns["length"]))
+    length = columns["length"][at]
+    cut = rng.randint(1, length - 1)
+    for name in ("length", "nnz"):
+        columns[name][at : at + 1] = [cut, length - cut]
+    columns["start"].insert(at + 1, columns["start"][at] + cut)
+    for name in ("gaps", "exceptions", "wide"):
+        columns[name].insert(at + 1, 0)
+    rng.choice(f.rows)["segments"] += 1
+
+
+def edit_stream(f: Forgery, rng: Random, mutate: Mutate) -> None:
+    name = rng.choice(list(f.streams))
+    data = f.streams[name]
+    if rng.random() < 0.5:
+        f.streams[name] = mutate(data, len(data) + 16)
+    elif data:  # of the same length: gets past the sizes
+        changed = bytearray(data)
+        changed[rng.randrange(len(data))] = rng.choice((0, 1, 2, 127, 128, 254, 255))
+        f.streams[name] = bytes(changed)
+
+
+def edit_streams(f: Forgery, rng: Random, _: Mutate) -> None:
+    """A stream under another name, gone, or twice."""
+    name = rng.choice(list(f.streams))
+    other = rng.choice([*f.streams, *WORDS, name.replace("#0", "#1")])
+    data = f.streams.pop(name) if rng.random() < 0.7 else f.streams[name]
+    if rng.random() < 0.7:
+        f.streams[other] = data
+
+
+def edit_metadata(f: Forgery, rng: Random, _: Mutate) -> None:
+    name = rng.choice(("deltachain", "compression", "directory_nbytes", "other"))
+    if rng.random() < 0.3:
+        f.metadata["compression"] = rng.choice(("zstd", "none"))
+    else:
+        f.claims[name] = rng.choice((*WORDS, str(rng.choice(NUMBERS[:-1]))))
+
+
+def edit_directory(f: Forgery, rng: Random, mutate: Mutate) -> None:
+    if rng.random() < 0.85:
+        f.on_directory = lambda document: edit_json(document["streams"], rng)
+    else:
+        f.on_document = lambda document: mutate(document, len(document) + 64)
+
+
+def edit_header(f: Forgery, rng: Random, mutate: Mutate) -> None:
+    if rng.random() < 0.85:
+        f.on_header = lambda header: edit_json(header, rng)
+    else:
+        f.on_front = lambda header: mutate(header, len(header) + 64)
+
+
+def edit_frames(f: Forgery, rng: Random, mutate: Mutate) -> None:
+    what = rng.randrange(3)
+    if what == 0:
+        f.on_frame = lambda frame: mutate(frame, len(frame) + 16)
+    elif what == 1:
+        f.on_stored = lambda stored: mutate(stored, len(stored) + 16)
+    else:
+        longest = max(map(len, f.streams.values()))
+        f.frame_nbytes = max(rng.choice((1, 2, 3, 5, 16, FRAME, 2 * FRAME)), longest // 64)
+
+
+EDITS: Final = (
+    *(edit_row, edit_row, edit_rows, edit_segments, edit_segments, split_segment, edit_stream),
+    *(edit_stream, edit_streams, edit_metadata, edit_directory, edit_header, edit_frames),
+)
+
+
+def number(value: int, rng: Random) -> int:
+    """Another number, near or far."""
+    return value + rng.choice((-1, 1)) if rng.random() < 0.5 else rng.choice(NUMBERS)
+
+
+def edit_json(content: Any, rng: Random) -> None:
+    """Change one place somewhere inside a list or an object."""
+    inner = content
+    while isinstance(inner, (list, dict)) and inner:
+        place = rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+        deeper = inner[place]
+        if not isinstance(deeper, (list, dict)) or not deeper or rng.random() < 0.2:
+            edit_place(inner, place, rng)
+            return
+        inner = deeper
+
+
+def edit_place(inner: Any, place: Any, rng: Random) -> None:
+    """One value goes, is there twice, or becomes another one."""
+    value = inner[place]
+    what = rng.randrange(8)
+    if what == 0:
+        del inner[place]
+    elif what == 1 and isinstance(inner, list):
+        inner.insert(place, copy.deepcopy(value))
+    elif what == 1:
+        inner[rng.choice(WORDS)] = value
+    elif what == 2:
+        inner[place] = copy.deepcopy(rng.choice(OTHERS))
+    elif what == 3:
+        inner[place] = rng.choice(WORDS)
+    else:
+        inner[place] = alike(value, rng)
+
+
+def alike(value: Any, rng: Random) -> Any:
+    """Something of the same type."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return number(value, rng)
+    if isinstance(value, str):
+        at = rng.randint(0, len(value))
+        return rng.choice((value[:at], value[at:] + value[:at], value + value, rng.choice(WORDS)))
+    if isinstance(value, list):
+        return rng.choice((value + value, value[::-1], value[1:]))
+    return rng.choice((*OTHERS, 0, -1, 1e-300))
+
+
+def mutate_document(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
+    """A bare document, changed in one place; sometimes blindly."""
+    if rng.random() < 0.1:
+        return mutate(data, limit)
+    try:
+        content = json.loads(data)
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            edit_json(content, rng)
+        built = dumps(content)
+    except TORN:
+        return mutate(data, limit)
+    return built if len(built) <= limit else mutate(data, limit)
+
+
+def mutate_envelope(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
+    """An envelope whose payload is changed, sealed again."""
+    if rng.random() < 0.1:
+        return mutate(data, limit)
+    head, tail = b'{"blake3":"' + b"0" * 64 + b'","payload":', b',"signatures":[]}'
+    payload = mutate_document(data[len(head) : -len(tail)], limit - 200, rng, mutate)
+    digest = blake3(payload).hexdigest().encode()
+    return b'{"blake3":"%s","payload":%s,"signatures":[]}' % (digest, payload)
+
+
+MUTATORS: Final[dict[str, Mutator]] = {
+    "part": mutate_part,
+    "manifest": mutate_envelope,
+    "record": mutate_envelope,
+    "table": mutate_document,
+    "chain": mutate_document,
+    "head": mutate_document,
+}

@@ -1,0 +1,65 @@
+"""Fuzzes one reader for a while: ``python -m tests.fuzz.run --target part --corpus DIR``.
+
+Ends with 0 when nothing was found. What was found lies beside the corpus, and is read alone when it
+is given in its place: ``--corpus FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import sys
+from pathlib import Path
+from typing import Final
+
+import atheris
+
+# What is not instrumented gives the fuzzer no direction; numba can not compile what is.
+with atheris.instrument_imports(include=["deltachain"], exclude=["deltachain.kernels.jit"]):
+    from tests.fuzz.mutate import MUTATORS
+    from tests.fuzz.seeds import seeds
+    from tests.fuzz.targets import TARGETS
+
+SECONDS_AN_INPUT: Final = 5
+MEMORY: Final = 512
+"""MiB that reading may take, beyond what the process has when it begins."""
+MAX_NBYTES: Final = 1 << 16
+
+
+def main() -> None:
+    """Never returns: the fuzzer ends the process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", choices=TARGETS, required=True)
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--corpus", type=Path, required=True)
+    options = parser.parse_args()
+    target, mutator = TARGETS[options.target], MUTATORS[options.target]
+    findings = options.corpus.parent / f"{options.corpus.name}-"
+    if not options.corpus.is_file():
+        options.corpus.mkdir(parents=True, exist_ok=True)
+        for name, data in seeds(options.target):
+            target(data)  # what is compiled when first used is compiled before the clock runs
+            if len(data) <= MAX_NBYTES:
+                (options.corpus / name).write_bytes(data)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+
+    def mutate(data: bytes, limit: int, seed: int) -> bytes:
+        return mutator(data, limit, random.Random(seed), atheris.Mutate)  # noqa: S311
+
+    arguments = [
+        sys.argv[0],
+        str(options.corpus),
+        f"-max_total_time={options.seconds}",
+        f"-timeout={SECONDS_AN_INPUT}",
+        f"-rss_limit_mb={used + MEMORY}",
+        f"-max_len={MAX_NBYTES}",
+        f"-artifact_prefix={findings}",
+        "-print_final_stats=1",
+    ]
+    atheris.Setup(arguments, target, custom_mutator=mutate)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""What every reader must survive: bytes go in, and nothing but a typed error may come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, TypeVar
+
+import numpy as np
+
+from deltachain import keys
+from deltachain.chain import Chain
+from deltachain.codec import Part
+from deltachain.delta import TensorDelta, fold
+from deltachain.digest import digest_key, object_digest
+from deltachain.errors import BrokenChainError, ConfigError, FormatError, ObjectNotFoundError
+from deltachain.fetch import fetch
+from deltachain.kernels import host
+from deltachain.manifest import (
+    Document,
+    EdgeRecord,
+    EdgeSummary,
+    Head,
+    Identity,
+    Manifest,
+    Table,
+    dump,
+    parse,
+    seal,
+    unseal,
+)
+from deltachain.plan import Plan
+from deltachain.store import MemoryStore
+from deltachain.types import MAX_NUMEL
+from tests.format import stranger
+from tests.format.freeze import chain
+
+Target = Callable[[bytes], None]
+
+_D = TypeVar("_D", bound=Document)
+
+FROZEN: Final = dict(chain())
+"""The objects of a sound chain of four versions, by key."""
+
+MANIFEST_KEY: Final = keys.manifest_key(3)
+RECORD_KEY: Final = keys.edge_key(2, "skip", 0)
+COMPARED_NNZ: Final = 1 << 12
+"""Elements of a part that the slow reader is asked for as well."""
+
+
+class FindingError(Exception):
+    """A reader accepted what it must not, or raised what it must not."""
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What a hostile object may lead to, beside being read."""
+    try:
+        yield
+    except ObjectNotFoundError:
+        pass
+    except (FormatError, BrokenChainError) as exc:
+        if not exc.args[0] or not exc.hint:
+            raise FindingError("an error that says nothing") from exc
+
+
+def must(fits: object, what: str) -> None:
+    """Raise a finding unless something holds."""
+    if not fits:
+        raise FindingError(what)
+
+
+def read_part(data: bytes) -> None:
+    """Open a part and decode all of it; what is accepted keeps every promise."""
+    with refusing():
+        part = Part.from_bytes(data, key="part")
+        part.verify()
+        deltas = list(part)
+        for delta in deltas:
+            check_delta(delta)
+        if part.nnz <= COMPARED_NNZ:
+            compare_with_stranger(data, deltas)
+
+
+def check_delta(delta: TensorDelta) -> None:
+    """Indices ascend inside the tensor, folding works, and the digest can be computed."""
+    spec, indices = delta.spec, delta.indices
+    must(0 <= delta.nnz <= spec.numel <= MAX_NUMEL, "more elements than the tensor has")
+    must(delta.values.dtype == spec.bits_dtype, "values of another width")
+    if indices is not None:
+        must(bool(np.all(np.diff(indices) > 0)), "indices do not ascend")
+        must(not indices.size or 0 <= indices[0] <= indices[-1] < spec.numel, "an index outside")
+        host.digest_at(digest_key(spec), indices, delta.values)
+    twice = fold(delta, delta).validate()
+    must(twice.nnz <= delta.nnz, "folding invented elements")
+
+
+def compare_with_stranger(data: bytes, deltas: list[TensorDelta]) -> None:
+    """A reader made from FORMAT.md alone accepts what ours accepts, and finds the same in it."""
+    theirs = stranger.read_part(data)
+    must(list(theirs) == [delta.spec.name for delta in deltas], "other tensors")
+    for delta in deltas:
+        must(theirs[delta.spec.name].values == delta.values.tolist(), "other values")
+
+
+def read_manifest(data: bytes) -> None:
+    """Follow a chain whose newest manifest is these bytes, from nothing and from each version."""
+    with refusing():
+        manifest = unseal(data, Manifest, key=MANIFEST_KEY)
+        must(unseal(seal(manifest), Manifest, key="again") == manifest, "another manifest")
+    follow_(stored({MANIFEST_KEY: data}))
+
+
+def read_record(data: bytes) -> None:
+    """Take the edge of a record that the newest manifest lists by its digest."""
+    record = None
+    with refusing():
+        record = unseal(data, EdgeRecord, key=RECORD_KEY)
+        must(unseal(seal(record), EdgeRecord, key="again") == record, "another record")
+    store = stored({RECORD_KEY: data})
+    newest = unseal(FROZEN[MANIFEST_KEY], Manifest, key=MANIFEST_KEY)
+    with refusing():
+        opened = Chain.open(store)
+        (listed,) = (edge for edge in newest.recent if edge.record == RECORD_KEY)
+        opened.edge(relisted(listed, object_digest(data)))
+        must(record is not None, "an edge of a record that can not be read")
+    with refusing():
+        opened = Chain.open(store)
+        committed = opened.read(2)
+        edge = unseal(FROZEN[RECORD_KEY], EdgeRecord, key=RECORD_KEY).edge
+        opened.add_edge(committed, edge, "")
+
+
+def relisted(listed: EdgeSummary, digest: str) -> EdgeSummary:
+    """The same edge, in a record of another digest."""
+    fields = {name: getattr(listed, name) for name in listed.__struct_fields__}
+    return EdgeSummary(**fields | {"digest": digest})
+
+
+def read_table(data: bytes) -> None:
+    """Open a chain that has this table."""
+    with refusing():
+        check_table(reparsed(data, Table))
+    identity = parse(FROZEN[keys.CHAIN_KEY], Identity, key=keys.CHAIN_KEY)
+    mine = Identity(chain=identity.chain, created=identity.created, table=object_digest(data))
+    store = stored({keys.TABLE_KEY: data, keys.CHAIN_KEY: dump(mine)})
+    with refusing():
+        check_table(Chain.open(store).table)
+    follow_(store)
+
+
+def check_table(table: Table) -> None:
+    """Every tensor can be counted and hashed."""
+    try:
+        specs = table.specs()
+    except ValueError:  # ConfigError, which opening a chain turns into MalformedError
+        return
+    must(len({spec.name for spec in specs}) == len(specs), "a name twice")
+    for spec in specs:
+        must(0 <= spec.numel <= MAX_NUMEL, "a tensor out of range")
+        digest_key(spec)
+
+
+def read_chain(data: bytes) -> None:
+    """Open a chain of this identity, and read its small files."""
+    with refusing():
+        reparsed(data, Identity)
+    store = stored({keys.CHAIN_KEY: data})
+    with refusing():
+        for name, _ in Chain.open(store).assets():
+            must(name and "/" not in name and not name.startswith("."), f"a file {name!r}")
+    follow_(store)
+
+
+def read_head(data: bytes) -> None:
+    """Follow a chain with this hint: whatever it says, the head is the head."""
+    with refusing():
+        reparsed(data, Head)
+    store = stored({keys.HEAD_KEY: data})
+    head = Chain.open(store).head()
+    must(head is not None and head.version == 3, "a hint was believed")
+    follow_(store)
+
+
+def reparsed(data: bytes, kind: type[_D]) -> _D:
+    """A document, which must survive being written and read again."""
+    document = parse(data, kind, key="document")
+    must(parse(dump(document), kind, key="again") == document, "another document")
+    return document
+
+
+def stored(forged: dict[str, bytes]) -> MemoryStore:
+    """The sound chain, some of whose objects are others."""
+    store = MemoryStore()
+    for key, data in (FROZEN | forged).items():
+        store.put(key, data)
+    return store
+
+
+def follow_(store: MemoryStore) -> None:
+    """Plan and fetch from nothing and from each version, as a subscriber does."""
+    with refusing():
+        opened = Chain.open(store)
+        head = opened.head()
+        if head is None:
+            return
+        for held in (None, 0, 1, 2):
+            with refusing():
+                plan = opened.plan(held, head)
+                take(opened, plan)
+
+
+def take(opened: Chain, plan: Plan) -> None:
+    """Fetch a plan and decode what it brings."""
+    try:
+        fetched = fetch(opened, plan)
+    except ConfigError:
+        must(any(edge.kind == "base" for edge in plan.edges), "a wrong argument of nobody")
+        return
+    for name in fetched.names:
+        must(fetched.read(name).spec == fetched.specs[name], "another tensor")
+
+
+TARGETS: Final[dict[str, Target]] = {
+    "part": read_part,
+    "manifest": read_manifest,
+    "record": read_record,
+    "table": read_table,
+    "chain": read_chain,
+    "head": read_head,
+}

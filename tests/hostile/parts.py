@@ -1,0 +1,284 @@
+"""Hostile parts: every forgery of the format tests, and those that only a follower can refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final
+
+from deltachain.codec import encode_part
+from deltachain.errors import DigestMismatchError, MalformedError, UnsupportedFormatError
+from deltachain.types import TensorSpec
+from tests.format.forge import Forgery, compress, take_apart
+from tests.format.forgeries import FORGERIES, OLD, PARTS, forged
+from tests.format.freeze import absolute
+from tests.hostile.case import Case, Category
+from tests.hostile.scene import Scene
+
+NAMED: Final[dict[Category, tuple[str, ...]]] = {
+    "truncated": (
+        *("a stream that is too short", "a stream that is missing", "a raw array that is missing"),
+        *("a column that is shorter", "a plain directory of one byte less"),
+        *("fewer gaps than elements", "a front without its digest"),
+    ),
+    "overlapping": (
+        *("segments that overlap", "entries that overlap", "an array of two tensors"),
+        *("a hole between entries", "an entry that goes backwards"),
+    ),
+    "oversized": (
+        *("a frame that is too large", "a frame beyond the limit", "a segment that is too long"),
+        *("a directory of a terabyte", "a directory of many digits", "very many dimensions"),
+        *("an entry of very many dimensions", "a header nested deeply"),
+        *("a directory nested deeply", "a number of many digits"),
+    ),
+    "out of range": (
+        *("a start below zero", "a start that leaves the tensor", "a start beyond 64 bits"),
+        *("a segment that leaves the tensor", "a gap that leaves the segment"),
+        *("a gap that leaves the segment inside the tensor", "raw indices beyond the tensor"),
+        *("raw indices below zero", "a bucket beyond 64 bits", "a dimension below zero"),
+        *(
+            "a dimension beyond 64 bits",
+            "dimensions with a huge product",
+            "an entry beyond 64 bits",
+        ),
+        *("an escape at the end", "an escape in place of an element"),
+    ),
+    "unsorted": ("raw indices that descend", "streams in another order"),
+    "duplicate": (
+        *("raw indices that repeat", "a row that is there twice", "a field that is there twice"),
+        *("an entry that is there twice", "two frames in one", "a directory of two frames"),
+    ),
+    "wrong type": (
+        *("a dtype that has no wire form", "a dtype of another width", "a shape that is no list"),
+        *(
+            "a raw tensor of another dtype",
+            "raw indices of another dtype",
+            "a name that is no text",
+        ),
+        *("a stream of signed bytes", "a number that is a float", "a number that is a truth"),
+        *("metadata that are no texts", "a directory that is no object"),
+    ),
+    "bomb": (
+        *("a frame that claims a terabyte", "a frame of unstated size"),
+        *("a directory of unstated size", "a frame that may be skipped"),
+    ),
+    "lying size": (
+        *("a frame of other length", "a frame of other content", "a huge number of elements"),
+        *(
+            "segments that are not there",
+            "a plain frame of other content",
+            "frames of swapped lengths",
+        ),
+        *("more elements than the segment is long", "a directory of one byte more"),
+        *("an entry of other bytes", "another number of elements"),
+    ),
+}
+"""Forgeries by what is wrong with them; those that are not here break another rule."""
+
+COLUMNS: Final = ("start", "length", "nnz", "gaps", "exceptions", "wide")
+
+LIMIT: Final = 1 << 26
+"""Bytes that a directory may inflate to."""
+
+
+def category_of(name: str) -> Category:
+    return next((kind for kind, names in NAMED.items() if name in names), "another rule")
+
+
+def parts() -> Iterator[Case]:
+    """Every case of this level."""
+    for name, (scene, _) in FORGERIES.items():
+        yield case(category_of(name), name, put(partial(forged, name)), scene=scene)
+    for category, name, act in (*CUT, *HUGE, *STRANGE):
+        yield case(category, name, act)
+    for name, edit in NEWER.items():
+        yield case("requires", name, put(changed(edit)), error=UnsupportedFormatError)
+    for category, name, act in LYING:
+        yield case(category, name, act)
+    for category, name, act in UNPROVEN:
+        yield case(category, name, act, error=DigestMismatchError)
+
+
+def case(
+    category: Category,
+    name: str,
+    act: Callable[[Scene], object],
+    *,
+    error: type[MalformedError | UnsupportedFormatError | DigestMismatchError] = MalformedError,
+    scene: str = "step",
+) -> Case:
+    return Case(
+        level="part", category=category, name=name, act=act, error=error, at="part", scene=scene
+    )
+
+
+def put(make: Callable[[], bytes]) -> Callable[[Scene], object]:
+    """Replace the part, and let the manifest name what is there."""
+    return lambda scene: scene.put("part", make())
+
+
+def changed(edit: Callable[[Forgery], object]) -> Callable[[], bytes]:
+    """The part of steps, to pieces and together again."""
+
+    def make() -> bytes:
+        forgery = take_apart(PARTS["step"])
+        edit(forgery)
+        return forgery.build()
+
+    return make
+
+
+def columns(value: int) -> Callable[[Forgery], object]:
+    """As many segments of one number as fit the largest directory."""
+    item = f"{value},".encode()
+    count = (LIMIT - 4096) // (6 * len(item))
+
+    def fill(document: bytes) -> bytes:
+        """As text, which takes less memory than numbers would."""
+        head, rest = document.split(b'"segments":', 1)
+        fields = (b'"%s":[%s]' % (name.encode(), (item * count)[:-1]) for name in COLUMNS)
+        return head + b'"segments":{' + b",".join(fields) + rest[rest.index(b"}") :]
+
+    return lambda f: setattr(f, "on_document", fill)
+
+
+def blank(f: Forgery) -> None:
+    """A directory that inflates to one byte more than the limit."""
+    f.on_document = lambda text: text + b" " * (LIMIT + 1 - len(text))
+
+
+def long_frame(f: Forgery) -> None:
+    """Frames that inflate to 64 MiB, and say so, where the directory says how little there is."""
+    f.on_frame = lambda _: compress(bytes(1 << 26))
+
+
+def other(spec: TensorSpec) -> bytes:
+    """A sound part, of another tensor than the chain's."""
+    old = OLD.view(spec.bits_dtype)[: spec.numel]
+    return encode_part([absolute(spec, old, old ^ old.dtype.type(1))]).data
+
+
+def smuggle(scene: Scene) -> None:
+    """A sound part of another encoding, under an edge that lists the old one."""
+    scene.put("part", PARTS["dense"])
+
+
+def head_of(data: bytes, length: int) -> bytes:
+    """Another length of the header."""
+    return length.to_bytes(8, "little") + data[8:]
+
+
+STEP: Final = PARTS["step"]
+
+Rows = tuple[tuple[Category, str, Callable[[Scene], object]], ...]
+
+CUT: Final[Rows] = (
+    ("truncated", "nothing", put(lambda: b"")),
+    ("truncated", "seven bytes", put(lambda: STEP[:7])),
+    ("truncated", "the length of the header alone", put(lambda: STEP[:8])),
+    ("truncated", "half the header", put(lambda: STEP[:300])),
+    ("truncated", "half", put(lambda: STEP[: len(STEP) // 2])),
+    ("truncated", "all but the last byte", put(lambda: STEP[:-1])),
+    ("truncated", "one byte more", put(lambda: STEP + b"\0")),
+    ("duplicate", "the file twice", put(lambda: STEP + STEP)),
+)
+
+HUGE: Final[Rows] = (
+    ("oversized", "a header of 2^63 bytes", put(lambda: head_of(STEP, 1 << 63))),
+    ("oversized", "a header of 2^64 - 1 bytes", put(lambda: head_of(STEP, (1 << 64) - 1))),
+    ("oversized", "a header beyond the file", put(lambda: head_of(STEP, len(STEP) - 7))),
+    (
+        "oversized",
+        "a header beyond the limit",
+        put(lambda: head_of(bytes(100_000_010), 100_000_001)),
+    ),
+    ("bomb", "a directory of 2^26 + 1 bytes", put(changed(blank))),
+    ("bomb", "a directory of 2^26 bytes of zeros", put(changed(columns(0)))),
+    ("bomb", "a directory of 2^26 bytes of ones", put(changed(columns(1)))),
+    ("bomb", "a directory of 2^26 bytes of thousands", put(changed(columns(1000)))),
+    ("bomb", "frames of 64 MiB", put(changed(long_frame))),
+)
+
+STRANGE: Final[Rows] = (
+    (
+        "wrong type",
+        "another dtype than the table's",
+        put(lambda: other(TensorSpec("w", "F16", (2, 4)))),
+    ),
+    (
+        "wrong type",
+        "another width than the table's",
+        put(lambda: other(TensorSpec("w", "U8", (2, 4)))),
+    ),
+    (
+        "out of range",
+        "another shape than the table's",
+        put(lambda: other(TensorSpec("w", "BF16", (8,)))),
+    ),
+    (
+        "out of range",
+        "more elements than the table's",
+        put(lambda: other(TensorSpec("w", "U8", (4, 4)))),
+    ),
+    ("path", "a tensor beside the chain", put(lambda: other(TensorSpec("../w", "BF16", (2, 4))))),
+    (
+        "path",
+        "a tensor in a system folder",
+        put(lambda: other(TensorSpec("/etc/passwd", "BF16", (2, 4)))),
+    ),
+    ("another rule", "an encoding that its edge does not list", smuggle),
+    ("another rule", "a part of another kind", put(lambda: b"PK\x03\x04" + bytes(100))),
+    ("another rule", "a pickle", put(lambda: b"\x80\x04\x95" + bytes(100))),
+)
+
+NEWER: Final[dict[str, Callable[[Forgery], object]]] = {
+    "a later format": lambda f: f.metadata.update(deltachain="2"),
+    "another compression": lambda f: f.claims.update(compression="lz4"),
+    "an unknown encoding": lambda f: f.rows[0].update(encoding="max"),
+}
+
+
+def reference(**fields: object) -> Callable[[Scene], object]:
+    """The manifest says something else of its part."""
+    return lambda scene: scene.edit("manifest", lambda d: d["edge"]["parts"][0].update(fields))
+
+
+def flipped(scene: Scene) -> None:
+    """One bit of the last frame; nobody else knows."""
+    data = bytearray(scene.read("part"))
+    data[-1] ^= 1
+    scene.replace("part", bytes(data))
+
+
+def flipped_frame(scene: Scene) -> None:
+    """One bit of the last frame, and a manifest that names what is there."""
+    data = bytearray(scene.read("part"))
+    data[-1] ^= 1
+    scene.put("part", bytes(data))
+
+
+def flipped_front(scene: Scene) -> None:
+    """One bit of the compressed directory, and a manifest that names what is there."""
+    data = bytearray(scene.read("part"))
+    data[8 + int.from_bytes(data[:8], "little") + 20] ^= 1
+    scene.put("part", bytes(data))
+
+
+UNPROVEN: Final[Rows] = (
+    ("wrong digest", "a bit that nobody knows of", flipped),
+    ("wrong digest", "a bit of a frame", flipped_frame),
+    ("wrong digest", "a bit of the directory", flipped_front),
+    ("wrong digest", "another blake3", reference(blake3="0" * 64)),
+    ("wrong digest", "a blake3 that is none", reference(blake3="../x")),
+    ("wrong digest", "another directory", reference(directory="0" * 64)),
+    ("wrong digest", "no directory", reference(directory="")),
+    ("wrong digest", "other bytes", lambda s: s.replace("part", s.read("part")[::-1])),
+)
+
+LYING: Final[Rows] = (
+    ("wrong digest", "another part", lambda s: s.replace("part", PARTS["dense"])),
+    ("lying size", "a reference of 2^62 bytes", reference(nbytes=1 << 62)),
+    ("lying size", "a reference of 2^63 - 1 bytes", reference(nbytes=(1 << 63) - 1)),
+    ("lying size", "a reference of no bytes", reference(nbytes=0)),
+    ("lying size", "a reference of one byte less", reference(nbytes=len(STEP) - 1)),
+)

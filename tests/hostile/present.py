@@ -1,0 +1,219 @@
+"""Shows hostile objects to real followers, in a process that has little memory.
+
+``python -m tests.hostile.present`` writes a line of JSON for each case and each kind of target, and
+ends with 0 when it got through all of them. What the lines should say is for its caller to judge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from deltachain.chain import Chain
+from deltachain.checkpoint import HELD_FILE, WEIGHTS_FILE
+from deltachain.cli.folder import write_assets
+from deltachain.names import WIRE_NAMES
+from deltachain.store import MemoryStore
+from deltachain.subscribe import FolderTarget, Held, Subscriber
+from deltachain.subscribe.tensors import TensorTarget
+from deltachain.types import TensorSpec
+from tests.hostile.case import Case
+from tests.hostile.corpus import CORPUS
+from tests.hostile.scene import SCENES, Scene
+
+MEMORY: Final = 1 << 30
+"""Bytes of address space a case may take: 16 times the largest directory of a part."""
+
+DEADLINE_S: Final = 20
+"""After that long a case is stopped."""
+
+KINDS: Final = ("dict", "folder")
+CONTROL: Final = "control"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one case.
+
+    Attributes:
+        id: Of the case; ``control: SCENE`` for a chain in which nothing is forged.
+        kind: Of the target.
+        error: Name of the class that was raised; empty for none.
+        message: What it says.
+        key: The object that it names, by level; the key itself where it is none of ours.
+        reached: Whether the target has the bits of the head.
+        untouched: Whether its bits are those of version 0.
+        held: The version that the follower says it holds.
+        remembered: The version that the target remembers.
+        stored: Whether the store is as it was.
+        seconds: How long it took.
+    """
+
+    id: str
+    kind: str
+    error: str
+    message: str
+    key: str
+    reached: bool
+    untouched: bool
+    held: int | None
+    remembered: int | None
+    stored: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A target, and ways to read past it the bits it has and the version it remembers."""
+
+    target: TensorTarget | FolderTarget
+    bits: Callable[[], bytes]
+    remembered: Callable[[], int | None]
+
+
+def replica_of(kind: str, spec: TensorSpec, folder: Path) -> Replica:
+    """A tensor, or an empty folder."""
+    if kind == "folder":
+        file, held = folder / WEIGHTS_FILE, folder / HELD_FILE
+        return Replica(
+            FolderTarget(folder),
+            lambda: file.read_bytes()[-spec.nbytes :],
+            lambda: json.loads(held.read_bytes())["held"]["version"],
+        )
+    (dtype,) = (t for t, name in WIRE_NAMES.items() if name == spec.dtype)
+    tensor: Tensor = torch.zeros(spec.shape, dtype=dtype)
+    raw = tensor.view(-1).view(torch.uint8).numpy()
+    raw[:] = 0x55  # bits of no version
+    target = TensorTarget({spec.name: tensor})
+    return Replica(target, raw.tobytes, lambda: version_of(target.held()))
+
+
+def present(case: Case | None, scene: Scene, kind: str, folder: Path) -> Outcome:
+    """Let a follower that holds version 0 meet a case, or the scene as it is."""
+    replica = replica_of(kind, scene.spec, folder)
+    follower = Subscriber(scene.store.url, replica.target, store=scene.store)
+    follower.update(0)
+    before = replica.bits()
+    if case is not None:
+        case.act(scene)
+    if case is not None and case.opens:
+        follower.close()
+        if kind == "folder":
+            replica = replica_of(kind, scene.spec, folder)
+        follower = Subscriber(scene.store.url, replica.target, store=scene.store)
+    objects, files = scene.objects(), names(folder)
+    takes = take_assets if case is not None and case.assets else take_version
+    start = time.perf_counter()
+    error = caught(takes, follower, scene.store, folder)
+    seconds = time.perf_counter() - start
+    now = replica.bits()
+    return Outcome(
+        id=f"{CONTROL}: {scene.name}" if case is None else case.id,
+        kind=kind,
+        error="" if error is None else type(error).__name__,
+        message="" if error is None else str(error)[:500],
+        key=level_of(getattr(error, "key", ""), scene),
+        reached=now == scene.truth.tobytes(),
+        untouched=now == before and names(folder) == files,
+        held=version_of(follower.held),
+        remembered=replica.remembered(),
+        stored=scene.objects() == objects,
+        seconds=seconds,
+    )
+
+
+def take_version(follower: Subscriber, _store: MemoryStore, _folder: Path) -> None:
+    follower.update()
+
+
+def take_assets(_follower: Subscriber, store: MemoryStore, folder: Path) -> None:
+    write_assets(Chain.open(store), folder)
+
+
+def caught(
+    take: Callable[[Subscriber, MemoryStore, Path], None],
+    follower: Subscriber,
+    store: MemoryStore,
+    folder: Path,
+) -> BaseException | None:
+    """Whatever was raised: which it was is for the test to judge."""
+    try:
+        with deadline(), little_memory():
+            take(follower, store, folder)
+    except BaseException as exc:  # noqa: BLE001
+        return exc
+    return None
+
+
+@contextmanager
+def deadline() -> Iterator[None]:
+    """Stop what takes too long, with an error that no case expects."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        raise TimeoutError(f"more than {DEADLINE_S} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def level_of(key: str, scene: Scene) -> str:
+    return next((level for level, place in scene.keys.items() if place == key), key)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+
+
+def version_of(held: Held | None) -> int | None:
+    return None if held is None else held.version
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """Nothing may take more address space than the process has now, and ``MEMORY``."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def main() -> None:
+    """Every sound scene first, then every case."""
+    with tempfile.TemporaryDirectory(prefix="deltachain-hostile-") as scratch:
+        number = 0
+        cases = [(None, scene) for scene in SCENES] + [(case, case.scene) for case in CORPUS]
+        for case, scene in cases:
+            for kind in KINDS:
+                folder = Path(scratch, str(number))
+                folder.mkdir()
+                number += 1
+                outcome = present(case, Scene(scene), kind, folder)
+                sys.stdout.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+                sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A sound chain in memory, whose objects can be replaced so that everything else still fits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+from blake3 import blake3
+
+from deltachain import keys
+from deltachain.codec import Part
+from deltachain.digest import digest_key
+from deltachain.kernels import reference
+from deltachain.manifest import Edge, ObjectRef
+from deltachain.types import Bits, StateDigest
+from tests.format.documents import enveloped
+from tests.format.forge import dumps
+from tests.format.forgeries import NEW, PARTS, SPEC
+from tests.format.freeze import Builder, dense
+
+RECORD: Final = "record"
+SCENES: Final = (*PARTS, RECORD)
+ENVELOPES: Final = ("manifest", "record")
+
+
+class Scene:
+    """A chain of one tensor, whose elements are all 1, as bits, in version 0.
+
+    The way from there to the head is one part in the delta of version 1; or, in the scene
+    ``record``, the recorded anchor of version 1 alone, which version 2 then lists.
+
+    Attributes:
+        name: Of the part, or ``record``.
+        store: Where the chain lies.
+        spec: Its tensor.
+        head: Its newest version.
+        truth: The bits of the head.
+        keys: Of the object of each level.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        part = Part.from_bytes(PARTS.get(name, PARTS["dense"]))
+        (delta,) = part
+        self.spec = delta.spec
+        builder = Builder([self.spec], {})
+        self.store = builder.store
+        first = np.ones(self.spec.numel, self.spec.bits_dtype)
+        anchor = builder.put("anchor", None, 0, [dense(self.spec, first)])
+        builder.commit(0, anchor, self.state(first), nnz=self.spec.numel)
+        at = slice(None) if delta.indices is None else delta.indices
+        self.truth: Bits = first.copy()
+        self.truth[at] = delta.new_bits(first[at])
+        self.head = 2 if name == RECORD else 1
+        self.keys = {
+            "chain": keys.CHAIN_KEY,
+            "table": keys.TABLE_KEY,
+            "head": keys.HEAD_KEY,
+            "manifest": keys.manifest_key(self.head),
+            "record": keys.edge_key(1, "anchor", None),
+            "part": keys.payload_key("delta", 1, 0, f"{1:032x}", 0),
+            "asset": builder.chain.identity.assets[0].key,
+        }
+        if name == RECORD:
+            self._record(builder)
+        else:
+            self._delta(builder, PARTS[name], part)
+
+    def _delta(self, builder: Builder, data: bytes, part: Part) -> None:
+        encodings = tuple(sorted({row.encoding for row in part.rows.values()}))
+        ref = ObjectRef(
+            key=self.keys["part"],
+            nbytes=len(data),
+            blake3=blake3(data).hexdigest(),
+            directory=part.digest,
+        )
+        self.store.put(ref.key, data)
+        edge = Edge(kind="delta", base=0, encodings=encodings, parts=(ref,))
+        builder.commit(1, edge, self.state(self.truth), nnz=part.nnz)
+        builder.chain.write_head(1, [])
+
+    def _record(self, builder: Builder) -> None:
+        assert self.spec == SPEC
+        state = self.state(self.truth)
+        unreadable = Edge(kind="delta", base=0, encodings=("later",))
+        builder.commit(1, unreadable, state, nnz=self.spec.numel)
+        assert builder.parent is not None
+        anchor = builder.put("anchor", None, 1, [dense(self.spec, NEW)])
+        self.keys["part"] = anchor.parts[0].key
+        builder.added = [builder.chain.add_edge(builder.parent, anchor, "")]
+        builder.commit(2, Edge(kind="delta", base=1), state, nnz=0)
+        builder.chain.write_head(2, [])
+
+    def state(self, bits: Bits) -> StateDigest:
+        """State digest of a version."""
+        return reference.digest(digest_key(self.spec), bits)
+
+    def objects(self) -> dict[str, bytes]:
+        """Everything in the store."""
+        return {info.key: self.store.get(info.key, limit=info.nbytes) for info in self.store.list()}
+
+    def read(self, level: str) -> bytes:
+        """The object of a level."""
+        return self.store.get(self.keys[level])
+
+    def document(self, level: str) -> bytes:
+        """The document of a level, without its envelope."""
+        whole = json.loads(self.read(level))
+        return dumps(whole["payload"]) if level in ENVELOPES else self.read(level)
+
+    def put_document(self, level: str, document: bytes) -> None:
+        """Replace a document; its envelope and all that name it say what it is."""
+        self.put(level, enveloped(document) if level in ENVELOPES else document)
+
+    def put(self, level: str, data: bytes) -> None:
+        """Replace an object; all that name it say what it is."""
+        self.replace(level, data)
+        digest = blake3(data).hexdigest()
+        if level == "table":
+            self.edit("chain", lambda d: d.update(table=digest))
+        if level == "record":
+            self.edit("manifest", lambda d: listed(d).update(digest=digest))
+        if level == "part":
+            true = {"nbytes": len(data), "blake3": digest, "directory": front(data)}
+            self.edit("manifest", lambda d: d["edge"]["parts"][0].update(true))
+
+    def replace(self, level: str, data: bytes) -> None:
+        """Replace an object; nobody else knows."""
+        self.store.put(self.keys[level], data)
+
+    def edit(self, level: str, change: Callable[[Any], object]) -> None:
+        """Change a document, and seal it again."""
+        content = json.loads(self.document(level))
+        change(content)
+        self.put_document(level, dumps(content))
+
+
+def listed(manifest: Any) -> Any:
+    """The summary of the recorded anchor in the manifest that lists it."""
+    (summary,) = (edge for edge in manifest["recent"] if edge["record"])
+    return summary
+
+
+def front(data: bytes) -> str:
+    """What a part says of its own front; nothing where nobody can tell."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    try:
+        first, last = json.loads(data[8:start])["digest"]["data_offsets"]
+        return data[start + first : start + last].hex()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""

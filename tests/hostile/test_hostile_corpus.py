@@ -1,0 +1,86 @@
+"""Nothing hostile gets past a follower: a typed error, soon, in little memory, nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from tests.hostile.case import ORDERED, Case, Category, Level
+from tests.hostile.corpus import CORPUS
+from tests.hostile.present import CONTROL, KINDS
+from tests.hostile.scene import SCENES
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 5.0
+
+Outcomes = dict[tuple[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    """What became of every case: all of them met one process, with its memory bounded."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hostile.present"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {(line["id"], line["kind"]): line for line in lines}
+    assert len(lines) == len(KINDS) * (len(CORPUS) + len(SCENES))
+    return found
+
+
+@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_gets_to_the_head_of_a_sound_chain(
+    outcomes: Outcomes, scene: str, kind: str
+) -> None:
+    found = outcomes[f"{CONTROL}: {scene}", kind]
+    assert found["error"] == "", found["message"]
+    assert found["reached"]
+    assert not found["untouched"]
+    assert found["held"] == found["remembered"] != 0
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.id)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hostile_object_is_refused_and_nothing_is_written(
+    outcomes: Outcomes, case: Case, kind: str
+) -> None:
+    found = outcomes[case.id, kind]
+    assert found["seconds"] < SECONDS
+    assert found["stored"]
+    if case.error is None:
+        assert (found["error"], found["reached"]) == ("", True), found["message"]
+        return
+    assert found["error"] == case.error.__name__, found["message"]
+    assert found["key"] == case.at
+    assert found["untouched"]
+    assert found["remembered"] == 0
+    assert found["held"] == (None if case.poisons or case.opens else 0)
+
+
+def test_the_corpus_has_every_category_at_every_level() -> None:
+    count = Counter((case.level, case.category) for case in CORPUS)
+    wanted = {
+        (level, category)
+        for level in get_args(Level)
+        for category in get_args(Category)
+        if category != "unsorted" or level in ORDERED
+    }
+    assert wanted - count.keys() == set()
+    assert len({case.id for case in CORPUS}) == len(CORPUS) > 300
+    refused = Counter(case.level for case in CORPUS if case.error is not None)
+    assert min(refused[level] for level in ("part", "manifest", "record", "table", "chain")) > 30

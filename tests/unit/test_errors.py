@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import pytest
+
+from deltachain import errors
+from deltachain.errors import DeltaChainError, DigestMismatchError
+
+
+def family(kind: type[DeltaChainError]) -> Iterator[type[DeltaChainError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from family(child)
+
+
+def made(kind: type[DeltaChainError]) -> DeltaChainError:
+    """An error of a kind, with every attribute its own."""
+    if kind is DigestMismatchError:
+        error: DeltaChainError = DigestMismatchError("m", expected="a", actual="b", hint="h")
+    else:
+        error = kind("m", hint="h")
+    for number, name in enumerate(vars(error)):
+        setattr(error, name, f"{name} {number}")
+    return error
+
+
+@pytest.mark.parametrize("kind", list(family(DeltaChainError)))
+def test_errors_survive_the_way_to_another_process(kind: type[DeltaChainError]) -> None:
+    error = made(kind)
+    found = pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    assert type(found) is kind
+    assert (found.args, vars(found)) == (error.args, vars(error))
+    assert str(found) == str(error)
+
+
+def test_a_family_has_every_class_of_the_module() -> None:
+    classes = {c for c in vars(errors).values() if isinstance(c, type)}
+    assert set(family(DeltaChainError)) == {c for c in classes if issubclass(c, DeltaChainError)}
+    assert len(classes) > 20
