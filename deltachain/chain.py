@@ -204,8 +204,12 @@ class Chain:
         """Write the hint."""
         self.store.put(keys.HEAD_KEY, dump(Head(version=version, anchors=tuple(anchors))))
 
-    def edge(self, summary: EdgeSummary) -> Edge:
+    def edge(self, summary: EdgeSummary, known: Committed | None = None) -> Edge:
         """The edge that a summary stands for, from its manifest or its record.
+
+        Args:
+            summary: What a plan was made with.
+            known: A manifest that was read already, and need not be read again.
 
         Raises:
             ObjectNotFoundError: The record is gone.
@@ -213,8 +217,9 @@ class Chain:
             MalformedError: It leads to another state than its manifest says, or is not the edge
                 that the summary promised.
         """
-        committed = self.read(summary.version)
-        manifest = committed.manifest
+        if known is None or known.version != summary.version:
+            known = self.read(summary.version)
+        manifest = known.manifest
         if not summary.record:
             key = keys.manifest_key(manifest.version)
             return check_edge(manifest.edge, manifest.summary(), summary, key)
@@ -224,7 +229,7 @@ class Chain:
         data = self.store.get(summary.record)
         _check(data, summary.digest, summary.record)
         record = unseal(data, EdgeRecord, key=summary.record)
-        check_record(record, committed.digest, manifest.state, key)
+        check_record(record, known.digest, manifest.state, key)
         state, digest = record.state, summary.digest
         found = summarise(record.version, record.edge, state, record=key, digest=digest)
         return check_edge(record.edge, found, summary, key)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deltachain.chain import Chain
+from deltachain.chain import Chain, Committed
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
 from deltachain.delta import TensorDelta, fold_all
@@ -115,6 +115,7 @@ def fetch(
     chain: Chain,
     plan: Plan,
     *,
+    target: Committed | None = None,
     base: Path | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Fetched:
@@ -125,6 +126,7 @@ def fetch(
     Args:
         chain: Where the plan was made.
         plan: What to fetch.
+        target: The manifest of the version it leads to, if that was read already.
         base: Where the base checkpoint lies here, if the plan starts from it.
         progress: Called with the bytes of each object that arrived.
 
@@ -134,7 +136,7 @@ def fetch(
         MalformedError: It is that object, and violates FORMAT.md.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
-    edges = [chain.edge(summary) for summary in plan.edges]
+    edges = [chain.edge(summary, target) for summary in plan.edges]
     refs = [(ref, edge) for edge in edges for ref in edge.parts]
     reference = edges[0].reference if edges else None
     checkpoint = None if reference is None else open_base(reference, base)

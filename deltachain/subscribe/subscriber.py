@@ -336,7 +336,7 @@ class Subscriber:
                     raise failure from None
                 raise
             try:
-                return fetch(self.chain, plan, base=self.config.base)
+                return fetch(self.chain, plan, target=committed, base=self.config.base)
             except (FormatError, ObjectNotFoundError, ConfigError) as exc:
                 bad = _unusable(plan, exc)
                 if not bad:
