@@ -60,7 +60,7 @@ def mutate_part(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
     return mutate(data, limit)
 
 
-@cache  # what the fuzzer watches leaks a little with every call
+@cache  # encoding takes longer than all else here
 def random_part(seed: int) -> bytes:
     """A sound part of some tensors, in some encodings."""
     rng, numbers = Random(seed), np.random.default_rng(seed)  # noqa: S311

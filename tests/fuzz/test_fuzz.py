@@ -27,7 +27,7 @@ targets.TARGETS["head"] = broken
 from tests.fuzz.run import main
 main()
 """
-"""Runs the fuzzer on a reader that only the first seed does not break."""
+"""Runs the fuzzer on a reader that the sound document does not break."""
 
 FAULTS = {
     "another error": "data[1:2] == b'\"' or data[9]",

@@ -1,0 +1,76 @@
+"""What is hostile to one kind of target alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltachain.chain import Chain
+from deltachain.checkpoint import read_assets
+from deltachain.cli.folder import write_assets
+from deltachain.codec import Part
+from deltachain.digest import object_digest
+from deltachain.errors import BrokenChainError, TensorMismatchError
+from deltachain.keys import payload_key
+from deltachain.manifest import Edge, ObjectRef, Table
+from deltachain.store import MemoryStore
+from deltachain.subscribe import FolderTarget, Subscriber
+from deltachain.types import StateDigest, TensorSpec
+from tests.format.forge import take_apart
+from tests.format.forgeries import PARTS
+from tests.format.freeze import Builder
+from tests.hostile.scene import Scene
+
+CODE = "modeling_policy.py"
+
+
+def test_a_huge_tensor_that_is_not_given_whole_makes_no_folder_huge(tmp_path: Path) -> None:
+    spec = TensorSpec("w", "U64", (1 << 48,))  # more bytes than there are addresses
+    forgery = take_apart(PARTS["overwrite"])
+    planes = {f"#0.value.{k}": b"\1\0\0" for k in range(8)}
+    forgery.streams = {name: planes.get(name, data) for name, data in forgery.streams.items()}
+    forgery.streams |= planes
+    forgery.rows[0].update(dtype=spec.dtype, shape=list(spec.shape))
+    data = forgery.build()
+    builder = Builder([spec], {})
+    key = payload_key("anchor", 0, 0, f"{0:032x}", 0)
+    builder.store.put(key, data)
+    digest, part = object_digest(data), Part.from_bytes(data)
+    ref = ObjectRef(key=key, nbytes=len(data), blake3=digest, directory=part.digest)
+    edge = Edge(kind="anchor", encodings=("overwrite",), parts=(ref,))
+    builder.commit(0, edge, StateDigest(), nnz=part.nnz)
+    follower = Subscriber(builder.store.url, tmp_path / "folder", store=builder.store)
+    with pytest.raises(BrokenChainError, match="gives only 3 elements"):
+        follower.update()
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_a_folder_forgets_the_model_that_it_was_not(tmp_path: Path) -> None:
+    scene = Scene("step")
+    target = FolderTarget(tmp_path)
+    Subscriber(scene.store.url, target, store=scene.store).update(0)
+    spec = scene.spec
+    other = {spec.name: spec, "v": TensorSpec("v", "U8", (1,))}
+    with pytest.raises(TensorMismatchError):
+        target.bind(other, {})
+    target.bind({}, {})
+    assert target.state() is None
+    target.bind({spec.name: spec}, {})
+    ones = np.ones(spec.numel, spec.bits_dtype)
+    assert target.state() == scene.state(ones)
+
+
+def test_no_code_comes_out_of_a_chain(tmp_path: Path) -> None:
+    files = {CODE: b"raise SystemExit", "config.json": b"{}"}
+    chain = Chain.create(MemoryStore(), Table(tensors=()), chain_id="one", time=0.0, assets=files)
+    assert dict(chain.assets()) == files
+    assert write_assets(chain, tmp_path) == ["config.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_no_code_goes_into_a_chain(tmp_path: Path) -> None:
+    for name in (CODE, "config.json", "weights.bin", "x.pkl"):
+        (tmp_path / name).write_bytes(b"{}")
+    assert list(read_assets(tmp_path)) == ["config.json"]
