@@ -14,7 +14,7 @@ venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 .venv/stamp: pyproject.toml
 	$(PYTHON) -m venv .venv && $(BIN)/pip install -q -U pip
 	$(BIN)/pip install -q torch==2.13.0
-	$(BIN)/pip install -q -e ".[torch,fast,trl,plot]" --group dev && touch $@
+	$(BIN)/pip install -q -e ".[torch,s3,fast,trl,plot]" --group dev && touch $@
 
 demo: venv  ## train, publish and follow a small model in one terminal
 	$(BIN)/deltachain demo

@@ -135,9 +135,9 @@ class Proxy:
             asking = threading.Thread(target=self._ask, args=(client, server, connection))
             asking.start()
             self._answer(server, client, connection)
-            for end in (client, server):
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
+            # Wakes the other thread; what the client is told is up to the close that follows.
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RD)
             asking.join()
 
     def _ask(self, client: socket.socket, server: socket.socket, connection: _Connection) -> None:
@@ -170,7 +170,6 @@ class Proxy:
                 if left < len(piece):
                     if self._cut_resets:
                         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                        client.close()
                     return
 
     def _drops(self, method: bytes) -> bool:
