@@ -95,7 +95,8 @@ class Bucket:
         def get() -> Any:  # noqa: ANN401
             reply = self._client.get_object(**self._at(key), **pinned, **ranged)
             partial = reply["ResponseMetadata"]["HTTPStatusCode"] == 206
-            return _whole(reply, "ContentLength", *(["ContentRange"] if partial else []))
+            fields = ("ContentRange",) if partial else ()
+            return _whole(reply, "ContentLength", "LastModified", *fields)
 
         try:
             reply = self._call(get, deadline, key, 404, 412, 416)

@@ -73,7 +73,11 @@ def test_every_read_survives_cuts(connect: Connect, proxy: Proxy) -> None:
     data = pattern(3_000_000)
     connect(direct=True).put("a", data)
     store = connect()
-    for call in (lambda: store.get("a"), lambda: store.get_range("a", 0, len(data))):
+    calls: list[Callable[[], bytes]] = [
+        lambda: store.get("a"),
+        lambda: store.get_range("a", 0, len(data)),
+    ]
+    for call in calls:
         proxy.cut_after(1_000_000, times=2)
         proxy.received = 0
         assert call() == data
@@ -88,7 +92,7 @@ def test_body_that_is_always_cut_at_once_ends_at_the_deadline(
     store = connect(deadline_s=0.5)
     proxy.cut_after(2000, times=1_000_000)
     began = time.monotonic()
-    with pytest.raises(StoreUnavailableError, match=r"cut again and again|Connection"):
+    with pytest.raises(StoreUnavailableError):
         store.read("a", nbytes=1_000_000)
     assert 0.4 < time.monotonic() - began < 10
     assert proxy.cuts >= 2
@@ -100,14 +104,19 @@ def test_answer_that_is_cut_in_its_head_is_asked_for_again(
 ) -> None:
     connect(direct=True).put("a", b"data")
     store = connect()
-    for call in (
+    calls: list[Callable[[], bytes]] = [
         lambda: store.get("a"),
         lambda: bytes(store.read("a", nbytes=4)),
-        lambda: (found := store.find("a")) and b"data"[: found.nbytes],
-    ):
+        lambda: store.get_range("a", 0, 4),
+    ]
+    for call in calls:
         proxy.cut_after(nbytes)
         assert call() == b"data"
-    assert proxy.cuts == 3
+    proxy.cut_after(nbytes)
+    found = store.find("a")
+    assert found is not None
+    assert found.nbytes == 4
+    assert proxy.cuts == 4
 
 
 # Writes whose answer is lost
@@ -239,7 +248,7 @@ def test_refused_connections_are_retried_until_the_server_is_back(
 def test_server_that_was_killed_is_unavailable_and_then_works_again(
     seaweed: Seaweed, connect: Connect
 ) -> None:
-    store = connect(direct=True, deadline_s=1.0)
+    store = connect(direct=True, deadline_s=0.4)
     data = pattern(LARGE)
     store.put("a", data)
     seaweed.kill()
