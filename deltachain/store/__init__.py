@@ -82,14 +82,23 @@ def _open_remote(
 ) -> Store:
     """A store behind a library that is an extra, and is imported when it is asked for."""
     if scheme == "s3":
-        from deltachain.store.s3 import open_s3  # noqa: PLC0415
-
-        return open_s3(url, options)
+        return _open_s3(url, options)
     if scheme == "hf":
         return open_hf(url, options, writer=writer)
     from deltachain.store.fs import open_fsspec  # noqa: PLC0415
 
     return open_fsspec(url, options)
+
+
+def _open_s3(url: str, options: Mapping[str, Any] | None) -> Store:
+    try:
+        from deltachain.store.s3 import open_s3  # noqa: PLC0415
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").startswith("deltachain"):
+            raise
+        hint = "pip install 'deltachain[s3]'"
+        raise ConfigError("s3:// stores need boto3", hint=hint) from exc
+    return open_s3(url, options)
 
 
 def _open_file(parts: SplitResult) -> FileStore:

@@ -56,8 +56,9 @@ class S3Store:
     some do, is refused. Every object is seen by all as soon as its ``put`` returned.
 
     Every request is repeated while it fails for reasons that pass, until nothing moved for
-    ``deadline_s``. A large upload that was given up is aborted; if the server is gone for that too,
-    its parts stay, invisible, until a lifecycle rule of the bucket removes them.
+    ``deadline_s``. A large upload that was given up is aborted. Where the server is gone for that
+    too, or its answer to the opening was lost, what there is of it stays, invisible, until a
+    lifecycle rule of the bucket removes it.
 
     Args:
         bucket: The bucket, which must exist.

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
+from botocore.exceptions import ConnectionClosedError
+
 from deltachain.errors import AlreadyExistsError, ConfigError
 from deltachain.store.base import ObjectInfo, not_found, too_short
 from deltachain.store.ranges import Opened, ReplacedError
@@ -91,7 +93,10 @@ class Bucket:
         ranged = {"Range": f"bytes={bytes_}"} if bytes_ else {}
 
         def get() -> Any:  # noqa: ANN401
-            return self._client.get_object(**self._at(key), **pinned, **ranged)
+            reply = self._client.get_object(**self._at(key), **pinned, **ranged)
+            partial = reply["ResponseMetadata"]["HTTPStatusCode"] == 206
+            fields = ("ContentRange",) if partial else ()
+            return _whole(reply, "ContentLength", "LastModified", *fields)
 
         try:
             reply = self._call(get, deadline, key, 404, 412, 416)
@@ -133,10 +138,13 @@ class Bucket:
         Raises:
             ConfigError: The bucket does not exist.
         """
+
+        def head() -> Any:  # noqa: ANN401
+            reply = self._client.head_object(**self._at(key))
+            return _whole(reply, "ContentLength", "LastModified")
+
         try:
-            reply = self._call(
-                lambda: self._client.head_object(**self._at(key)), deadline, key, 404
-            )
+            reply = self._call(head, deadline, key, 404)
         except _AnswerError:
             self._check_exists(deadline)
             return None
@@ -285,6 +293,19 @@ class Bucket:
             f"the server of {self.url} ignores If-None-Match, so that two publishers can both win",
             hint="keep the chain on a server that has conditional writes",
         )
+
+
+def _whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
+    """An answer, if it has what it must have: one that was cut in its head counts as lost.
+
+    Raises:
+        ConnectionClosedError: It was.
+    """
+    if all(field in reply for field in fields):
+        return reply
+    if "Body" in reply:
+        reply["Body"].close()
+    raise ConnectionClosedError(endpoint_url="")
 
 
 def _body(view: memoryview, deadline: Deadline) -> _Body:

@@ -135,13 +135,9 @@ class Proxy:
             asking = threading.Thread(target=self._ask, args=(client, server, connection))
             asking.start()
             self._answer(server, client, connection)
-            if connection.reset:
-                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            # Before a RST nothing may be sent; and it is, once nobody waits for the client's words.
-            ways = (socket.SHUT_RD if connection.reset else socket.SHUT_RDWR, socket.SHUT_RDWR)
-            for end, way in zip((client, server), ways, strict=True):
-                with suppress(OSError):
-                    end.shutdown(way)
+            # Wakes the other thread; what the client is told is up to the close that follows.
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RD)
             asking.join()
 
     def _ask(self, client: socket.socket, server: socket.socket, connection: _Connection) -> None:
@@ -172,7 +168,8 @@ class Proxy:
                 with self._lock:
                     self.received += min(left, len(piece))
                 if left < len(piece):
-                    connection.reset = self._cut_resets
+                    if self._cut_resets:
+                        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                     return
 
     def _drops(self, method: bytes) -> bool:
@@ -215,7 +212,6 @@ class _Connection:
 
     method = b""
     nbytes = 0
-    reset = False
 
 
 def _close(listener: socket.socket) -> None:

@@ -11,7 +11,7 @@ from deltachain.testing.store import StoreContract
 
 
 class TestS3Store(StoreContract):
-    race_rounds = 4  # SeaweedFS lets each loser wait for seconds
+    race_rounds = 3  # SeaweedFS lets losers wait for seconds
 
     @pytest.fixture
     def reopen(self, seaweed: Seaweed, s3_url: Callable[[], str]) -> Iterator[Callable[[], Store]]:

@@ -1,28 +1,33 @@
-"""S3 over a network that goes wrong, and a server that goes away."""
-
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from threading import Thread
+from dataclasses import replace
 from typing import Any
 
-import boto3
 import pytest
 
 from deltachain.errors import (
     AlreadyExistsError,
     ConfigError,
+    MalformedError,
     StorePermissionError,
     StoreUnavailableError,
 )
 from deltachain.store import Store, open_store
+from deltachain.store.ranges import RANGE_NBYTES
+from deltachain.store.s3 import S3Store
+from deltachain.store.s3_upload import PART_NBYTES
 from deltachain.testing.proxy import Proxy
-from deltachain.testing.seaweed import BUCKET, Seaweed
+from deltachain.testing.seaweed import Seaweed
 from deltachain.testing.store import pattern
 
-LARGE = 40_000_000
-"""Bytes of an object that is put in three parts and read in five ranges."""
+LARGE = 20_000_000
+"""Three ranges to read."""
+
+Connect = Callable[..., S3Store]
 
 
 @pytest.fixture
@@ -32,174 +37,356 @@ def proxy(seaweed: Seaweed) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def through(
-    seaweed: Seaweed, proxy: Proxy, s3_url: Callable[[], str]
-) -> Iterator[Callable[..., Store]]:
-    """Opens one place on the server, through the proxy."""
-    url, opened = s3_url(), list[Store]()
+def connect(seaweed: Seaweed, s3_url: Callable[[], str], proxy: Proxy) -> Iterator[Connect]:
+    """Opens handles on one empty store, through the proxy unless told otherwise."""
+    url, handles = s3_url(), list[Store]()
 
-    def open_through(**options: Any) -> Store:
-        options = {**seaweed.options, "endpoint_url": proxy.endpoint} | options
-        opened.append(open_store(url, options))
-        return opened[-1]
+    def connect(*, direct: bool = False, **options: Any) -> S3Store:
+        endpoint = {} if direct else {"endpoint_url": proxy.endpoint}
+        handle = open_store(url, {**seaweed.options, **endpoint, **options})
+        assert isinstance(handle, S3Store)
+        handles.append(handle)
+        return handle
 
-    yield open_through
-    proxy.reset()
-    for store in opened:
-        store.close()
+    yield connect
+    for handle in handles:
+        handle.close()
 
 
-def uploads(seaweed: Seaweed) -> list[Any]:
-    """Multipart uploads that were neither completed nor aborted."""
-    options = seaweed.options
-    client = boto3.client(
-        "s3",
-        endpoint_url=options["endpoint_url"],
-        aws_access_key_id=options["key"],
-        aws_secret_access_key=options["secret"],
-        region_name="us-east-1",
-    )
-    found: list[Any] = client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
-    return found
+# A body that is cut
 
 
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
-def test_a_body_that_is_cut_is_resumed_where_it_ended(
-    through: Callable[..., Store], proxy: Proxy, reset: bool
-) -> None:
-    store, data = through(), pattern(LARGE)
-    store.put("a", data)
-    before = proxy.received
-    proxy.cut_after(5_000_000, times=4, reset=reset)
+def test_read_is_resumed_where_it_was_cut(connect: Connect, proxy: Proxy, reset: bool) -> None:
+    data = pattern(LARGE)
+    connect(direct=True).put("a", data)
+    store = connect()
+    proxy.cut_after(RANGE_NBYTES * 3 // 4, times=2, reset=reset)
     assert bytes(store.read("a", nbytes=LARGE)) == data
+    assert proxy.cuts == 2
+    # Two cuts at three quarters of a range: reading those again would take 12 MiB more.
+    assert LARGE < proxy.received < LARGE + (6 << 20)
+    assert store.requests == 3 + 2
+
+
+def test_every_read_survives_cuts(connect: Connect, proxy: Proxy) -> None:
+    data = pattern(3_000_000)
+    connect(direct=True).put("a", data)
+    store = connect()
+    calls: list[Callable[[], bytes]] = [
+        lambda: store.get("a"),
+        lambda: store.get_range("a", 0, len(data)),
+    ]
+    for call in calls:
+        proxy.cut_after(1_000_000, times=2)
+        proxy.received = 0
+        assert call() == data
+        assert proxy.received < 2 * len(data)
     assert proxy.cuts == 4
-    assert proxy.received - before < 1.2 * LARGE  # nothing came twice but what was on its way
 
 
-def test_an_object_that_is_replaced_while_it_is_read_is_never_mixed(
-    through: Callable[..., Store], proxy: Proxy
+def test_body_that_is_always_cut_at_once_ends_at_the_deadline(
+    connect: Connect, proxy: Proxy
 ) -> None:
-    store, other = through(), through()
-    one, two = pattern(LARGE), pattern(LARGE)[::-1]
-    store.put("a", one)
-    proxy.throttle(20_000_000)
-
-    def replace() -> None:
-        time.sleep(0.3)
-        proxy.reset()
-        other.put("a", two)
-
-    replacing = Thread(target=replace)
-    replacing.start()
-    found = bytes(store.read("a", nbytes=LARGE))
-    replacing.join()
-    assert found in (one, two)
-    assert bytes(store.read("a", nbytes=LARGE)) == two
+    connect(direct=True).put("a", pattern(1_000_000))
+    store = connect(deadline_s=0.5)
+    proxy.cut_after(2000, times=1_000_000)
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError):
+        store.read("a", nbytes=1_000_000)
+    assert 0.4 < time.monotonic() - began < 10
+    assert proxy.cuts >= 2
 
 
-def test_a_lost_reply_to_an_exclusive_put_is_recognised_as_our_own(
-    through: Callable[..., Store], proxy: Proxy
+@pytest.mark.parametrize("nbytes", [20, 100, 200])
+def test_answer_that_is_cut_in_its_head_is_asked_for_again(
+    connect: Connect, proxy: Proxy, nbytes: int
 ) -> None:
-    store = through()
-    store.put_if_absent("first", b"the server is known by now")
+    connect(direct=True).put("a", b"data")
+    store = connect()
+    calls: list[Callable[[], bytes]] = [
+        lambda: store.get("a"),
+        lambda: bytes(store.read("a", nbytes=4)),
+        lambda: store.get_range("a", 0, 4),
+    ]
+    for call in calls:
+        proxy.cut_after(nbytes)
+        assert call() == b"data"
+    proxy.cut_after(nbytes)
+    found = store.find("a")
+    assert found is not None
+    assert found.nbytes == 4
+    assert proxy.cuts == 4
+
+
+# Writes whose answer is lost
+
+
+def test_lost_reply_to_a_conditional_put_is_a_success(connect: Connect, proxy: Proxy) -> None:
+    store = connect()
     proxy.drop_reply("PUT")
     store.put_if_absent("a", b"ours")
     assert proxy.dropped == 1
     assert store.get("a") == b"ours"
 
 
-def test_after_a_lost_reply_another_ones_object_is_still_another_ones(
-    through: Callable[..., Store], proxy: Proxy
-) -> None:
-    store = through()
-    store.put_if_absent("a", b"theirs")
+def test_lost_reply_does_not_take_the_object_of_another(connect: Connect, proxy: Proxy) -> None:
+    other, store = connect(direct=True), connect()
+    other.put_if_absent("a", b"other")
     proxy.drop_reply("PUT")
     with pytest.raises(AlreadyExistsError):
-        store.put_if_absent("a", b"ours")
+        store.put_if_absent("a", b"ours!")
     assert proxy.dropped == 1
-    assert store.get("a") == b"theirs"
+    assert other.get("a") == b"other"
 
 
-def test_a_large_put_through_cuts_and_lost_replies_arrives_whole(
-    through: Callable[..., Store], proxy: Proxy, seaweed: Seaweed
+def test_conditional_put_whose_replies_are_all_lost_is_unavailable(
+    connect: Connect, proxy: Proxy
 ) -> None:
-    store, data = through(), pattern(LARGE)
-    proxy.drop_reply("PUT", times=2)
-    assert store.put("a", data) == ""
-    assert proxy.dropped == 2
-    assert bytes(store.read("a", nbytes=LARGE)) == data
-    assert uploads(seaweed) == []
-
-
-def test_a_large_put_that_is_given_up_leaves_nothing(
-    through: Callable[..., Store], proxy: Proxy, seaweed: Seaweed
-) -> None:
-    store = through(deadline_s=2)
-    store.put("a", b"old")
-    proxy.drop_reply("PUT", times=1000)
+    store = connect(deadline_s=0.5)
+    proxy.drop_reply("PUT", times=1_000_000)
     with pytest.raises(StoreUnavailableError):
-        store.put("a", pattern(LARGE))
+        store.put_if_absent("a", b"ours")
     proxy.reset()
-    assert store.get("a") == b"old"
-    assert uploads(seaweed) == []
+    assert store.get("a") == b"ours"
 
 
-def test_a_server_that_is_gone_and_comes_back(through: Callable[..., Store], proxy: Proxy) -> None:
-    store = through(deadline_s=1)
+def test_other_calls_survive_a_lost_reply(connect: Connect, proxy: Proxy) -> None:
+    store = connect()
+    proxy.drop_reply("PUT")
+    store.put("a", b"data")
+    proxy.drop_reply("GET")
+    assert store.get("a") == b"data"
+    proxy.drop_reply("HEAD")
+    found = store.find("a")
+    assert found is not None
+    assert found.nbytes == 4
+    proxy.drop_reply("GET")
+    assert [entry.key for entry in store.list()] == ["a"]
+    proxy.drop_reply("DELETE")
+    store.delete("a")
+    assert proxy.dropped == 5
+    assert store.find("a") is None
+
+
+# Large objects
+
+
+def unfinished(store: S3Store) -> list[object]:
+    client: Any = store._bucket._client
+    found = client.list_multipart_uploads(
+        Bucket=store._bucket._bucket, Prefix=store._bucket._prefix
+    )
+    return list(found.get("Uploads", []))
+
+
+def test_large_object_is_put_in_parts(connect: Connect) -> None:
+    store = connect(direct=True)
+    data = pattern(2 * PART_NBYTES + 1)
+    store.put("a", memoryview(data))
+    assert store.requests == 1 + 3 + 1
+    assert bytes(store.read("a", nbytes=len(data))) == data
+    assert store.requests == 5 + 5
+
+
+@pytest.mark.parametrize("method", ["PUT", "POST"])
+def test_lost_replies_do_not_fail_an_upload(connect: Connect, proxy: Proxy, method: str) -> None:
+    store, data = connect(), pattern(PART_NBYTES + 1)
+    proxy.drop_reply(method, times=2)
+    store.put("a", data)
+    assert proxy.dropped == 2
+    assert bytes(store.read("a", nbytes=len(data))) == data
+
+
+def test_upload_that_is_given_up_leaves_nothing(connect: Connect, proxy: Proxy) -> None:
+    store = connect(deadline_s=0.5)
+    proxy.drop_reply("PUT", times=1_000_000)
+    with pytest.raises(StoreUnavailableError):
+        store.put("a", bytes(PART_NBYTES + 1))
+    assert proxy.dropped >= 2
+    assert store.find("a") is None
+    assert unfinished(store) == []
+
+
+# A server that is slow, or gone
+
+
+def test_slow_body_hits_the_deadline(connect: Connect, proxy: Proxy) -> None:
+    connect(direct=True).put("a", pattern(1_500_000))
+    store = connect(deadline_s=1.0)
+    proxy.throttle(100_000)
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match="too slow"):
+        store.read("a", nbytes=1_500_000)
+    # A second, and one more for each MiB.
+    assert 2 < time.monotonic() - began < 5
+
+
+def test_slow_answer_hits_the_deadline(connect: Connect, proxy: Proxy) -> None:
+    store = connect(deadline_s=0.5)
+    proxy.delay(1.5)
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError):
+        store.find("a")
+    assert time.monotonic() - began < 1.4
+
+
+def test_refused_connections_are_retried_until_the_server_is_back(
+    connect: Connect, proxy: Proxy
+) -> None:
+    store = connect()
     store.put("a", b"data")
     proxy.refuse()
+    timer = threading.Timer(0.7, proxy.reset)
+    timer.start()
     began = time.monotonic()
-    for call in (lambda: store.get("a"), lambda: store.put("b", b""), lambda: list(store.list())):
-        with pytest.raises(StoreUnavailableError) as caught:
-            call()
-        assert caught.value.hint
-    assert time.monotonic() - began < 12
-    proxy.reset()
     assert store.get("a") == b"data"
+    assert time.monotonic() - began > 0.5
+    timer.join()
 
 
-def test_an_answer_that_does_not_come_ends_at_the_deadline(
-    through: Callable[..., Store], proxy: Proxy
+def test_server_that_was_killed_is_unavailable_and_then_works_again(
+    seaweed: Seaweed, connect: Connect
 ) -> None:
-    store = through(deadline_s=1)
-    store.put("a", b"data")
-    proxy.delay(4)
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailableError):
-        store.get("a")
-    assert time.monotonic() - began < 3.5
-
-
-def test_a_server_that_dies_is_waited_for(seaweed: Seaweed, s3_url: Callable[[], str]) -> None:
-    """By the same handle, in the middle of a call."""
-    store = open_store(s3_url(), seaweed.options)
-    store.put("a", b"data")
+    store = connect(direct=True, deadline_s=0.4)
+    data = pattern(LARGE)
+    store.put("a", data)
     seaweed.kill()
-    back = Thread(target=seaweed.restart)
-    back.start()
-    try:
-        assert store.get("a") == b"data"
-    finally:
-        back.join()
-        store.close()
+    for call in (
+        lambda: store.get("a"),
+        lambda: store.put("b", b"data"),
+        lambda: store.put_if_absent("b", b"data"),
+        lambda: list(store.list()),
+    ):
+        began = time.monotonic()
+        with pytest.raises(StoreUnavailableError):
+            call()
+        assert time.monotonic() - began < 3
+    seaweed.restart()
+    assert bytes(store.read("a", nbytes=LARGE)) == data
+    store.put_if_absent("b", b"data")
+    assert [found.key for found in store.list()] == ["a", "b"]
 
 
-def test_a_wrong_secret_is_refused_and_not_shown(
-    seaweed: Seaweed, s3_url: Callable[[], str]
+# Objects that change, and callers that are misled
+
+
+def test_ranges_of_two_objects_are_never_mixed(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = "a-secret-nobody-may-see"
-    store = open_store(s3_url(), {**seaweed.options, "secret": wrong})
-    for call in (lambda: store.get("a"), lambda: store.put("a", b""), lambda: store.find("a")):
+    store, other = connect(direct=True), connect(direct=True)
+    store.put("a", b"\1" * LARGE)
+    inner, replaced = store._bucket.open_range, threading.Event()
+
+    def open_range(*args: Any) -> object:
+        opened = inner(*args)
+        if not replaced.is_set():
+            replaced.set()
+            other.put("a", b"\2" * LARGE)
+        return opened
+
+    monkeypatch.setattr(store._bucket, "open_range", open_range)
+    assert bytes(store.read("a", nbytes=LARGE)) == b"\2" * LARGE
+    assert replaced.is_set()
+
+
+def test_ranges_are_not_mixed_where_the_server_ignores_the_pin(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = connect(direct=True)
+    store.put("a", pattern(LARGE))
+    inner, number = store._bucket.open_range, 0
+
+    def open_range(*args: Any) -> object:
+        nonlocal number
+        number += 1
+        opened = inner(*args[:4])  # without the pin
+        return replace(opened, pin="another") if number == 3 else opened
+
+    monkeypatch.setattr(store._bucket, "open_range", open_range)
+    assert bytes(store.read("a", nbytes=LARGE)) == pattern(LARGE)
+    assert number >= 6
+
+
+def test_claimed_size_takes_no_memory_and_no_more_than_one_request(connect: Connect) -> None:
+    store = connect(direct=True)
+    store.put("a", b"data")
+    before = store.requests
+    with pytest.raises(MalformedError, match="found 4"):
+        store.read("a", nbytes=1 << 60)
+    assert store.requests == before + 1
+
+
+# Who asks, and where
+
+
+def test_wrong_secret_is_refused(seaweed: Seaweed, connect: Connect) -> None:
+    store = connect(direct=True, secret="wrong-secret")  # noqa: S106
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("a"),
+        lambda: store.find("a"),
+        lambda: store.put("a", b""),
+        lambda: store.put("a", bytes(PART_NBYTES + 1)),
+        lambda: store.put_if_absent("a", b""),
+        lambda: list(store.list()),
+        lambda: store.delete("a"),
+    ]
+    for call in calls:
         with pytest.raises(StorePermissionError) as caught:
             call()
-        assert wrong not in str(caught.value)
-        assert caught.value.hint
+        assert caught.value.url == store.url
+        shown = f"{caught.value} {caught.value.__cause__}"
+        assert "wrong-secret" not in shown
+        assert seaweed.options["key"] not in shown
+
+
+def test_absent_bucket_is_named(seaweed: Seaweed) -> None:
+    url = seaweed.url("run", bucket="no-such-bucket")
+    store = open_store(url, seaweed.options)
+    calls: list[Callable[[], object]] = [
+        lambda: store.find("a"),
+        lambda: store.find_all(["a", "b"]),
+        lambda: store.get("a"),
+        lambda: store.read("a", nbytes=1),
+        lambda: list(store.list()),
+    ]
+    for call in calls:  # writes make the bucket here: SeaweedFS lets its owner
+        with pytest.raises(ConfigError, match="does not exist") as caught:
+            call()
+        assert "aws s3 mb s3://no-such-bucket" in caught.value.hint
     store.close()
 
 
-def test_a_bucket_that_is_not_there_is_no_empty_store(seaweed: Seaweed) -> None:
-    store = open_store(seaweed.url("x", bucket="no-such-bucket"), seaweed.options)
-    for call in (lambda: store.find("a"), lambda: store.get("a"), lambda: list(store.list())):
-        with pytest.raises(ConfigError, match="no-such-bucket"):
-            call()
+def test_names_that_no_key_has_are_not_listed(connect: Connect) -> None:
+    store = connect(direct=True)
+    store.put("folder/a", b"data")
+    client: Any = store._bucket._client
+    prefix = store._bucket._prefix
+    for name in (".hidden", "folder/b c", "folder/ü", "d/"):
+        client.put_object(Bucket=store._bucket._bucket, Key=f"{prefix}{name}", Body=b"")
+    assert [found.key for found in store.list()] == ["folder/a"]
+
+
+def test_long_listing_comes_in_pages(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = connect(direct=True)
+    keys = sorted(f"m/{number}" for number in range(25))
+    for key in keys:
+        store.put(key, b"")
+    client: Any = store._bucket._client
+    inner = client.list_objects_v2
+    monkeypatch.setattr(client, "list_objects_v2", lambda **page: inner(**page, MaxKeys=10))
+    before = store.requests
+    assert [found.key for found in store.list("m/")] == keys
+    assert store.requests == before + 3
+
+
+def test_port_that_nobody_listens_on_is_unavailable(seaweed: Seaweed) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        store = open_store(
+            seaweed.url("x"), {**seaweed.options, "endpoint_url": endpoint, "deadline_s": 0.3}
+        )
+        with pytest.raises(StoreUnavailableError):
+            store.find("a")
     store.close()

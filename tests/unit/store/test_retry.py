@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from deltachain.errors import StoreUnavailableError
+from deltachain.store import retry
+from deltachain.store.retry import SLOWEST, Deadline, jitter
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its one element is the time; sleeping takes none but that."""
+    now = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    return now
+
+
+def test_it_ends_once_nothing_moved_for_long(clock: list[float]) -> None:
+    deadline = Deadline("a", "s3://b", 10, 100 * SLOWEST)
+    for _ in range(5):
+        clock[0] += 9
+        deadline.moved()
+    clock[0] += 11
+    assert deadline.left_s < 0
+    assert not deadline.pause(0)
+    with pytest.raises(StoreUnavailableError, match=r"given up after 56\.0 s") as caught:
+        deadline.check()
+    assert (caught.value.key, caught.value.url) == ("a", "s3://b")
+
+
+def test_it_ends_though_bytes_move_if_they_are_too_few(clock: list[float]) -> None:
+    deadline = Deadline("a", "s3://b", 10, 5 * SLOWEST)
+    clock[0] += 9
+    deadline.moved()
+    clock[0] += 5.5
+    deadline.moved()
+    clock[0] += 1
+    with pytest.raises(StoreUnavailableError, match="too slow"):
+        deadline.moved()
+
+
+def test_pause_is_never_longer_than_what_is_left(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "jitter", lambda _: 5.0)
+    deadline = Deadline("a", "s3://b", 7)
+    assert deadline.pause(0)
+    assert deadline.pause(0)
+    assert clock[0] == 1007
+    assert not deadline.pause(0)
+    assert clock[0] == 1007
+
+
+def test_pauses_are_drawn_from_a_range_that_doubles_up_to_a_bound() -> None:
+    for attempt, longest in ((0, 0.1), (1, 0.2), (3, 0.8), (10, 5.0), (10_000, 5.0)):
+        drawn = [jitter(attempt) for _ in range(2000)]
+        assert 0 <= min(drawn) < 0.1 * longest
+        assert 0.9 * longest < max(drawn) <= longest

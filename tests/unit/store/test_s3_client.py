@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltachain.errors import ConfigError, StorePermissionError
+from deltachain.store import open_store
+from deltachain.store.s3 import S3Store, open_s3
+from deltachain.store.s3_client import make_client
+
+SERVER = "http://127.0.0.1:1"
+KEYS = {"key": "k", "secret": "s"}
+
+PROFILES = f"""
+[default]
+region = eu-north-1
+[profile own]
+endpoint_url = {SERVER}
+region = eu-west-3
+[profile nested]
+services = here
+[services here]
+s3 =
+  endpoint_url = {SERVER}
+[profile asks]
+endpoint_url = {SERVER}
+request_checksum_calculation = when_supported
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None of the person who runs the tests."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    (tmp_path / "config").write_text(PROFILES)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "absent"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+def checksums(client: Any) -> tuple[str, str]:
+    config = client.meta.config
+    return config.request_checksum_calculation, config.response_checksum_validation
+
+
+# The endpoint, and the checksums that go with it
+
+
+@pytest.mark.parametrize(
+    ("options", "environment"),
+    [
+        ({"endpoint_url": SERVER}, {}),
+        ({"client_kwargs": {"endpoint_url": SERVER}}, {}),
+        ({}, {"AWS_ENDPOINT_URL": SERVER}),
+        ({}, {"AWS_ENDPOINT_URL_S3": SERVER}),
+        ({}, {"AWS_ENDPOINT_URL_S3": SERVER, "AWS_ENDPOINT_URL": "http://127.0.0.1:2"}),
+        ({}, {"AWS_PROFILE": "own"}),
+        ({"profile": "own"}, {}),
+        ({"profile": "nested"}, {}),
+    ],
+)
+def test_endpoint_by_any_means_has_plain_requests(
+    monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any], environment: Mapping[str, str]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    client, own = make_client({**KEYS, **options}, deadline_s=1)
+    assert own
+    assert client.meta.endpoint_url == SERVER
+    assert checksums(client) == ("when_required", "when_required")
+    # A server of the user's own has no name of its own for each bucket.
+    url = client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "a"})
+    assert url.startswith(f"{SERVER}/bucket/a?")
+
+
+def test_aws_keeps_the_checksums_of_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, own = make_client(KEYS, deadline_s=1)
+    assert not own
+    assert checksums(client) == ("when_supported", "when_supported")
+    assert client.meta.region_name == "eu-north-1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", SERVER)
+    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+    client, own = make_client(KEYS, deadline_s=1)
+    assert not own
+    assert ".amazonaws.com" in client.meta.endpoint_url
+    assert checksums(client) == ("when_supported", "when_supported")
+
+
+def test_user_has_the_last_word_about_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {**KEYS, "endpoint_url": SERVER}
+    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")
+    client, _ = make_client(options, deadline_s=1)
+    assert checksums(client) == ("when_required", "when_supported")
+    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
+    client, _ = make_client(options, deadline_s=1)
+    assert checksums(client) == ("when_supported", "when_supported")
+    monkeypatch.delenv("AWS_REQUEST_CHECKSUM_CALCULATION")
+    client, _ = make_client({**KEYS, "profile": "asks"}, deadline_s=1)
+    assert checksums(client) == ("when_supported", "when_supported")
+    options["config_kwargs"] = {"request_checksum_calculation": "when_supported"}
+    client, _ = make_client(options, deadline_s=1)
+    assert checksums(client) == ("when_supported", "when_supported")
+
+
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
+    monkeypatch.setenv("AWS_REGION", "us-west-1")
+    monkeypatch.setenv("AWS_PROFILE", "own")
+    options = {**KEYS, "token": "t", "endpoint_url": SERVER, "region": "eu-west-1"}
+    client, _ = make_client(options, deadline_s=1)
+    assert (client.meta.endpoint_url, client.meta.region_name) == (SERVER, "eu-west-1")
+    found = client._request_signer._credentials
+    assert (found.access_key, found.secret_key, found.token) == ("k", "s", "t")
+
+
+def test_credentials_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-environment")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    client, _ = make_client({}, deadline_s=1)
+    assert client._request_signer._credentials.access_key == "from-environment"
+
+
+def test_client_does_not_retry_whatever_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "9")
+    options = {**KEYS, "config_kwargs": {"retries": {"max_attempts": 7}, "proxies": {}}}
+    client, _ = make_client(options, deadline_s=2)
+    assert client.meta.config.retries["total_max_attempts"] == 1
+    assert client.meta.config.read_timeout == 2
+
+
+# What is refused
+
+
+def test_no_credentials_says_where_they_are_looked_for() -> None:
+    with pytest.raises(StorePermissionError) as caught:
+        open_s3("s3://bucket", {"endpoint_url": SERVER}).get("a")
+    assert "AWS_ACCESS_KEY_ID" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"profile": "no-such-profile"},
+        {"unknown": "hushhush"},
+        {"key": "hushhush"},
+        {"secret": "hushhush"},
+        {"key": 1, "secret": "hushhush"},
+        {"client_kwargs": "hushhush"},
+        {"config_kwargs": {"hushhush": 1}},
+        {"client_kwargs": {"hushhush": 1}},
+        {"endpoint_url": "hushhush"},
+        {"endpoint_url": "http://user:hushhush@127.0.0.1"},
+        {"client_kwargs": {"endpoint_url": "http://user:hushhush@127.0.0.1"}},
+        {"deadline_s": 0},
+        {"deadline_s": float("nan")},
+        {"deadline_s": "hushhush"},
+        {"deadline_s": True},
+    ],
+    ids=str,
+)
+def test_bad_option_is_refused_and_not_shown(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("s3://bucket/x", options)
+    assert "hushhush" not in str(caught.value)
+
+
+def test_credentials_in_a_configured_endpoint_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:hushhush@127.0.0.1")
+    with pytest.raises(ConfigError) as caught:
+        open_store("s3://bucket/x", KEYS)
+    assert "hushhush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("s3://my.bucket-1/a/b=1/c", "s3://my.bucket-1/a/b=1/c"),
+        ("s3://bucket/a/", "s3://bucket/a"),
+        ("S3://bucket/A", "s3://bucket/A"),
+    ],
+)
+def test_url_is_given_back(url: str, shown: str) -> None:
+    opened = open_store(url, KEYS)
+    assert isinstance(opened, S3Store)
+    assert opened.url == shown
+    assert opened.requests == 0
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://",
+        "s3:///prefix",
+        "s3:/bucket/prefix",
+        "s3://a",
+        "s3://user:hushhush@bucket/x",
+        "s3://bucket:9000/x",
+        "s3://bucket/x?token=hushhush",
+        "s3://bucket/x#hushhush",
+        "s3://bucket/a//b",
+        "s3://bucket/a/../b",
+        "s3://bucket/a b",
+        "s3://bucket/a%20b",
+        "s3://bucket/ä",
+        f"s3://bucket/{'x' * 512}",
+    ],
+)
+def test_url_of_another_shape_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url, KEYS)
+    assert "hushhush" not in str(caught.value)
+
+
+# boto3 itself
+
+
+def run(code: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_boto3_is_loaded_by_the_first_s3_url() -> None:
+    code = (
+        "import sys, deltachain; from deltachain.store import open_store; "
+        "open_store('memory://a'); print('boto3' in sys.modules); "
+        "open_store('s3://bucket'); print('boto3' in sys.modules)"
+    )
+    assert run(code).split() == ["False", "True"]
+
+
+def test_absent_boto3_is_named_with_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['boto3'] = None; from deltachain.store import open_store\n"
+        "from deltachain.errors import ConfigError\n"
+        "try: open_store('s3://bucket')\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    output = run(code.replace("'boto3'", "'botocore'")) + run(code)
+    assert output.count("s3:// stores need boto3") == 2
+    assert output.count("pip install 'deltachain[s3]'") == 2
