@@ -36,7 +36,7 @@ from deltachain.manifest import (
     summarise,
     unseal,
 )
-from deltachain.manifests import Committed, Manifests
+from deltachain.manifests import SEEN, Committed, Manifests
 from deltachain.plan import Plan, make_plan
 from deltachain.references import check_assets, check_edge, check_record
 from deltachain.store import ObjectInfo, Store
@@ -158,6 +158,8 @@ class Chain:
         """
         parent: Committed | None = None
         for version in range(first, last + 1):
+            if (version - first) % SEEN == 0:
+                self._manifests.look_ahead(version, last)
             committed = self.find(version)
             if committed is None:
                 raise BrokenChainError(f"manifest of version {version} is missing", version=version)

@@ -100,6 +100,17 @@ class Manifests:
                 low, high = (middle, high) if self.has(middle) else (low, middle)
         return low
 
+    def look_ahead(self, first: Version, last: Version) -> None:
+        """Look at as many versions as are remembered in one request, where the store can do that.
+
+        Reading them then asks for none of them again.
+
+        Raises:
+            ForkedChainError: One was replaced since it was last seen.
+        """
+        if self._store.capabilities.probes > 1:
+            self._look(range(first, min(last + 1, first + SEEN)))
+
     def read(self, version: Version) -> Committed:
         """Read the manifest of a version; once more if it is corrupt.
 

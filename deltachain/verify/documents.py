@@ -38,7 +38,7 @@ def edge_records(
         version = keys.version_of(info.key)
         if version is None or not first <= version <= last:
             continue
-        data = chain.store.get(info.key)
+        data = bytes(chain.store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash))
         record = unseal(data, EdgeRecord, key=info.key)
         edge = record.edge
         place = keys.edge_key(record.version, edge.kind, edge.base)

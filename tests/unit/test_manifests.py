@@ -58,6 +58,14 @@ def test_a_gap_ahead_is_named(wide: WideStore) -> None:
             chain.newest(known)
 
 
+def test_a_history_is_looked_at_once_for_many_versions(wide: WideStore) -> None:
+    made = extend(create(wide), 300)
+    chain = Chain.open(wide)
+    wide.looks.clear()
+    assert list(chain.history(0, 299)) == made
+    assert [len(look) for look in wide.looks] == [256, 44]
+
+
 def test_a_manifest_that_was_seen_is_read_without_another_look(wide: WideStore) -> None:
     made = extend(create(wide), 3)
     chain = Chain.open(wide)
