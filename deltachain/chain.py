@@ -172,6 +172,12 @@ class Chain:
             yield committed
             parent = committed
 
+    def look_ahead(self, plan: Plan) -> None:
+        """Look at the manifests of a plan in one request, where the store can do that."""
+        versions = [edge.version for edge in plan.edges]
+        if len(versions) > 1:
+            self._manifests.look_ahead(versions[0], versions[-1])
+
     def commit(self, manifest: Manifest) -> Committed:
         """Make a version visible, exactly once; see :meth:`Manifests.commit`."""
         return self._manifests.commit(manifest)

@@ -136,6 +136,7 @@ def fetch(
         MalformedError: It is that object, and violates FORMAT.md.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
+    chain.look_ahead(plan)
     edges = [chain.edge(summary, target) for summary in plan.edges]
     refs = [(ref, edge) for edge in edges for ref in edge.parts]
     reference = edges[0].reference if edges else None

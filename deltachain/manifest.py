@@ -23,6 +23,8 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 FORMAT: Final = 1
 """Number of the formats that this version writes and reads."""
+MAX_VALUES: Final = 3_000_000
+"""Values in one document: a table of half a million tensors, and half a gigabyte as objects."""
 FEATURES: Final[frozenset[str]] = frozenset()
 """What a document may require of us."""
 
@@ -348,6 +350,7 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
         UnsupportedFormatError: It needs a newer deltachain.
         MalformedError: It is no such document.
     """
+    _check_values(data, key)
     try:
         gate = msgspec.json.decode(data, type=_Gate)
         unknown = set(gate.requires) - FEATURES
@@ -374,6 +377,7 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     Raises:
         DigestMismatchError: The payload is not the one that was sealed.
     """
+    _check_values(data, key)
     try:
         envelope = msgspec.json.decode(data, type=Envelope)
     except (ValueError, RecursionError) as exc:
@@ -385,6 +389,16 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     if actual != envelope.blake3:
         raise DigestMismatchError(key, expected=envelope.blake3, actual=actual, key=key)
     return parse(payload, kind, key=key)
+
+
+def _check_values(data: bytes, key: str) -> None:
+    """Refuse what would take a hundred times its bytes as objects; counted without reading it.
+
+    Raises:
+        MalformedError: It may have more values than any document.
+    """
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
 
 
 def read_state(text: str, *, key: str) -> StateDigest:

@@ -8,7 +8,7 @@ store says of it, and one that is another later on is a fork.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
@@ -17,6 +17,7 @@ from deltachain.digest import object_digest
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
+    ChainMismatchError,
     DigestMismatchError,
     ForkedChainError,
     MalformedError,
@@ -35,7 +36,7 @@ NEXT: Final = 16
 LEAPS: Final = 24
 """Leaps of doubling width in one wide look: to 16 million versions ahead."""
 
-SEEN: Final = 256
+SEEN: Final = 512
 """Manifests whose looks are remembered."""
 
 
@@ -101,9 +102,9 @@ class Manifests:
         return low
 
     def look_ahead(self, first: Version, last: Version) -> None:
-        """Look at as many versions as are remembered in one request, where the store can do that.
+        """Look at many versions in one request, where the store can do that.
 
-        Reading them then asks for none of them again.
+        Reading those that are remembered then asks for none of them again.
 
         Raises:
             ForkedChainError: One was replaced since it was last seen.
@@ -117,6 +118,7 @@ class Manifests:
         Raises:
             ObjectNotFoundError: It is not committed.
             FormatError: It is not readable, or of another chain or version.
+            ChainMismatchError: Two publishers made a chain here, where nobody decides races.
             ForkedChainError: It was replaced since it was last seen.
         """
         key = manifest_key(version)
@@ -126,6 +128,12 @@ class Manifests:
         except DigestMismatchError:
             data = bytes(self._bytes(version))
             manifest = unseal(data, Manifest, key=key)
+        if manifest.chain != self._chain and not self._store.capabilities.conditional_put:
+            raise ChainMismatchError(
+                f"{key}: is of chain {manifest.chain}, {CHAIN_KEY} says {self._chain}: two "
+                "publishers made a chain here at once",
+                version=version,
+            )
         if manifest.chain != self._chain or manifest.version != version:
             raise MalformedError(
                 f"{key}: is version {manifest.version} of chain {manifest.chain}", key=key
@@ -179,16 +187,8 @@ class Manifests:
 
     def _taken(self, version: Version) -> bool:
         """Whether a version is there already, in one look that also proves what it follows."""
-        before = [manifest_key(version - 1)] if version else []
-        infos = self._store.find_all([CHAIN_KEY, *before, manifest_key(version)])
-        identity = infos.get(CHAIN_KEY)
-        if self._identity and not (identity and _same(self._identity, identity)):
-            raise PublisherFencedError(
-                f"version {version} can not follow: another publisher replaced the chain",
-                version=version,
-            )
         try:
-            return version in self._note(infos, [version - 1, version])
+            return version in self._look([version - 1, version] if version else [version])
         except ForkedChainError as exc:
             raise PublisherFencedError(
                 f"version {version} can not follow: {exc.args[0]}", version=version
@@ -246,12 +246,11 @@ class Manifests:
             ForkedChainError: One is not what the store said of it before.
         """
         wanted = list(versions)
-        infos = self._store.find_all([manifest_key(version) for version in wanted])
-        return self._note(infos, wanted)
-
-    def _note(
-        self, infos: Mapping[str, ObjectInfo], wanted: Iterable[Version]
-    ) -> dict[Version, ObjectInfo]:
+        known = [CHAIN_KEY] if self._identity else []
+        infos = self._store.find_all([*known, *map(manifest_key, wanted)])
+        identity = infos.get(CHAIN_KEY)
+        if self._identity and not (identity and _same(self._identity, identity)):
+            raise ForkedChainError("the chain at this URL was replaced by another publisher's")
         found = {
             version: infos[manifest_key(version)]
             for version in wanted

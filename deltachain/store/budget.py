@@ -49,6 +49,11 @@ class Budget:
                 return wait_s
             self._sleep(wait_s)
 
+    def charge(self, requests: int) -> None:
+        """Account for requests that left unasked: those that come after wait for them."""
+        with self._lock:
+            self._sent.extend([self._clock()] * requests)
+
     def _try_take(self) -> float:
         """Account for a request, or say how long the oldest one still counts."""
         with self._lock:

@@ -115,10 +115,16 @@ class Hub:
                 f"are spent; the next may leave in {wait_s:.0f} s",
                 key=key,
                 url=self.place.url,
-                hint="poll less often, or allow more by the option calls or DELTACHAIN_HF_CALLS",
+                hint="try again then, or allow more by the option calls or DELTACHAIN_HF_CALLS",
             )
         with self._lock:
             self._requests += 1
+
+    def _charge(self, redirects: int) -> None:
+        """Count requests that a redirect took beyond the one that was admitted."""
+        self._budget.charge(redirects)
+        with self._lock:
+            self._requests += redirects
 
     def call(
         self,
@@ -156,6 +162,7 @@ class Hub:
             reply, trouble = self._send(method, url, body, media, deadline)
             wait_s, hint = pause_s(tries), ""
             if reply is not None:
+                self._charge(len(reply.history))
                 if reply.is_success or self._is_answer(reply):
                     return reply
                 if not _may_pass(reply.status_code):

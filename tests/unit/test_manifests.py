@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from deltachain.chain import Chain
-from deltachain.errors import BrokenChainError, ForkedChainError, PublisherFencedError
+from deltachain.errors import (
+    BrokenChainError,
+    ChainMismatchError,
+    ForkedChainError,
+    PublisherFencedError,
+)
 from deltachain.keys import CHAIN_KEY, manifest_key
 from deltachain.manifest import seal
 from deltachain.store import MemoryStore
@@ -63,7 +68,18 @@ def test_a_history_is_looked_at_once_for_many_versions(wide: WideStore) -> None:
     chain = Chain.open(wide)
     wide.looks.clear()
     assert list(chain.history(0, 299)) == made
-    assert [len(look) for look in wide.looks] == [256, 44]
+    assert [len(look) for look in wide.looks] == [301]
+
+
+def test_the_manifests_of_a_plan_are_looked_at_together(wide: WideStore) -> None:
+    made = extend(create(wide), 40)
+    chain = Chain.open(wide)
+    plan = chain.plan(3, made[-1])
+    assert len(plan.edges) == 36
+    wide.looks.clear()
+    chain.look_ahead(plan)
+    assert [chain.read(edge.version) for edge in plan.edges] == made[4:]
+    assert len(wide.looks) == 1
 
 
 def test_a_manifest_that_was_seen_is_read_without_another_look(wide: WideStore) -> None:
@@ -96,9 +112,21 @@ def test_a_replaced_manifest_is_a_fork(store: MemoryStore) -> None:
 def test_a_replaced_identity_fences_whoever_made_the_first(wide: WideStore) -> None:
     chain = create(wide)
     wide.put(CHAIN_KEY, wide.get(CHAIN_KEY).replace(b"one", b"two"))
-    with pytest.raises(PublisherFencedError, match="version 0 can not follow: another publisher"):
+    with pytest.raises(PublisherFencedError, match="version 0 can not follow: the chain at this"):
         extend(chain, 1)
     assert wide.find(manifest_key(0)) is None
+
+
+def test_a_follower_of_a_replaced_chain_says_so(wide: WideStore) -> None:
+    """Also once the manifests of the first are all that is left of it."""
+    extend(create(wide), 2)
+    follower = Chain.open(wide)
+    assert follower.newest(0) == 1
+    wide.put(CHAIN_KEY, wide.get(CHAIN_KEY).replace(b"one", b"two"))
+    with pytest.raises(ForkedChainError, match="the chain at this URL was replaced"):
+        follower.newest(1)
+    with pytest.raises(ChainMismatchError, match=r"is of chain one, chain\.json says two"):
+        Chain.open(wide).read(1)
 
 
 def test_a_version_that_is_taken_is_not_replaced(wide: WideStore) -> None:
@@ -116,7 +144,7 @@ def test_a_commit_takes_two_looks(wide: WideStore) -> None:
     chain.commit(manifest_after(made[-1]))
     assert wide.looks == [
         [CHAIN_KEY, manifest_key(1), manifest_key(2)],
-        [manifest_key(2), manifest_key(3)],
+        [CHAIN_KEY, manifest_key(2), manifest_key(3)],
     ]
 
 

@@ -50,6 +50,15 @@ def test_next_request_waits_for_the_oldest_to_leave(clock: Clock) -> None:
     assert clock.now == 114
 
 
+def test_what_left_unasked_counts_for_those_that_come_after(clock: Clock) -> None:
+    spending = budget(clock, 3, 10)
+    assert spending.take(0) == 0
+    spending.charge(3)
+    assert spending.take(0) == 10
+    assert spending.take(60) == 0
+    assert clock.now == 110
+
+
 def test_wait_beyond_the_limit_is_told_and_not_begun(clock: Clock) -> None:
     spending = budget(clock, 1, 300)
     assert spending.take(0) == 0

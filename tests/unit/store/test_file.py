@@ -4,6 +4,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -131,14 +132,28 @@ def test_other_users_may_read_as_the_umask_allows(store: FileStore) -> None:
 
 def test_no_descriptor_is_leaked(store: FileStore) -> None:
     store.put("a/b/c", b"data")
-    before = len(list(Path("/proc/self/fd").iterdir()))
     for key in ("a/b/c", "a/b", "a/b/c/d", "x/y"):
         for call in (store.get, store.find, store.delete, lambda key: store.put(key, b"")):
             try:
                 call(key)
             except (StoreError, ConfigError):
                 continue
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert opened_below(root(store)) == []
+
+
+def test_a_descriptor_that_is_leaked_is_seen(store: FileStore) -> None:
+    store.put("a", b"data")
+    with (root(store) / "a").open("rb"):
+        assert opened_below(root(store)) == [root(store) / "a"]
+
+
+def opened_below(folder: Path) -> list[Path]:
+    """Files that this process has open in a folder; those elsewhere may be other tests'."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(link.readlink())
+    return [path for path in found if path.is_relative_to(folder)]
 
 
 # What else may lie in the folder
