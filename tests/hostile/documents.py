@@ -60,6 +60,7 @@ def texts(level: Level) -> Iterator[Case]:
         yield case(level, NAMED.get(name, "another rule"), name, text(level, name))
     for name, cut in CUTS.items():
         yield case(level, "truncated", name, cutting(level, cut))
+    yield case(level, "bomb", "four million lists where anything goes", many_lists(level))
 
 
 def fields(level: Level) -> Iterator[Case]:
@@ -109,6 +110,17 @@ def case(
 
 def text(level: Level, name: str) -> Callable[[Scene], object]:
     return lambda scene: scene.put_document(level, no_documents(scene.document(level))[name])
+
+
+def many_lists(level: Level) -> Callable[[Scene], object]:
+    def act(scene: Scene) -> None:
+        sound = scene.document(level)
+        many = b'"ext":{"a":[' + b"[]," * 4_000_000 + b"[]]}"
+        forged = sound.replace(b'"ext":{}', many, 1)
+        assert forged != sound
+        scene.put_document(level, forged)
+
+    return act
 
 
 def edited(level: Level, edit: Callable[[Any], object]) -> Callable[[Scene], object]:
