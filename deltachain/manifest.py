@@ -19,12 +19,11 @@ from deltachain.errors import (
     MalformedError,
     UnsupportedFormatError,
 )
+from deltachain.guards import check_values, no_repeats
 from deltachain.types import StateDigest, TensorSpec, Version
 
 FORMAT: Final = 1
 """Number of the formats that this version writes and reads."""
-MAX_VALUES: Final = 3_000_000
-"""Values in one document: a table of half a million tensors, and half a gigabyte as objects."""
 FEATURES: Final[frozenset[str]] = frozenset()
 """What a document may require of us."""
 
@@ -322,15 +321,6 @@ def summarise(
 _D = TypeVar("_D", bound=Document)
 
 
-def _no_repeats(fields: list[tuple[str, Any]]) -> None:
-    """What JSON leaves open: which of two equal names counts. Here none does."""
-    seen = set()
-    for name, _ in fields:
-        if name in seen:
-            raise ValueError(f"field {name[:80]!r} is there twice")
-        seen.add(name)
-
-
 class _Gate(msgspec.Struct):
     """The two fields that are read before anything else is."""
 
@@ -350,14 +340,14 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
         UnsupportedFormatError: It needs a newer deltachain.
         MalformedError: It is no such document.
     """
-    _check_values(data, key)
+    check_values(data, key)
     try:
         gate = msgspec.json.decode(data, type=_Gate)
         unknown = set(gate.requires) - FEATURES
         if gate.format != FORMAT or unknown:
             needs = ", ".join(sorted(unknown)) or f"format {gate.format}"
             raise UnsupportedFormatError(f"{key}: needs {needs}", key=key)
-        json.loads(data, object_pairs_hook=_no_repeats)
+        json.loads(data, object_pairs_hook=no_repeats)
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
@@ -377,7 +367,7 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     Raises:
         DigestMismatchError: The payload is not the one that was sealed.
     """
-    _check_values(data, key)
+    check_values(data, key)
     try:
         envelope = msgspec.json.decode(data, type=Envelope)
     except (ValueError, RecursionError) as exc:
@@ -389,16 +379,6 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     if actual != envelope.blake3:
         raise DigestMismatchError(key, expected=envelope.blake3, actual=actual, key=key)
     return parse(payload, kind, key=key)
-
-
-def _check_values(data: bytes, key: str) -> None:
-    """Refuse what would take a hundred times its bytes as objects; counted without reading it.
-
-    Raises:
-        MalformedError: It may have more values than any document.
-    """
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
-        raise MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
 
 
 def read_state(text: str, *, key: str) -> StateDigest:
