@@ -17,6 +17,7 @@ import shutil
 import socket
 import subprocess
 import sysconfig
+import threading
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -60,6 +61,7 @@ class Seaweed:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.RLock()  # a kill waits for a start to be over: none is lost track of
         self._base = 0
         (folder / "data").mkdir(parents=True, exist_ok=True)
         identity = {
@@ -130,10 +132,11 @@ class Seaweed:
 
     def kill(self) -> None:
         """End it as a power cut would, and wait until it is gone."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
             for port in range(self._base, self._base + len(_PORTS)):
                 for left in Path("/tmp").glob(f"seaweedfs-*-{port}.sock"):  # noqa: S108 - its choice
                     left.unlink(missing_ok=True)
@@ -152,6 +155,10 @@ class Seaweed:
         Raises:
             RuntimeError: It did not start.
         """
+        with self._lock:
+            self._restart()
+
+    def _restart(self) -> None:
         self.kill()
         for last in (False, False, True):
             try:
