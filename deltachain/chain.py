@@ -48,7 +48,10 @@ __all__ = ["Chain", "Committed"]
 
 
 class Chain:
-    """One chain in one store. Holds no state but the identity; every call asks the store.
+    """One chain in one store.
+
+    Every call asks the store: what is kept of its answers only names the content that is read next,
+    and tells a fork.
 
     Attributes:
         store: Where it lies.

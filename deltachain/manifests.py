@@ -72,6 +72,8 @@ class Manifests:
         self._store = store
         self._chain = chain
         self._identity = identity
+        can = store.capabilities
+        self._remembers = can.probes > 1 or not can.conditional_put
         self._seen: OrderedDict[Version, ObjectInfo] = OrderedDict()
         self._lock = Lock()
 
@@ -232,7 +234,7 @@ class Manifests:
     def _bytes(self, version: Version) -> Buffer:
         """Bytes of a manifest: of the very one that was seen, where the store can tell."""
         key = manifest_key(version)
-        if self._store.capabilities.conditional_put:
+        if not self._remembers:
             return self._store.get(key)
         seen = self._seen.get(version) or self._look([version]).get(version)
         if seen is None:
@@ -256,7 +258,7 @@ class Manifests:
             for version in wanted
             if manifest_key(version) in infos
         }
-        if not self._store.capabilities.conditional_put:
+        if self._remembers:
             self._remember(found)
         return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
 from deltachain.errors import (
@@ -274,16 +274,18 @@ class FsspecStore:
         folder = path.rpartition("/")[0]
         temporary = f"{folder}/.tmp-{secrets.token_hex(8)}"
         self._call(self._fs.makedirs, folder, exist_ok=True)
-        try:
+        with ExitStack() as unless_moved:
+            unless_moved.callback(self._remove_quietly, temporary)
             self._call(self._fs.pipe_file, temporary, data)
             self._refuse_folder(path)
             if self._promises.writes == "swap" and self._call(self._fs.exists, path):
                 self._call(self._fs.rm_file, path)
             self._call(self._fs.mv, temporary, path)
-        except BaseException:
-            with suppress(*self._failures):  # what counts is how the write ended
-                self._call(self._fs.rm_file, temporary)
-            raise
+            unless_moved.pop_all()
+
+    def _remove_quietly(self, path: str) -> None:
+        with suppress(*self._failures):  # what counts is how the write ended
+            self._call(self._fs.rm_file, path)
 
     def _refuse_folder(self, path: str) -> None:
         # Some file systems move a file into a folder that has the name which it shall get.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deltachain.store import open_store
 
@@ -31,7 +32,7 @@ class Place:
 
 
 def open_place(
-    kind: str, folder: Path, server: Callable[[str], object], setenv: Callable[[str, str], None]
+    kind: str, folder: Path, server: Callable[[str], Any], setenv: Callable[[str, str], None]
 ) -> Place:
     """A place nobody has used.
 
@@ -46,15 +47,15 @@ def open_place(
     name = uuid.uuid4().hex
     if kind == "s3":
         seaweed = server("seaweed")
-        for variable, value in seaweed.env().items():  # type: ignore[attr-defined]
+        for variable, value in seaweed.env().items():
             setenv(variable, value)
-        return Place(kind, seaweed.url(name))  # type: ignore[attr-defined]
+        return Place(kind, seaweed.url(name))
     hub = server("hub")
-    for variable, value in hub.env().items():  # type: ignore[attr-defined]
+    for variable, value in hub.env().items():
         setenv(variable, value)
     setenv("DELTACHAIN_HF_CALLS", "1000000")  # a Hub without limits: these have their own tests
-    hub.configure(calls=1_000_000, resolver_calls=1_000_000)  # type: ignore[attr-defined]
-    hub.create_bucket(f"crash/{name}")  # type: ignore[attr-defined]
+    hub.configure(calls=1_000_000, resolver_calls=1_000_000)
+    hub.create_bucket(f"crash/{name}")
     return Place(kind, f"hf://buckets/crash/{name}")
 
 

@@ -112,7 +112,9 @@ def test_a_server_dies_in_the_middle_of_a_fetch(place: Place, killer: Killer) ->
     with Subscriber(url, tensors) as subscriber:
         assert subscriber.chain.has(0)
         killer.kill_after(0.02)
+        began = time.monotonic()
         receipt = subscriber.update()
+        assert time.monotonic() - began > DOWN_S  # it was struck, and waited
     assert receipt is not None
     assert same(bits_of(tensors), bits_of(model))
 
