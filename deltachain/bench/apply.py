@@ -143,12 +143,12 @@ class Scene:
         """
         self.put_old()
         patches = self.stage()
-        self.target.swap(patches, HELD)
+        self.target.write(patches, HELD)
         for wanted in ("new", "old"):
             for tensor in self.tensors:
                 if not np.array_equal(tensor.bits[tensor.indices], getattr(tensor, wanted)):
                     raise ArithmeticError(f"{tensor.spec.name} does not hold its {wanted} bits")
-            self.target.swap([patch.undo() for patch in patches], HELD)
+            self.target.write([patch.undo() for patch in patches], HELD)
         return patches
 
 
@@ -193,10 +193,10 @@ def measure(scene: Scene, rounds: int) -> Timings:
             Candidate(BARE, bare, scene.put_old),
             Candidate("numpy w[i] = v", fancy, scene.put_old),
             Candidate("patch.write", patch_write, scene.put_old),
-            Candidate(SWAP, partial(scene.target.swap, patches, HELD), scene.put_old),
-            Candidate(UNDO, partial(scene.target.swap, backwards, HELD), scene.put_new),
+            Candidate(SWAP, partial(scene.target.write, patches, HELD), scene.put_old),
+            Candidate(UNDO, partial(scene.target.write, backwards, HELD), scene.put_new),
             Candidate(STAGE, scene.stage, scene.put_old),
-            Candidate(WHOLE, lambda: scene.target.swap(scene.stage(), HELD), scene.put_old),
+            Candidate(WHOLE, lambda: scene.target.write(scene.stage(), HELD), scene.put_old),
         ]
         return round_robin(candidates, rounds)
 

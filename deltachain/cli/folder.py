@@ -37,10 +37,10 @@ class OwnFolder(FolderTarget):
             )
         super().bind(specs, aliases)
 
-    def swap(self, patches: Iterable[Patch], held: Held) -> None:
+    def write(self, patches: Iterable[Patch], held: Held) -> None:
         """See :class:`FolderTarget`."""
         self.refuse_other(held.chain)
-        super().swap(patches, held)
+        super().write(patches, held)
 
     def refuse_other(self, chain: str) -> None:
         """Refuse to put a chain into the folder of another one.

@@ -7,7 +7,7 @@ from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status
 from deltachain.subscribe.subscriber import Subscriber
-from deltachain.subscribe.target import Held, Target
+from deltachain.subscribe.target import Held, Prepared, Target
 from deltachain.subscribe.tensors import TensorTarget
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "FolderTarget",
     "Held",
     "Patch",
+    "Prepared",
     "Staged",
     "Status",
     "SubscribeConfig",

@@ -37,6 +37,7 @@ from deltachain.errors import (
 from deltachain.manifest import Document, dump, parse
 from deltachain.subscribe.journal import Journal, Seal
 from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, state_of, write
+from deltachain.subscribe.patched import PatchedTarget
 from deltachain.subscribe.target import Held
 from deltachain.types import StateDigest, TensorSpec
 
@@ -52,7 +53,7 @@ class HeldFile(Document, frozen=True, kw_only=True):
     held: Held | None
 
 
-class FolderTarget:
+class FolderTarget(PatchedTarget):
     """A checkpoint folder, memory-mapped. One process at a time may write to it.
 
     A folder that has no weights is given them by the first swap, which must then write every
@@ -125,13 +126,13 @@ class FolderTarget:
         return total
 
     def prepare(self, delta: TensorDelta) -> Patch:
-        """See :class:`Target`; a folder without weights has zeros, which only dense deltas meet."""
+        """See :class:`PatchedTarget`; without weights there are zeros: only dense deltas fit."""
         live = self._live.get(delta.spec.name)
         zeros = np.zeros(delta.spec.numel, delta.spec.bits_dtype) if live is None else live[0]
         return prepare(zeros, delta)
 
-    def swap(self, patches: Iterable[Patch], held: Held) -> None:
-        """See :class:`Target`."""
+    def write(self, patches: Iterable[Patch], held: Held) -> None:
+        """See :class:`PatchedTarget`."""
         try:
             if not self._live:
                 self._create(patches, held)

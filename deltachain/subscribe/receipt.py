@@ -26,6 +26,7 @@ class ApplyReceipt:
         fetch_s: Seconds of planning and fetching.
         stage_s: Seconds of decoding, gathering and proving, while the target was in use.
         swap_s: Seconds of writing.
+        pause_s: Seconds that the target was out of use: writing, and an engine's pause around it.
     """
 
     version: Version
@@ -42,6 +43,7 @@ class ApplyReceipt:
     fetch_s: float
     stage_s: float
     swap_s: float
+    pause_s: float
 
     def __str__(self) -> str:
         origin = "nothing" if self.previous is None else self.previous

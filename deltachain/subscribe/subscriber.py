@@ -33,11 +33,10 @@ from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.folder import FolderTarget
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
-from deltachain.subscribe.patch import Patch
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged, prove
+from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status
-from deltachain.subscribe.target import Held, Target
+from deltachain.subscribe.target import Held, Prepared, Target
 from deltachain.subscribe.tensors import TensorTarget
 from deltachain.subscribe.undo import UndoLog
 from deltachain.types import StateDigest, Version
@@ -173,14 +172,14 @@ class Subscriber:
                     hint="stage again",
                 )
             start = time.perf_counter()
-            self._write(staged.all_patches(self.target), staged.to)
-            swap_s = time.perf_counter() - start
-            if staged.held is None or not staged.keeps_undo:
+            swap_s = self._write(staged.prepared, staged.to)
+            pause_s = time.perf_counter() - start
+            if staged.held is None or not staged.prepared.can_undo:
                 self._undo.clear()
             else:
-                self._undo.push(staged.held, staged.patches)
+                self._undo.push(staged.held, staged.prepared)
             requests, self._counted = self._counted, self._store.requests
-            receipt = self.last = _receipt(staged, swap_s, self._counted - requests)
+            receipt = self.last = _receipt(staged, swap_s, pause_s, self._counted - requests)
         logger.info("%s", receipt)
         return receipt
 
@@ -212,7 +211,7 @@ class Subscriber:
         elif self._undo.reaches(goal):
             while self._held is not None and self._held.version != goal:
                 undo = self._undo.last()
-                self._write(iter(undo.patches), undo.held)
+                self._write(undo.prepared, undo.held)
                 self._undo.pop()
         else:
             self.swap(self._stage(require(chain, goal), None))
@@ -296,8 +295,7 @@ class Subscriber:
         fetched = self._fetch(committed, held)
         fetched_at = time.perf_counter()
         try:
-            proof = prove(
-                self.target,
+            prepared = self.target.stage(
                 fetched,
                 base=StateDigest.parse(held.state) if held else None,
                 state=committed.state,
@@ -310,15 +308,13 @@ class Subscriber:
         staged_at = time.perf_counter()
         newest = self.chain.newest(committed.version)
         return Staged(
-            held=held if proof.base_too else None,
+            held=held if prepared.base_too else None,
             to=held_by(self.chain, committed),
             step=committed.manifest.step,
             time=committed.manifest.time,
             generation=generation,
             fetched=fetched,
-            patches=proof.patches,
-            deferred=proof.deferred,
-            nnz=proof.nnz,
+            prepared=prepared,
             head=newest,
             fetch_s=fetched_at - start,
             stage_s=staged_at - fetched_at,
@@ -345,16 +341,17 @@ class Subscriber:
                 avoid += bad
                 failure = exc
 
-    def _write(self, patches: Iterator[Patch], to: Held) -> None:
+    def _write(self, prepared: Prepared, to: Held) -> float:
         self._generation += 1
         try:
-            self.target.swap(patches, to)
+            seconds = self.target.swap(prepared, to)
         except PartialApplyError:
             raise
         except BaseException:
             self._poison()
             raise
         self._held, self.poisoned = to, False
+        return seconds
 
     def _poison(self) -> None:
         """What the target holds can not be proven: what is staged or remembered on it is void."""
@@ -379,14 +376,14 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
     return found or [edge for edge in plan.edges if edge.kind == "base"]
 
 
-def _receipt(staged: Staged, swap_s: float, requests: int) -> ApplyReceipt:
+def _receipt(staged: Staged, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
     return ApplyReceipt(
         version=staged.to.version,
         previous=staged.held.version if staged.held else None,
         step=staged.step,
         state=StateDigest.parse(staged.to.state),
         plan=str(staged.fetched.plan),
-        nnz=staged.nnz,
+        nnz=staged.prepared.nnz,
         nbytes=staged.fetched.nbytes,
         requests=requests,
         refetched=staged.fetched.refetched,
@@ -395,4 +392,5 @@ def _receipt(staged: Staged, swap_s: float, requests: int) -> ApplyReceipt:
         fetch_s=staged.fetch_s,
         stage_s=staged.stage_s,
         swap_s=swap_s,
+        pause_s=pause_s,
     )

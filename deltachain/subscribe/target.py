@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from deltachain.delta import TensorDelta
 from deltachain.errors import PartialApplyError, PoisonedError
+from deltachain.fetch import Fetched
 from deltachain.manifest import Struct
 from deltachain.subscribe.patch import LiveBits, Patch, write
 from deltachain.types import StateDigest, TensorSpec
@@ -30,10 +30,40 @@ class Held(Struct, frozen=True, kw_only=True):
     state: str
 
 
+class Prepared(Protocol):
+    """What a target keeps of an apply between its two halves, and afterwards to take it back."""
+
+    @property
+    def nnz(self) -> int:
+        """Elements that it writes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+
+    @property
+    def base_too(self) -> bool:
+        """Whether what it overwrites is proven as well.
+
+        A plan from nothing leads to the right state from any other, but taking it back must lead to
+        one that is known.
+        """
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the old bits are kept, so that a failure in the middle can be taken back.
+
+        If not, the replica should leave service before it swaps.
+        """
+
+    def undo(self) -> Prepared:
+        """What takes it back."""
+
+
 class Target(Protocol):
     """A copy of the model that a subscriber keeps up with the chain.
 
-    ``bind`` comes first. ``prepare`` only reads, and may run while the model is in use; ``swap`` is
+    ``bind`` comes first. ``stage`` only reads, and may run while the model is in use; ``swap`` is
     the only method that writes, and needs that nobody else does.
     """
 
@@ -53,19 +83,35 @@ class Target(Protocol):
         ``None`` when there are none, or when tied weights that should be equal are not.
         """
 
-    def prepare(self, delta: TensorDelta) -> Patch:
-        """Compute from live bits what applying the delta will write."""
+    def stage(
+        self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
+    ) -> Prepared:
+        """Compute what a plan will write, and prove that the result is the version it leads to.
 
-    def close(self) -> None:
-        """Give back what the target holds on to; closing twice is allowed."""
+        Nothing is written.
 
-    def swap(self, patches: Iterable[Patch], held: Held) -> None:
-        """Write patches, all or none, and remember ``held``. Consumes ``patches`` once.
+        Args:
+            fetched: The plan's objects.
+            base: State digest the target holds; ``None`` when that can not be proven.
+            state: State digest of the version.
+            budget: Bytes of old and new bits to keep. What does not fit is computed again while it
+                is written, and can not be taken back.
+
+        Raises:
+            BaseMismatchError: The target does not hold the bits that the plan applies to.
+            BrokenChainError: A plan from nothing does not give every tensor whole.
+        """
+
+    def swap(self, prepared: Prepared, held: Held) -> float:
+        """Write what was staged, all or nothing, and remember ``held``; the seconds of writing.
 
         Raises:
             PartialApplyError: It failed, and the old bits are back.
             PoisonedError: It failed, and what the target holds can not be proven.
         """
+
+    def close(self) -> None:
+        """Give back what the target holds on to; closing twice is allowed."""
 
 
 def write_all(live: Mapping[str, list[LiveBits]], patches: Iterable[Patch], held: Held) -> None:

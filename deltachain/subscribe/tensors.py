@@ -11,11 +11,12 @@ from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismat
 from deltachain.kernels.device import bits_of
 from deltachain.names import WIRE_NAMES, named_tensors
 from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, state_of
+from deltachain.subscribe.patched import PatchedTarget
 from deltachain.subscribe.target import Held, write_all
 from deltachain.types import StateDigest, TensorSpec
 
 
-class TensorTarget:
+class TensorTarget(PatchedTarget):
     """Tensors by checkpoint name, on the host or on devices, written in place.
 
     Addresses never change. Tied weights may be one tensor or several; each place is written once.
@@ -82,11 +83,11 @@ class TensorTarget:
         return total
 
     def prepare(self, delta: TensorDelta) -> Patch:
-        """See :class:`Target`."""
+        """See :class:`PatchedTarget`."""
         return prepare(self._live[delta.spec.name][0], delta)
 
-    def swap(self, patches: Iterable[Patch], held: Held) -> None:
-        """See :class:`Target`."""
+    def write(self, patches: Iterable[Patch], held: Held) -> None:
+        """See :class:`PatchedTarget`."""
         if self._has_moved():
             raise BaseMismatchError(
                 f"version {held.version}: the target's tensors were replaced since; nothing was "

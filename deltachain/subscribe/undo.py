@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from deltachain.subscribe.patch import Patch
-from deltachain.subscribe.target import Held
+from deltachain.subscribe.target import Held, Prepared
 from deltachain.types import Version
 
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """How to take back one apply: what was held before, and the patches that lead there."""
+    """How to take back one apply: what was held before, and what leads there."""
 
     held: Held
-    patches: tuple[Patch, ...]
+    prepared: Prepared
 
 
 class UndoLog:
@@ -23,17 +22,17 @@ class UndoLog:
 
     Args:
         applies: Most applies that are kept.
-        nbytes: Most bytes of patches that are kept.
+        nbytes: Most bytes that they take.
     """
 
     def __init__(self, applies: int, nbytes: int) -> None:
         self._log: deque[Undo] = deque(maxlen=applies)
         self._nbytes = nbytes
 
-    def push(self, held: Held, patches: tuple[Patch, ...]) -> None:
+    def push(self, held: Held, prepared: Prepared) -> None:
         """Keep an apply that replaced ``held``; the oldest make room for it."""
-        self._log.append(Undo(held, tuple(patch.undo() for patch in patches)))
-        while self._log and sum(p.nbytes for u in self._log for p in u.patches) > self._nbytes:
+        self._log.append(Undo(held, prepared.undo()))
+        while self._log and sum(undo.prepared.nbytes for undo in self._log) > self._nbytes:
             self._log.popleft()
 
     def clear(self) -> None:

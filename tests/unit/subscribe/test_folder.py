@@ -19,6 +19,7 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber, folder, journal
 from deltachain.subscribe import patch as patch_module
 from deltachain.subscribe.folder import LOCK_FILE
+from deltachain.subscribe.patched import Patches
 from deltachain.testing.models import State, TinyModel, bits_of, plain_model, same
 
 Publish = Callable[..., None]
@@ -280,8 +281,10 @@ def test_a_plan_that_does_not_fill_an_empty_folder_is_refused(
     staged = subscriber.stage()
     assert staged is not None
     assert store.find("manifests/00000000000000000000.json") is not None
+    assert isinstance(subscriber.target, FolderTarget)
+    assert isinstance(staged.prepared, Patches)
     with pytest.raises(PartialApplyError, match="has no weights"):
-        subscriber.target.swap(staged.patches[:-1], staged.to)
+        subscriber.target.write(staged.prepared.patches[:-1], staged.to)
     assert [path.name for path in mirror.iterdir()] == [LOCK_FILE]
 
 

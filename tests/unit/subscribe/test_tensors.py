@@ -21,6 +21,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import Subscriber, TensorTarget, tensors
 from deltachain.subscribe import patch as patch_module
 from deltachain.subscribe import target as target_module
+from deltachain.subscribe.patched import Patches
 from deltachain.testing.models import (
     TinyModel,
     bits_of,
@@ -157,9 +158,10 @@ def test_what_does_not_fit_is_decoded_again_while_it_is_written(
     subscriber = subscribe(zeros, stage_budget=6000)
     staged = subscriber.stage()
     assert staged is not None
-    assert staged.deferred
-    assert staged.patches
-    assert not staged.keeps_undo
+    assert isinstance(staged.prepared, Patches)
+    assert staged.prepared.deferred
+    assert staged.prepared.patches
+    assert not staged.prepared.can_undo
     subscriber.swap(staged)
     assert same(bits_of(zeros), bits_of(model))
     publish(2)
@@ -180,7 +182,8 @@ def test_a_failure_after_something_was_lost_poisons_and_heals(
     publish(2)
     staged = subscriber.stage()
     assert staged is not None
-    assert len(staged.deferred) > 3
+    assert isinstance(staged.prepared, Patches)
+    assert len(staged.prepared.deferred) > 3
     writes.done.clear()
     writes.failing[3] = OSError("device lost")
     with pytest.raises(PoisonedError, match="was overwritten") as caught:
@@ -200,8 +203,9 @@ def test_a_failure_before_anything_was_lost_is_taken_back(
     publish(2)
     staged = subscriber.stage()
     assert staged is not None
-    assert staged.deferred
-    assert len(staged.patches) > 1
+    assert isinstance(staged.prepared, Patches)
+    assert staged.prepared.deferred
+    assert len(staged.prepared.patches) > 1
     before = bits_of(zeros)
     writes.done.clear()
     writes.failing[2] = OSError("device lost")
