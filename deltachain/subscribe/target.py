@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from deltachain.errors import PartialApplyError, PoisonedError
 from deltachain.fetch import Fetched
 from deltachain.manifest import Struct
-from deltachain.subscribe.patch import LiveBits, Patch, write
-from deltachain.types import StateDigest, TensorSpec
+from deltachain.subscribe.patch import LiveBits, Patch
+from deltachain.subscribe.patch import write as write_patch
+from deltachain.types import StateDigest, TensorSpec, Version
 
 
 class Held(Struct, frozen=True, kw_only=True):
@@ -114,55 +116,66 @@ class Target(Protocol):
         """Give back what the target holds on to; closing twice is allowed."""
 
 
-def write_all(live: Mapping[str, list[LiveBits]], patches: Iterable[Patch], held: Held) -> None:
+@dataclass(frozen=True, slots=True)
+class Write:
+    """A patch, and every place it goes to."""
+
+    patch: Patch
+    places: Sequence[LiveBits]
+
+
+def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
     """Write patches into live bits; if one fails, take back all that were begun.
 
     Args:
-        live: Every place where a tensor's bits live, by name.
-        patches: Consumed once; a patch that is computed only now must be of another tensor than all
+        writes: Consumed once; one that is computed only now must be of another tensor than all
             before it.
-        held: What is being written, for the error.
+        version: What is being written, for the error.
+
+    Returns:
+        What was written, for :func:`take_back`.
 
     Raises:
         PartialApplyError: It failed, and the old bits are back.
         PoisonedError: Taking back failed as well.
     """
-    begun: list[Patch] = []
-    lost = ""
+    begun: list[Write] = []
     try:
-        for patch in patches:
-            if patch.old is None:
-                lost = patch.spec.name
-            else:
-                begun.append(patch)
-            for bits in live[patch.spec.name]:
-                write(bits, patch)
+        for write in writes:
+            begun.append(write)
+            for bits in write.places:
+                write_patch(bits, write.patch)
     except BaseException as exc:
-        if lost:
-            raise PoisonedError(
-                f"swap to version {held.version} failed after {lost!r} was overwritten: {exc}",
-                version=held.version,
-                tensor=lost,
-            ) from exc
-        _take_back(live, begun, held, exc)
+        take_back(begun, version, exc)
         if not isinstance(exc, Exception):
             raise  # Ctrl-C: the old bits are back, and whoever pressed it is answered
         raise PartialApplyError(
-            f"swap to version {held.version} failed and was taken back: {exc}",
-            version=held.version,
-            tensor=begun[-1].spec.name if begun else "",
+            f"swap to version {version} failed and was taken back: {exc}",
+            version=version,
+            tensor=begun[-1].patch.spec.name if begun else "",
         ) from exc
+    return begun
 
 
-def _take_back(
-    live: Mapping[str, list[LiveBits]], begun: list[Patch], held: Held, cause: BaseException
-) -> None:
+def take_back(begun: Sequence[Write], version: Version, cause: BaseException) -> None:
+    """Put back the bits that were there before some writes, newest first.
+
+    Raises:
+        PoisonedError: One could not be, or its old bits were not kept.
+    """
+    lost = next((w.patch.spec.name for w in begun if w.patch.old is None), "")
+    if lost:
+        raise PoisonedError(
+            f"swap to version {version} failed after {lost!r} was overwritten: {cause}",
+            version=version,
+            tensor=lost,
+        ) from cause
     try:
-        for patch in reversed(begun):
-            for bits in live[patch.spec.name]:
-                write(bits, patch.undo())
+        for write in reversed(begun):
+            for bits in write.places:
+                write_patch(bits, write.patch.undo())
     except BaseException as exc:
         raise PoisonedError(
-            f"swap to version {held.version} failed ({cause}), and so did taking it back: {exc}",
-            version=held.version,
+            f"swap to version {version} failed ({cause}), and so did taking it back: {exc}",
+            version=version,
         ) from exc

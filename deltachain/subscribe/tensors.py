@@ -12,7 +12,7 @@ from deltachain.kernels.device import bits_of
 from deltachain.names import WIRE_NAMES, named_tensors
 from deltachain.subscribe.patch import LiveBits, Patch, prepare, same_bits, state_of
 from deltachain.subscribe.patched import PatchedTarget
-from deltachain.subscribe.target import Held, write_all
+from deltachain.subscribe.target import Held, Write, write_all
 from deltachain.types import StateDigest, TensorSpec
 
 
@@ -96,7 +96,8 @@ class TensorTarget(PatchedTarget):
             )
         before, self._held = self._held, None
         try:
-            write_all(self._live, patches, held)
+            writes = (Write(patch, self._live[patch.spec.name]) for patch in patches)
+            write_all(writes, held.version)
         except PartialApplyError:
             self._held = before
             raise

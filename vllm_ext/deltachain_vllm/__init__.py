@@ -1,36 +1,53 @@
-"""The vLLM side of deltachain: what vLLM's plugin entry points resolve to.
+"""The vLLM side of deltachain: what vLLM's plugin entry points and flags resolve to.
 
-vLLM discovers both names below; neither hooks anything into it. This module imports nothing but
-the standard library, because vLLM loads it in every process it starts.
+This module imports nothing but the standard library, because vLLM loads it in every process it
+starts; what needs vLLM, torch or the rest of deltachain is imported when it is asked for.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import logging
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["EndpointPlugin", "register"]
+if TYPE_CHECKING:
+    from deltachain_vllm.endpoint import EndpointPlugin
+    from deltachain_vllm.extension import WorkerExtension
+    from deltachain_vllm.offline import subscribe
+
+__all__ = ["EndpointPlugin", "WorkerExtension", "register", "subscribe"]
+
+BACKEND: Final = "deltachain"
+"""Name of the weight-transfer backend."""
+
+_HOMES: Final = {
+    "EndpointPlugin": "deltachain_vllm.endpoint",
+    "WorkerExtension": "deltachain_vllm.extension",
+    "subscribe": "deltachain_vllm.offline",
+}
+
+logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``; registers nothing.
+    """Entry point of ``vllm.general_plugins``: make the backend known to vLLM.
 
     vLLM calls it in the API server, the engine core and every worker, possibly more than once in
-    one process, and does not catch what it raises: it must stay cheap, idempotent and silent.
+    one process, and does not catch what it raises. So it may be called again, and a vLLM without
+    such backends is told of in the log, not by a crash.
     """
+    try:
+        from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415
+            WeightTransferEngineFactory as Factory,
+        )
+
+        if BACKEND not in Factory._registry:  # vLLM has no public way to ask
+            Factory.register_engine(BACKEND, "deltachain_vllm.backend", "DeltaChainEngine")
+    except (ImportError, AttributeError, ValueError) as exc:
+        logger.warning("deltachain is not registered with this vLLM: %s", exc)
 
 
-class EndpointPlugin:
-    """Entry point of ``vllm.endpoint_plugins``; attaches no routes.
-
-    vLLM instantiates it without arguments in the API server, and only if ``VLLM_PLUGINS`` names
-    it. The shape is vLLM's ``EndpointPlugin`` protocol, spelled without importing vLLM.
-    """
-
-    name: Final = "deltachain_http"
-    required_tasks: Final = None  # eligible whatever the server can do
-
-    def attach_router(self, app: object) -> None:
-        """Called once, after the server's own routes are on its FastAPI ``app``."""
-
-    async def init_state(self, engine_client: object, state: object, args: object) -> None:
-        """Called once when the engine is up; ``engine_client`` is None on a render server."""
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -41,7 +41,7 @@ class Writes:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.failing: dict[int, BaseException] = {}
-        monkeypatch.setattr(target_module, "write", self._write)
+        monkeypatch.setattr(target_module, "write_patch", self._write)
 
     def _write(self, live: Any, patch: patch_module.Patch) -> None:
         self.done.append(patch.spec.name)

@@ -1,0 +1,349 @@
+"""Which way leads each checkpoint tensor into one rank's live weights, found out and proven.
+
+Nothing is believed of an engine. What its loader does is recorded; what it did is read back and
+compared with the checkpoint, bit for bit; what it computes from is tried. A tensor is written in
+place only if all of that agrees. Otherwise its way is the engine's own loading, if doing it again
+changes no bit, and if not, it is refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import TensorMismatchError
+from deltachain.names import TORCH_DTYPES, WIRE_NAMES
+from deltachain.subscribe.classes import Classified, TensorClass
+from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.patch import LiveBits, same_bits
+from deltachain.subscribe.recorder import Recording, record
+from deltachain.subscribe.windows import Place, on_device_of, storage_bits
+from deltachain.types import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The ways into one rank.
+
+    Attributes:
+        classes: Of every tensor of the chain.
+        reasons: Of those that are not in place.
+        places: Of those that are, aliases included.
+    """
+
+    classes: Mapping[str, TensorClass]
+    reasons: Mapping[str, str]
+    places: Mapping[str, tuple[Place, ...]]
+
+    def report(self) -> dict[str, Classified]:
+        """What the leader is told."""
+        return {
+            name: Classified(
+                kind=kind,
+                reason=self.reasons.get(name, ""),
+                windows=tuple(
+                    (p.window.offset, p.window.size, p.window.stride)
+                    for p in self.places.get(name, ())
+                ),
+            )
+            for name, kind in self.classes.items()
+        }
+
+
+def attach(model: EngineModel, source: Source) -> Attached:
+    """Find a way for every tensor of a chain into a rank that holds the checkpoint it loaded.
+
+    Args:
+        model: Not in use meanwhile. Its bits are the same afterwards.
+        source: The checkpoint that it loaded.
+
+    Raises:
+        TensorMismatchError: The engine keeps weights that no tensor is the source of.
+    """
+    recording = record(model.load, source.loaded.values(), model.tensors)
+    finding = _Finding(model, source, recording)
+    finding.read_back()
+    finding.look_behind()
+    finding.try_loading()
+    finding.try_reloading()
+    attached = finding.result()
+    _check_coverage(model, attached, finding.layers)
+    return attached
+
+
+def attach_again(model: EngineModel, source: Source, before: Attached) -> Attached:
+    """Find places again in an engine that replaced its tensors, whatever they hold now.
+
+    Raises:
+        TensorMismatchError: It also changed how it lays them out.
+    """
+    recording = record(model.load, source.loaded.values(), model.tensors)
+    places: dict[str, list[Place]] = {name: [] for name in before.places}
+    for here, found in recording.places.items():
+        if source.owner[here] in places:
+            places[source.owner[here]] += found
+    after = replace(before, places={n: tuple(_distinct(p)) for n, p in places.items()})
+    if after.report() != before.report():
+        raise TensorMismatchError(
+            "the engine laid its weights out anew", hint="restart the engine to follow on"
+        )
+    return after
+
+
+class Source:
+    """The checkpoint that the engine loaded, by the names of the chain.
+
+    Args:
+        checkpoint: Its files.
+        specs: The chain's tensors.
+        aliases: Other names of tied ones; those in the checkpoint are loaded as well.
+
+    Raises:
+        TensorMismatchError: A tensor is not there, or has another dtype or shape.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.specs = specs
+        self.owner = {**{name: name for name in specs}, **aliases}
+        self.names = {
+            name: [n for n, of in self.owner.items() if of == name and n in checkpoint.specs]
+            for name in specs
+        }
+        self.loaded: dict[str, TensorSpec] = {}
+        for name, spec in specs.items():
+            if not self.names[name]:
+                raise TensorMismatchError(
+                    f"{checkpoint.path} has no {name!r}: the engine loaded another model",
+                    tensor=name,
+                )
+            for here in self.names[name]:
+                have = checkpoint.specs[here]
+                if (have.dtype, have.shape) != (spec.dtype, spec.shape):
+                    raise TensorMismatchError(
+                        f"{here!r} is {have.dtype}{have.shape} in {checkpoint.path}, "
+                        f"{spec.dtype}{spec.shape} in the chain",
+                        tensor=name,
+                    )
+                self.loaded[here] = have
+
+    def bits(self, name: str) -> LiveBits:
+        """Flat bits of a tensor of the chain, as the checkpoint has it."""
+        return self.checkpoint.bits(self.names[name][0])
+
+    def copy(self, name: str) -> npt.NDArray[Any]:
+        """Flat bits of a tensor, for keeping and changing."""
+        return self.checkpoint.bits(self.names[name][0]).copy()
+
+    def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors for a loader, under every name the checkpoint has; made as asked for."""
+        for name in names:
+            for here in self.names[name]:
+                yield here, tensor_of(self.specs[name], self.bits(name))
+
+
+def tensor_of(spec: TensorSpec, bits: LiveBits) -> Tensor:
+    """A tensor of its own with these bits: loaders edit what they are given."""
+    copied = bits.clone() if isinstance(bits, Tensor) else torch.from_numpy(bits.copy())
+    return copied.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
+
+class _Finding:
+    """What is known so far of every tensor, and what is tried to learn more."""
+
+    def __init__(self, model: EngineModel, source: Source, recording: Recording) -> None:
+        self.model = model
+        self.source = source
+        self.places: dict[str, list[Place]] = {name: [] for name in source.specs}
+        self.reasons: dict[str, str] = {}
+        self.broken: set[str] = set()
+        self.classes: dict[str, TensorClass] = {}
+        self.layers: Mapping[str, frozenset[str]] = {}
+        for here, places in recording.places.items():
+            self.places[source.owner[here]] += places
+        for here, reason in recording.reasons.items():
+            self.reasons.setdefault(source.owner[here], reason)
+        self.broken.update(source.owner[here] for here in recording.raised)
+
+    def read_back(self) -> None:
+        """Compare live bits with the checkpoint's: a post-processed parameter can not be written.
+
+        A place that a tied name has as well is written once.
+        """
+        sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
+        for name, spec in self.source.specs.items():
+            self.places[name] = _distinct(self.places[name])
+            for place in self.places[name]:
+                dtype = WIRE_NAMES.get(place.live.dtype)
+                if dtype != spec.dtype:
+                    self.reasons.setdefault(name, f"the engine serves it as {dtype}")
+                elif not same_bits(
+                    place.view, on_device_of(place.live, place.cut(self.source.bits(name)))
+                ):
+                    self._break(name, "the engine changed its bits after loading")
+                sharing[place.live.untyped_storage().data_ptr()].append((name, place))
+        for shared in sharing.values():
+            self._refuse_shared(shared)
+
+    def _refuse_shared(self, shared: list[tuple[str, Place]]) -> None:
+        """Two tensors at one place would overwrite one another."""
+        if len(shared) == 1:
+            return
+        live = shared[0][1].live
+        taken = torch.zeros(
+            live.untyped_storage().nbytes() // live.element_size(), dtype=torch.bool
+        )
+        for name, place in shared:
+            mine = taken.as_strided(place.live.shape, place.live.stride(), place.at)
+            if bool(mine.any()):
+                self._break(name, "it shares live elements with another tensor")
+            mine.fill_(True)
+
+    def look_behind(self) -> None:
+        """Find layers that compute from a hidden copy, and what is loaded into which layer."""
+        packed = self.model.packed()
+        if not packed and not self.reasons:
+            return
+        self.layers = self._layers()
+        for name, layers in self.layers.items():
+            behind = sorted(layers & packed.keys())
+            if behind:
+                self._break(name, packed[behind[0]])
+
+    def _layers(self) -> dict[str, frozenset[str]]:
+        meta = {
+            here: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            for here, spec in self.source.loaded.items()
+        }
+        found: dict[str, frozenset[str]] = defaultdict(frozenset)
+        for here, layers in self.model.layers(meta).items():
+            found[self.source.owner[here]] |= layers
+        return dict(found)
+
+    def try_loading(self) -> None:
+        """Give what was computed or cast to the engine's loader again: no bit may change."""
+        doubtful = [name for name in self.reasons if name not in self.broken]
+        for group in ([doubtful], [[name] for name in doubtful]):
+            for names in group:
+                left = [name for name in names if name not in self.classes]
+                if left and not self._changes(lambda: self.model.load(self.source.clones(left))):  # noqa: B023
+                    self.classes.update(dict.fromkeys(left, "loaded"))
+        self.broken.update(name for name in doubtful if name not in self.classes)
+
+    def try_reloading(self) -> None:
+        """Reload the layers of what is left, whole: again, no bit may change."""
+        for names in self._whole_layers():
+            why = self._changes(lambda: self.model.reload(self.source.clones(names)))  # noqa: B023
+            for name in names:
+                self.classes[name] = "refused" if why else "reloaded"
+                reason = self.reasons.get(name, "its layer is packed")
+                self.reasons[name] = f"{reason}; {why}" if why else reason
+
+    def _whole_layers(self) -> list[list[str]]:
+        """Groups of tensors that must be reloaded together: everything that shares a layer."""
+        left = [name for name in self.source.specs if name in self.broken]
+        groups: list[tuple[set[str], set[str]]] = []
+        for name in left:
+            names, layers = {name}, set(self.layers.get(name, ()))
+            grown = True
+            while grown:
+                more = {n for n, of in self.layers.items() if of & layers} - names
+                names |= more
+                layers.update(*(self.layers[n] for n in more))
+                grown = bool(more)
+            if not any(name in done for done, _ in groups):
+                groups.append((names, layers))
+        return [[n for n in self.source.specs if n in names] for names, _ in groups]
+
+    def _changes(self, action: Callable[[], object]) -> str:
+        """Do something that should change no live bit; if it does, undo it and say so."""
+        before = self.model.tensors()
+        saved = {name: storage_bits(t) for name, t in before.items()}
+        saved = {n: b.clone() if isinstance(b, Tensor) else b.copy() for n, b in saved.items()}
+        try:
+            with self.model.restoring(), torch.no_grad():
+                action()
+                _refuse_change(before, saved, self.model.tensors())
+        except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
+            for name, tensor in before.items():
+                _put_back(storage_bits(tensor), saved[name])
+            return f"loading it again failed: {type(exc).__name__}: {exc}"[:200]
+        return ""
+
+    def _break(self, name: str, reason: str) -> None:
+        self.reasons.setdefault(name, reason)
+        self.broken.add(name)
+
+    def result(self) -> Attached:
+        """Everything that was found."""
+        for name in self.source.specs:
+            if name not in self.classes:
+                self.classes[name] = "in_place" if self.places[name] else "absent"
+        kept = {n: tuple(p) for n, p in self.places.items() if self.classes[n] == "in_place"}
+        reasons = {n: r for n, r in self.reasons.items() if self.classes[n] != "in_place"}
+        return Attached(self.classes, reasons, kept)
+
+
+def _refuse_change(
+    before: Mapping[str, Tensor], saved: Mapping[str, LiveBits], now: Mapping[str, Tensor]
+) -> None:
+    """Raise if a live bit changed that should not, or moved."""
+    for name, tensor in before.items():
+        if name not in now or now[name].data_ptr() != tensor.data_ptr():
+            raise TensorMismatchError(f"{name} was replaced", tensor=name)
+        if not same_bits(storage_bits(tensor), saved[name]):
+            raise TensorMismatchError(f"{name} changed", tensor=name)
+
+
+def _put_back(live: LiveBits, saved: LiveBits) -> None:
+    if isinstance(live, Tensor):
+        live.copy_(torch.as_tensor(saved))
+    else:
+        live[...] = saved
+
+
+def _distinct(places: Iterable[Place]) -> list[Place]:
+    """Places without those that tied names have in common."""
+    found: dict[object, Place] = {}
+    for place in places:
+        at = (place.live.data_ptr(), place.offset, place.dims)
+        found.setdefault(at, place)
+    return list(found.values())
+
+
+def _check_coverage(
+    model: EngineModel, attached: Attached, layers: Mapping[str, frozenset[str]]
+) -> None:
+    """Every live weight must come from some tensor, or be known to be the engine's own.
+
+    Raises:
+        TensorMismatchError: One does not: it would stay as it is for ever.
+    """
+    covered = {
+        place.live.untyped_storage().data_ptr()
+        for places in attached.places.values()
+        for place in places
+    }
+    on_host = {n for n, kind in attached.classes.items() if kind not in ("in_place", "absent")}
+    filled = frozenset().union(*(layers.get(name, frozenset()) for name in on_host))
+    for name, tensor in model.tensors().items():
+        layer, _, _ = name.rpartition(".")
+        known = tensor.untyped_storage().data_ptr() in covered or layer in filled
+        if known or not tensor.is_floating_point() or tensor.numel() <= 1:
+            continue
+        if not model.is_derived(name):
+            raise TensorMismatchError(
+                f"the engine's {name} comes from no tensor of the chain", tensor=name
+            )

@@ -1,0 +1,284 @@
+"""One rank of a replica: stages what it owns of each tensor, and writes it.
+
+A rank never decides. It is told which plan to stage, answers what that would do to its bits, and
+writes when the leader says so. What it stages is known by a *ticket*, a number the leader gives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.delta import TensorDelta
+from deltachain.digest import digest_key
+from deltachain.errors import (
+    BaseMismatchError,
+    PartialApplyError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.kernels import host
+from deltachain.subscribe.attach import Source, attach, attach_again, tensor_of
+from deltachain.subscribe.classes import Classified, TensorClass
+from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_at
+from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.spool import SpoolReader
+from deltachain.subscribe.target import Write, take_back, write_all
+from deltachain.subscribe.windows import Place
+from deltachain.types import StateDigest, TensorSpec, Version
+
+Effects = dict[str, Effect]
+"""What a stage does to the state digest, by the ranks that hold the elements it is about."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStaged:
+    """What a rank will write.
+
+    Attributes:
+        placed: Patches of live places and of host copies.
+        deferred: Tensors that did not fit the budget: read again while they are written.
+        spool: Where those are read from.
+        effects: What it does.
+    """
+
+    placed: tuple[Placed, ...]
+    deferred: tuple[str, ...]
+    spool: SpoolReader
+    effects: Effects
+
+    @property
+    def names(self) -> set[str]:
+        """Tensors that are written."""
+        return {placed.patch.spec.name for placed in self.placed} | set(self.deferred)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(placed.nbytes for placed in self.placed)
+
+
+class Rank:
+    """A rank's share of the model.
+
+    Making one finds the ways into it, which blocks the engine; see :func:`attach.attach`.
+
+    Args:
+        model: The engine's.
+        specs: The chain's tensors.
+        aliases: Other names of tied ones.
+    """
+
+    def __init__(
+        self, model: EngineModel, specs: Iterable[TensorSpec], aliases: Mapping[str, str]
+    ) -> None:
+        self.model = model
+        self.staged: dict[int, RankStaged] = {}
+        self._specs = {spec.name: spec for spec in specs}
+        self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
+        self._attached = attach(model, self._source)
+        self._classes: Mapping[str, TensorClass] = {}
+        self._holders: Mapping[str, tuple[str, ...]] = {}
+        self._copies: dict[str, npt.NDArray[Any]] = {}
+        self._identity: dict[str, int] = {}
+        self._identity = self._addresses()
+
+    def report(self) -> dict[str, Classified]:
+        """What was found, for the leader."""
+        return self._attached.report()
+
+    def agree(
+        self, classes: Mapping[str, TensorClass], holders: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        """Take the classes that all ranks agreed on, and copy to the host what needs it."""
+        self._classes, self._holders = classes, holders
+        self._copies = {
+            name: self._source.copy(name)
+            for name, kind in classes.items()
+            if kind in ("loaded", "reloaded") and holders[name]
+        }
+
+    def state(self) -> dict[str, StateDigest]:
+        """State digest of what this rank holds, by who holds it with it."""
+        self._check_addresses()
+        total: dict[str, StateDigest] = defaultdict(StateDigest)
+        for name, spec in self._specs.items():
+            if name in self._copies:
+                digest = host.digest(digest_key(spec), self._copies[name])
+                total[self._holders[name][0]] += digest
+                continue
+            for place, label in self._places(name):
+                total[label] += state_at(place, spec)
+        return dict(total)
+
+    def stage(self, ticket: int, folder: Path, budget: int) -> RankStaged:
+        """Compute what a spooled plan writes into this rank; nothing is written.
+
+        Args:
+            ticket: Under which it is kept.
+            folder: Of the spool.
+            budget: Bytes of old and new bits to keep.
+
+        Raises:
+            BaseMismatchError: The engine replaced live tensors since they were attached.
+            TensorMismatchError: The plan changes a tensor that no way leads to.
+        """
+        self._check_addresses()
+        with _own_stream(self.model):
+            staged = self._stage(SpoolReader(folder), budget)
+        self.staged[ticket] = staged
+        return staged
+
+    def _stage(self, reader: SpoolReader, budget: int) -> RankStaged:
+        kept: list[Placed] = []
+        deferred: list[str] = []
+        effects: Effects = defaultdict(Effect)
+        nbytes = 0
+        for delta in reader:
+            placed = list(self._prepare(delta))
+            nbytes += sum(one.nbytes for _, one in placed)
+            if nbytes <= budget:
+                kept += [one for _, one in placed]
+            elif placed:
+                deferred.append(delta.spec.name)
+            for label, one in placed:
+                effects[label] += one.effect
+        return RankStaged(tuple(kept), tuple(deferred), reader, dict(effects))
+
+    def keep(self, tickets: Iterable[int]) -> None:
+        """Forget everything staged under other tickets."""
+        for ticket in self.staged.keys() - set(tickets):
+            del self.staged[ticket]
+
+    def swap(self, ticket: int, version: Version, *, back: bool) -> float:
+        """Write what was staged, or take it back: all or nothing. The seconds of writing.
+
+        Args:
+            ticket: Of what was staged.
+            version: What is being written, for errors.
+            back: Whether to take it back.
+
+        Raises:
+            PartialApplyError: It failed, and the old bits are back.
+            PoisonedError: It failed, and so did putting the old bits back.
+        """
+        staged = self.staged.get(ticket)
+        if staged is None:
+            raise PartialApplyError(f"nothing is staged under ticket {ticket}", version=version)
+        self._check_addresses()
+        start = time.perf_counter()
+        writes = self._undoes(staged) if back else self._writes(staged)
+        written = write_all(writes, version)
+        on_host = staged.names & self._copies.keys()
+        try:
+            self._load(on_host)
+        except Exception as exc:
+            take_back(written, version, exc)
+            self._load_old(on_host, version)
+            raise PartialApplyError(
+                f"the engine could not load version {version}; the old bits are back: {exc}",
+                version=version,
+            ) from exc
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[str, Placed]]:
+        """What a delta writes at every place of this rank, and who else holds it."""
+        name = delta.spec.name
+        if self._classes[name] == "refused":
+            raise TensorMismatchError(f"{name!r} can not be written in this engine", tensor=name)
+        if name in self._copies:
+            yield self._holders[name][0], copy_delta(self._copies[name], delta)
+            return
+        for place, label in self._places(name):
+            yield label, place_delta(place, delta)
+
+    def _places(self, name: str) -> Iterator[tuple[Place, str]]:
+        if self._classes[name] == "in_place":
+            yield from zip(self._attached.places.get(name, ()), self._holders[name], strict=True)
+
+    def _writes(self, staged: RankStaged) -> Iterator[Write]:
+        """Every patch, the deferred ones made as they are asked for."""
+        for placed in staged.placed:
+            yield Write(placed.patch, [placed.live])
+        for name in staged.deferred:
+            for _, placed in self._prepare(staged.spool.read(name)):
+                yield Write(replace(placed.patch, old=None), [placed.live])
+
+    def _undoes(self, staged: RankStaged) -> Iterator[Write]:
+        for placed in reversed(staged.placed):
+            yield Write(placed.patch.undo(), [placed.live])
+
+    def _load(self, names: set[str]) -> None:
+        """Let the engine load host copies that changed, and the layers it packs."""
+        loaded = [n for n in self._copies if n in names and self._classes[n] == "loaded"]
+        reloaded = [n for n in self._copies if self._classes[n] == "reloaded"]
+        with torch.no_grad():
+            if loaded:
+                self.model.load(self._clones(loaded))
+            if names.intersection(reloaded):
+                self.model.reload(self._clones(reloaded))
+
+    def _load_old(self, names: set[str], version: Version) -> None:
+        try:
+            self._load(names)
+        except Exception as exc:
+            raise PoisonedError(
+                f"the engine could load neither version {version} nor the old bits: {exc}",
+                version=version,
+            ) from exc
+
+    def _clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for name in names:
+            for here in self._source.names[name]:
+                yield here, tensor_of(self._specs[name], self._copies[name])
+
+    def _addresses(self) -> dict[str, int]:
+        """Where the engine has what is written in place, by its own names."""
+        ours = {
+            place.live.untyped_storage().data_ptr()
+            for places in self._attached.places.values()
+            for place in places
+        }
+        found = {n: t.untyped_storage().data_ptr() for n, t in self.model.tensors().items()}
+        watched = self._identity or {n: at for n, at in found.items() if at in ours}
+        return {name: found.get(name, 0) for name in watched}
+
+    def _check_addresses(self) -> None:
+        """Find out that the engine replaced tensors; then find the ways in again.
+
+        Raises:
+            BaseMismatchError: It did, and what they hold is not known.
+        """
+        if self._addresses() == self._identity:
+            return
+        self._attached = attach_again(self.model, self._source, self._attached)
+        self._identity = self._addresses()
+        self.staged.clear()
+        raise BaseMismatchError(
+            "the engine replaced live tensors; where they are now is known, what they hold is not"
+        )
+
+
+@contextmanager
+def _own_stream(model: EngineModel) -> Iterator[None]:
+    """A stream beside the engine's own, so that staging does not queue up behind its kernels."""
+    where = next(iter(model.tensors().values())).device
+    if where.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(where), torch.cuda.stream(torch.cuda.Stream(where)):
+        yield
+        torch.cuda.current_stream(where).synchronize()

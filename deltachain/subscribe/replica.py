@@ -1,0 +1,267 @@
+"""A replica as a target: the ranks of an engine behind one subscriber.
+
+The leader's side. It decodes a plan once for the host, has every rank stage what it owns, adds up
+what they answer, and proves the result before any of them writes. One rank's refusal is every
+rank's refusal; one rank's failure in the middle is taken back on all of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from deltachain.errors import (
+    ApplyError,
+    BaseMismatchError,
+    PartialApplyError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.fetch import Fetched
+from deltachain.subscribe.classes import Agreement, Classified, agree
+from deltachain.subscribe.engine import Engine
+from deltachain.subscribe.proof import Effect, check_whole, judge
+from deltachain.subscribe.spool import Spool
+from deltachain.subscribe.target import Held, Prepared
+from deltachain.subscribe.verbs import effect_of, error_of
+from deltachain.types import StateDigest, TensorSpec, Version
+
+POLL_S: Final = (0.002, 0.05)
+"""First and longest wait between two looks at what the ranks do."""
+
+STAGE_S: Final = 900.0
+"""A rank that stages for longer than this is taken for dead."""
+
+Verdicts = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class Ticket:
+    """What the ranks keep of an apply; see :class:`Prepared`.
+
+    Attributes:
+        number: What they know it by.
+        nnz: Elements that are written, on whichever rank.
+        nbytes: Bytes that the rank with the most keeps.
+        base_too: Whether what is overwritten is proven as well.
+        can_undo: Whether every rank keeps every old bit.
+        back: Whether it is taken back rather than written.
+        alive: Shared by a ticket and its undo: while either lives, the ranks keep it.
+    """
+
+    number: int
+    nnz: int
+    nbytes: int
+    base_too: bool
+    can_undo: bool
+    back: bool = False
+    alive: _Alive = field(repr=False)
+
+    def undo(self) -> Ticket:
+        """The ticket for taking it back."""
+        return replace(self, back=not self.back)
+
+
+class _Alive:
+    """Lives as long as a ticket may still be used, and so does the spool behind it."""
+
+    def __init__(self, number: int, spool: Spool) -> None:
+        self.number = number
+        self.spool = spool
+
+
+class ReplicaTarget:
+    """Every rank of an engine, as one target.
+
+    Args:
+        engine: The replica.
+        url: The chain, as the ranks were told at their start.
+        spool: A folder that the leader and all ranks of the host see.
+    """
+
+    def __init__(self, engine: Engine, url: str, spool: Path) -> None:
+        self.engine = engine
+        self.agreement: Agreement | None = None
+        self._url = url
+        self._spool = spool
+        self._specs: Mapping[str, TensorSpec] = {}
+        self._numbers = itertools.count(1)
+        self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
+        self._held: Held | None = None
+
+    def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        """Attach every rank, and let them agree on a way for every tensor; see :class:`Target`.
+
+        Raises:
+            TensorMismatchError: Some tensor has no way into this engine, or is of another model.
+        """
+        self._specs = specs
+        rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs.values()]
+        found = self._ask("attach", url=self._url, specs=rows, aliases=dict(aliases))
+        ranks = [
+            {n: msgspec.convert(one, Classified) for n, one in verdict["tensors"].items()}
+            for verdict in found
+        ]
+        agreement = self.agreement = agree(specs.values(), ranks)
+        refused = agreement.refused
+        if refused:
+            first, why = next(iter(refused.items()))
+            raise TensorMismatchError(
+                f"{len(refused)} of {len(specs)} tensors have no proven way into this engine; "
+                f"{first!r}: {why}",
+                tensor=first,
+                hint="nothing was written; the engine serves what it loaded",
+            )
+        holders = [
+            {name: list(labels[number]) for name, labels in agreement.holders.items()}
+            for number in range(len(found))
+        ]
+        self._ask("agree", classes=agreement.classes, holders=holders)
+
+    def held(self) -> Held | None:
+        """What the last swap wrote."""
+        return self._held
+
+    def state(self) -> StateDigest | None:
+        """Recomputed from live bits on every rank; see :class:`Target`."""
+        number = next(self._numbers)
+        self._ask("state", ticket=number)
+        found = [verdict["state"] for verdict in self._await(number, None)]
+        lanes: dict[str, str] = {}
+        for rank in found:
+            for label, digest in rank.items():
+                if lanes.setdefault(label, digest) != digest:
+                    return None  # ranks that hold the same elements hold different bits
+        return sum((StateDigest.parse(digest) for digest in lanes.values()), StateDigest())
+
+    def stage(
+        self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
+    ) -> Ticket:
+        """Decode once, stage on every rank, and prove the sum; see :class:`Target`."""
+        check_whole(fetched)
+        version = fetched.plan.target
+        alive = _Alive(next(self._numbers), Spool.write(self._spool, fetched))
+        self._alive.add(alive)
+        self._ask(
+            "stage",
+            ticket=alive.number,
+            spool=alive.spool.folder.name,
+            budget=budget,
+            keep=[one.number for one in self._alive],
+        )
+        verdicts = self._await(alive.number, version)
+        effect = _add_up(verdicts, version)
+        if effect.nnz != alive.spool.nnz:
+            raise BaseMismatchError(
+                f"the ranks would write {effect.nnz:,} of {alive.spool.nnz:,} elements",
+                version=version,
+            )
+        return Ticket(
+            number=alive.number,
+            nnz=effect.nnz,
+            nbytes=max(int(verdict["nbytes"]) for verdict in verdicts),
+            base_too=judge(fetched, effect, base=base, state=state),
+            can_undo=all(verdict["can_undo"] for verdict in verdicts),
+            alive=alive,
+        )
+
+    def swap(self, prepared: Prepared, held: Held) -> float:
+        """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.
+
+        A replica that is poisoned stays paused.
+        """
+        if not isinstance(prepared, Ticket):
+            raise TypeError(f"a replica can not swap {type(prepared).__name__}")
+        self.engine.pause()
+        before, self._held = self._held, None
+        try:
+            seconds = self._swap(prepared, held.version)
+            self.engine.name_version(held.version)
+        except PartialApplyError:
+            self._held = before
+            self.engine.resume()
+            raise
+        self._held = held
+        self.engine.resume()
+        prepared.alive.spool.close()
+        return seconds
+
+    def close(self) -> None:
+        """Nothing to give back; see :class:`Target`."""
+
+    def _swap(self, ticket: Ticket, version: Version) -> float:
+        """Write on every rank; where one could not, take it back on those that could."""
+        arguments: dict[str, Any] = {"ticket": ticket.number, "version": version}
+        verdicts = self._answers("swap", **arguments, back=ticket.back)
+        failed = [verdict for verdict in verdicts if not verdict["ok"]]
+        if not failed:
+            return max(float(verdict["seconds"]) for verdict in verdicts)
+        cause = error_of(failed[0], version=version)
+        if any(verdict["error"] != "PartialApplyError" for verdict in failed):
+            raise PoisonedError(str(cause), version=version) from cause
+        done = [verdict["rank"] for verdict in verdicts if verdict["ok"]]
+        if done:
+            again = self._answers("swap", **arguments, back=not ticket.back)
+            if not ticket.can_undo or any(not again[rank]["ok"] for rank in done):
+                raise PoisonedError(
+                    f"{cause}; it could not be taken back on every other rank", version=version
+                ) from cause
+        raise PartialApplyError(f"{cause}; every rank has its old bits", version=version) from cause
+
+    def _ask(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
+        """Every rank's answer; the first refusal is raised."""
+        verdicts = self._answers(verb, **arguments)
+        for verdict in verdicts:
+            if not verdict["ok"]:
+                raise error_of(verdict)
+        return verdicts
+
+    def _answers(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
+        verdicts = self.engine.call(verb, **arguments)
+        if [verdict.get("rank") for verdict in verdicts] != list(range(len(verdicts))):
+            raise PoisonedError(
+                f"the engine mixed up its ranks' answers to {verb!r}",
+                hint="a worker raised in some other call; restart the engine",
+            )
+        return verdicts
+
+    def _await(self, ticket: int, version: Version | None) -> Verdicts:
+        """Wait until every rank is done with a ticket; the first refusal is raised."""
+        wait_s, longest = POLL_S
+        deadline = time.monotonic() + STAGE_S
+        answers: dict[int, Mapping[str, Any]] = {}
+        while True:
+            verdicts = self._answers("poll", ticket=ticket)
+            for verdict in verdicts:
+                if verdict.get("done") or not verdict["ok"]:
+                    answers.setdefault(verdict["rank"], verdict)
+            if len(answers) == len(verdicts):
+                break
+            if time.monotonic() > deadline:
+                raise ApplyError(f"some rank did not stage within {STAGE_S:.0f} s", version=version)
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, longest)
+        for _, verdict in sorted(answers.items()):
+            if not verdict["ok"]:
+                raise error_of(verdict, version=version)
+        return [verdict for _, verdict in sorted(answers.items())]
+
+
+def _add_up(verdicts: Verdicts, version: Version) -> Effect:
+    """What all ranks together do; those that hold the same elements must do the same."""
+    effects: dict[str, Effect] = {}
+    for verdict in verdicts:
+        for label, lanes in verdict["effects"].items():
+            effect = effect_of(lanes)
+            if effects.setdefault(label, effect) != effect:
+                raise BaseMismatchError(
+                    f"ranks {label} hold different bits of the same elements", version=version
+                )
+    return sum(effects.values(), Effect())

@@ -1,0 +1,86 @@
+"""How a replica inside an engine behaves, from its environment.
+
+The engine starts the processes, so their environment is what they have in common.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from deltachain.errors import ConfigError
+from deltachain.subscribe.config import SubscribeConfig
+
+TRUE: Final = ("1", "true", "yes", "on")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """Settings of a replica; each is an environment variable, ``DELTACHAIN_`` and its name.
+
+    Attributes:
+        subscribe: ``URL``, and ``BASE``, ``POLL_S``, ``STAGE_BUDGET`` where given.
+        follow: ``FOLLOW``: whether it applies versions as they are committed.
+        pause: ``PAUSE``: what becomes of running requests; the engine knows its modes.
+        keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
+        token: ``TOKEN``: what callers of the control routes must know; empty for none.
+        max_lag: ``MAX_LAG``: versions behind the head up to which the replica is ready.
+    """
+
+    subscribe: SubscribeConfig
+    follow: bool = False
+    pause: str = ""
+    keep_cache: bool = False
+    token: str = ""
+    max_lag: int | None = None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> ReplicaSettings | None:
+        """Settings out of environment variables; ``None`` where no chain is named.
+
+        Raises:
+            ConfigError: A variable holds something else than it should.
+        """
+        given = {
+            name.removeprefix("DELTACHAIN_"): value
+            for name, value in environment.items()
+            if name.startswith("DELTACHAIN_") and value
+        }
+        if "URL" not in given:
+            return None
+        subscribe = SubscribeConfig(
+            url=given["URL"],
+            base=Path(given["BASE"]) if "BASE" in given else None,
+            poll_s=_number(given, "POLL_S"),
+            stage_budget=int(
+                _number(given, "STAGE_BUDGET") or SubscribeConfig(url="").stage_budget
+            ),
+        )
+        lag = _number(given, "MAX_LAG")
+        return cls(
+            subscribe=subscribe,
+            follow=given.get("FOLLOW", "").lower() in TRUE,
+            pause=given.get("PAUSE", ""),
+            keep_cache=given.get("KEEP_CACHE", "").lower() in TRUE,
+            token=given.get("TOKEN", ""),
+            max_lag=None if lag is None else int(lag),
+        )
+
+
+def spool_folder(environment: Mapping[str, str]) -> Path:
+    """Where plans are decoded for the ranks of a host: ``DELTACHAIN_SPOOL``, or one a user."""
+    given = environment.get("DELTACHAIN_SPOOL", "")
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
+
+
+def _number(given: Mapping[str, str], name: str) -> float | None:
+    if name not in given:
+        return None
+    try:
+        return float(given[name])
+    except ValueError as exc:
+        raise ConfigError(f"DELTACHAIN_{name} is {given[name]!r}, not a number") from exc

@@ -1,0 +1,175 @@
+"""A plan decoded once for all ranks of a host: one file that each of them maps.
+
+The leader decodes and folds every tensor of a plan and appends its arrays here; a rank then reads
+the elements that it owns from the page cache, without a copy and without decoding anything twice.
+The file is gone when its owner is; ranks that mapped it keep what they mapped.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.errors import BrokenChainError, ConfigError
+from deltachain.fetch import Fetched
+from deltachain.manifest import Struct
+from deltachain.types import TensorSpec
+
+DATA: Final = "data"
+INDEX: Final = "index.json"
+ALIGN: Final = 64
+"""Arrays begin at multiples of a cache line."""
+
+
+class SpooledTensor(Struct, frozen=True, kw_only=True):
+    """Where one tensor's arrays lie.
+
+    Attributes:
+        name: Of the tensor.
+        dtype: Its wire dtype.
+        shape: Its full shape.
+        nnz: Elements given.
+        values: Byte offset of the values.
+        indices: Byte offset of the int64 indices; ``None`` when dense.
+        mask: Byte offset of the mask of absolute elements, or what all of them are.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nnz: int
+    values: int
+    indices: int | None
+    mask: int | bool
+
+
+class SpoolIndex(Struct, frozen=True, kw_only=True):
+    """What a spool holds, and whether it came from a plan that needs no base bits."""
+
+    from_nothing: bool
+    tensors: tuple[SpooledTensor, ...]
+
+
+class Spool:
+    """One plan's decoded tensors, in a folder of this host.
+
+    Attributes:
+        folder: Which.
+        nnz: Elements given.
+
+    Args:
+        folder: Where; it goes away with this object, or when ``close`` is called.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.nnz = 0
+        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    @classmethod
+    def write(cls, parent: Path, fetched: Fetched) -> Spool:
+        """Decode a plan into a new spool.
+
+        Args:
+            parent: A folder that every rank of the host can read, made if it is not there.
+            fetched: The plan's objects.
+
+        Raises:
+            BrokenChainError: A plan from nothing does not give a tensor whole.
+            ConfigError: There is no room, or no right to write.
+        """
+        rows = []
+        try:
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            spool = cls(Path(tempfile.mkdtemp(dir=parent)))
+            with (spool.folder / DATA).open("wb") as out:
+                for delta in fetched.deltas():
+                    if fetched.from_nothing and not delta.is_dense:
+                        raise BrokenChainError(
+                            f"{delta.spec.name}: the plan from nothing gives only "
+                            f"{delta.nnz} elements"
+                        )
+                    rows.append(_append(out, delta))
+            spool.nnz = sum(row.nnz for row in rows)
+            index = SpoolIndex(from_nothing=fetched.from_nothing, tensors=tuple(rows))
+            (spool.folder / INDEX).write_bytes(msgspec.json.encode(index))
+        except OSError as exc:
+            raise ConfigError(
+                f"{parent}: a plan of {fetched.nbytes:,} bytes could not be decoded there: {exc}",
+                hint="set DELTACHAIN_SPOOL to a folder with more room",
+            ) from exc
+        return spool
+
+    def close(self) -> None:
+        """Remove it; closing twice is allowed."""
+        self._remove()
+
+
+class SpoolReader:
+    """A spool as a rank sees it; nothing is copied out of the mapped file.
+
+    Args:
+        folder: Of the spool.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=SpoolIndex)
+        self.from_nothing = index.from_nothing
+        self.rows = {row.name: row for row in index.tensors}
+        self._data: mmap.mmap | bytes = b""
+        with (folder / DATA).open("rb") as opened:
+            if os.fstat(opened.fileno()).st_size:
+                self._data = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def __iter__(self) -> Iterator[TensorDelta]:
+        return (self.read(name) for name in self.rows)
+
+    def read(self, name: str) -> TensorDelta:
+        """One tensor; its arrays are read-only views."""
+        row = self.rows[name]
+        spec = TensorSpec(row.name, row.dtype, row.shape)
+        values = self._array(row.values, row.nnz, spec.bits_dtype)
+        if row.indices is None:
+            return TensorDelta.dense(spec, values)
+        mask = ABSOLUTE if row.mask is True else STEP
+        if not isinstance(row.mask, bool):
+            mask = self._array(row.mask, row.nnz, np.dtype(np.bool_))
+        indices = self._array(row.indices, row.nnz, np.dtype("<i8"))
+        return TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)
+
+    def _array(self, offset: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        return np.frombuffer(self._data, dtype, count, offset)
+
+
+def _append(out: BinaryIO, delta: TensorDelta) -> SpooledTensor:
+    mask: int | bool = bool(delta.absolute) if delta.absolute.ndim == 0 else False
+    if delta.absolute.ndim:
+        mask = _put(out, delta.absolute)
+    return SpooledTensor(
+        name=delta.spec.name,
+        dtype=delta.spec.dtype,
+        shape=delta.spec.shape,
+        nnz=delta.nnz,
+        values=_put(out, delta.values),
+        indices=None if delta.indices is None else _put(out, delta.indices),
+        mask=mask,
+    )
+
+
+def _put(out: BinaryIO, array: npt.NDArray[Any]) -> int:
+    at = out.tell()
+    out.write(b"\0" * (-at % ALIGN))
+    at += -at % ALIGN
+    out.write(np.ascontiguousarray(array).view(np.uint8).data)
+    return at

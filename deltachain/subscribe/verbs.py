@@ -1,0 +1,179 @@
+"""What the leader asks of a rank, as calls that never raise.
+
+An engine that sees one of its workers raise may misread every later answer of the others. So every
+verb returns a *verdict*: what was asked for, or the error in its own words. Verbs return at once;
+what takes time runs in a thread, and ``poll`` says whether it is done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import msgspec
+
+from deltachain import errors
+from deltachain.errors import ApplyError, ConfigError, DeltaChainError
+from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.rank import Rank
+from deltachain.types import StateDigest, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+Verdict: TypeAlias = dict[str, Any]
+"""JSON: ``ok``, ``rank``, and what was asked for or ``error`` and ``message``."""
+
+REMEMBERED: Final = 16
+"""Tickets for which a rank remembers its answer."""
+
+VERBS: Final = ("attach", "agree", "state", "stage", "poll", "swap", "verdict", "status")
+
+
+class RankVerbs:
+    """The verbs of one rank.
+
+    Args:
+        model: Makes the engine's model known, when it is first asked for.
+        number: Of this rank.
+        spool: The one folder that plans are read from.
+        url: The one chain that this replica follows; empty for whichever it is asked for.
+    """
+
+    def __init__(
+        self, model: Callable[[], EngineModel], number: int, spool: Path, url: str
+    ) -> None:
+        self.number = number
+        self._model = model
+        self._spool = spool
+        self._url = url
+        self._rank: Rank | None = None
+        self._version: int | None = None
+        self._last: Verdict = {}
+        self._jobs: dict[int, Future[Verdict]] = {}
+        self._thread = ThreadPoolExecutor(1, "deltachain-stage")
+
+    @property
+    def rank(self) -> Rank:
+        """The rank, once it is attached."""
+        if self._rank is None:
+            raise ApplyError(f"rank {self.number} is not attached")
+        return self._rank
+
+    def do(self, verb: str, arguments: Mapping[str, Any]) -> Verdict:
+        """Answer one verb; never raises."""
+        answer = self._answer(verb, arguments)
+        if verb == "swap":
+            self._last = answer
+        return answer
+
+    def _answer(self, verb: str, arguments: Mapping[str, Any]) -> Verdict:
+        if verb not in VERBS:
+            return self._refusal(ConfigError(f"no verb {verb!r}"))
+        try:
+            return {"ok": True, "rank": self.number, **getattr(self, f"_{verb}")(**arguments)}
+        except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
+            return self._refusal(exc)
+
+    def _refusal(self, exc: Exception) -> Verdict:
+        if not isinstance(exc, DeltaChainError):
+            logger.error("rank %d", self.number, exc_info=exc)
+        known = isinstance(exc, DeltaChainError)
+        return {
+            "ok": False,
+            "rank": self.number,
+            "error": type(exc).__name__ if known else "ApplyError",
+            "message": exc.args[0] if known else f"{type(exc).__name__}: {exc}",
+        }
+
+    def _attach(self, url: str, specs: list[list[Any]], aliases: dict[str, str]) -> dict[str, Any]:
+        if self._url and url != self._url:
+            raise ConfigError(f"this replica was started to follow {self._url}, not {url}")
+        tensors = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
+        self._rank = Rank(self._model(), tensors, aliases)
+        report = self._rank.report()
+        return {"tensors": {name: msgspec.to_builtins(one) for name, one in report.items()}}
+
+    def _agree(self, classes: dict[str, Any], holders: list[dict[str, list[str]]]) -> Verdict:
+        mine = {name: tuple(labels) for name, labels in holders[self.number].items()}
+        self.rank.agree(classes, mine)
+        return {}
+
+    def _state(self, ticket: int) -> Verdict:
+        def job() -> Verdict:
+            state = self.rank.state()
+            return {"state": {label: str(digest) for label, digest in state.items()}}
+
+        return self._start(ticket, job)
+
+    def _stage(self, ticket: int, spool: str, budget: int, keep: list[int]) -> Verdict:
+        if Path(spool).name != spool or spool.startswith("."):
+            raise ConfigError(f"{spool!r} is not a spool")
+        self.rank.keep(keep)
+
+        def job() -> Verdict:
+            staged = self.rank.stage(ticket, self._spool / spool, budget)
+            return {
+                "effects": {label: _lanes(effect) for label, effect in staged.effects.items()},
+                "nbytes": staged.nbytes,
+                "can_undo": not staged.deferred,
+            }
+
+        return self._start(ticket, job)
+
+    def _start(self, ticket: int, job: Callable[[], Verdict]) -> Verdict:
+        def guarded() -> Verdict:
+            try:
+                return {"ok": True, "rank": self.number, "done": True, **job()}
+            except Exception as exc:  # noqa: BLE001 - top of a thread: the verdict carries it
+                return {**self._refusal(exc), "done": True}
+
+        recent = {number: job for number, job in self._jobs.items() if number > ticket - REMEMBERED}
+        self._jobs = {**recent, ticket: self._thread.submit(guarded)}
+        return {}
+
+    def _poll(self, ticket: int) -> Verdict:
+        job = self._jobs.get(ticket)
+        if job is None:
+            raise ApplyError(f"rank {self.number} knows nothing of ticket {ticket}")
+        if not job.done():
+            return {"done": False}
+        return job.result()
+
+    def _swap(self, ticket: int, version: int, back: bool) -> Verdict:
+        seconds = self.rank.swap(ticket, version, back=back)
+        self._version = version
+        return {"seconds": seconds}
+
+    def _verdict(self) -> Verdict:
+        """The verdict of the last swap, given once."""
+        last, self._last = self._last, {"ok": False, "error": "ApplyError", "message": "no swap"}
+        return last
+
+    def _status(self) -> Verdict:
+        return {"pid": os.getpid(), "version": self._version, "staged": len(self.rank.staged)}
+
+
+def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> DeltaChainError:
+    """The error that a rank's refusal stands for."""
+    kind = getattr(errors, str(verdict.get("error")), None)
+    message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
+    if isinstance(kind, type) and issubclass(kind, ApplyError):
+        return kind(message, version=version)
+    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
+        return kind(message)
+    return ApplyError(message, version=version)
+
+
+def effect_of(lanes: list[Any]) -> Effect:
+    """An effect as a verdict carries it."""
+    change, written, nnz = lanes
+    return Effect(StateDigest.parse(change), StateDigest.parse(written), nnz)
+
+
+def _lanes(effect: Effect) -> list[Any]:
+    return [str(effect.change), str(effect.written), effect.nnz]

@@ -1,0 +1,64 @@
+"""Everything that may differ between versions of vLLM, and the range that was tested."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+from deltachain.errors import EngineVersionError
+
+FIRST: Final = (0, 32)
+BEYOND: Final = (0, 33)
+"""The tested range: from FIRST up to, not including, BEYOND."""
+
+DERIVED: Final = re.compile(
+    r"(^|\.)(cos_sin_cache|inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
+    r"|_?[qkvp](rob)?_scale(_float)?|_tensor_constant\d+|position_ids)$"
+)
+"""Live floating-point tensors that vLLM makes itself, from the configuration alone."""
+
+
+def check_version() -> str:
+    """The version of the vLLM that is installed.
+
+    Raises:
+        EngineVersionError: It was not tested.
+    """
+    import vllm  # noqa: PLC0415
+
+    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not FIRST <= version < BEYOND:
+        raise EngineVersionError(
+            f"vLLM {vllm.__version__} was not tested with this deltachain: "
+            f"{_text(FIRST)} up to, not including, {_text(BEYOND)} was",
+            hint=f'pip install "vllm>={_text(FIRST)},<{_text(BEYOND)}", or another deltachain',
+        )
+    return str(vllm.__version__)
+
+
+def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
+    """The layerwise reload that comes with vLLM.
+
+    Raises:
+        EngineVersionError: This vLLM has none that we know.
+    """
+    try:
+        from vllm.model_executor.model_loader.reload import layerwise as module  # noqa: PLC0415
+    except ImportError as exc:
+        raise EngineVersionError(f"this vLLM has no layerwise reload: {exc}") from exc
+    return module
+
+
+def linears() -> tuple[type, ...]:
+    """Classes of layers that multiply by a parameter called ``weight``."""
+    from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: PLC0415
+        VocabParallelEmbedding,
+    )
+
+    return LinearBase, VocabParallelEmbedding
+
+
+def _text(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,72 @@
+"""The verbs of a vLLM worker: ``--worker-extension-cls deltachain_vllm.WorkerExtension``."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from deltachain.subscribe.settings import spool_folder
+from deltachain.subscribe.verbs import RankVerbs, Verdict
+from deltachain_vllm.model import VllmModel
+
+_VERBS: WeakKeyDictionary[nn.Module, RankVerbs] = WeakKeyDictionary()
+
+
+def verbs_of(model: nn.Module, config: Any, rank: int) -> RankVerbs:  # noqa: ANN401 - vLLM's
+    """The verbs of the rank that has this model; the same for its extension and its backend."""
+    if model not in _VERBS:
+        _VERBS[model] = RankVerbs(
+            lambda: VllmModel(model, config),
+            number=rank,
+            spool=spool_folder(os.environ),
+            url=os.environ.get("DELTACHAIN_URL", ""),
+        )
+    return _VERBS[model]
+
+
+class WorkerExtension:
+    """What vLLM adds to its worker, to be called by ``collective_rpc``.
+
+    Every verb takes keyword arguments and answers with a verdict; none of them ever raises, because
+    a worker that raises misaligns every later answer of its neighbours.
+    """
+
+    def deltachain_attach(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Find the ways into this rank's weights. Blocks the engine."""
+        return self._deltachain_do("attach", arguments)
+
+    def deltachain_agree(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Take what all ranks agreed on."""
+        return self._deltachain_do("agree", arguments)
+
+    def deltachain_state(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Begin to recompute the state digest of the live weights."""
+        return self._deltachain_do("state", arguments)
+
+    def deltachain_stage(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Begin to stage a spooled plan."""
+        return self._deltachain_do("stage", arguments)
+
+    def deltachain_poll(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Say whether what was begun is done, and how it ended."""
+        return self._deltachain_do("poll", arguments)
+
+    def deltachain_swap(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Write what was staged, or take it back. The engine must be paused."""
+        return self._deltachain_do("swap", arguments)
+
+    def deltachain_verdict(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """The verdict of the last swap that came through the weight-transfer backend."""
+        return self._deltachain_do("verdict", arguments)
+
+    def deltachain_status(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """What this rank holds."""
+        return self._deltachain_do("status", arguments)
+
+    def _deltachain_do(self, verb: str, arguments: dict[str, Any]) -> Verdict:
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        return verbs_of(model, worker.vllm_config, worker.rank).do(verb, arguments)

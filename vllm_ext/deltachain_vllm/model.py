@@ -1,0 +1,230 @@
+"""One vLLM worker's model, as deltachain asks for it."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import set_current_vllm_config
+
+from deltachain.subscribe.recorder import live_tensors
+from deltachain_vllm.compat import DERIVED, check_version, layerwise, linears
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
+"""Warns of every layer that a partial reload leaves alone."""
+
+
+class VllmModel:
+    """See :class:`deltachain.subscribe.engine.EngineModel`.
+
+    Args:
+        model: As vLLM loaded it.
+        config: The worker's.
+
+    Raises:
+        EngineVersionError: This vLLM was not tested.
+    """
+
+    def __init__(self, model: nn.Module, config: VllmConfig) -> None:
+        check_version()
+        self.model = model
+        self.config = config
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder that vLLM loaded, in the Hub's cache where it was named by repository."""
+        named = Path(self.config.model_config.model)
+        if named.is_dir():
+            return named
+        from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+        revision = self.config.model_config.revision
+        return Path(snapshot_download(str(named), revision=revision, local_files_only=True))
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every live tensor but the KV cache."""
+        found = live_tensors(self.model)
+        return {name: t for name, t in found.items() if not name.endswith("kv_cache")}
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
+        """The model's own ``load_weights``."""
+        with set_current_vllm_config(self.config):
+            return self.model.load_weights(tensors)  # type: ignore[operator]
+
+    def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Reload layer by layer, as vLLM does. If it fails, every layer has its old parameters again."""
+        reload = layerwise()
+        noisy = logging.getLogger(NOISY)
+        level = noisy.level
+        noisy.setLevel(logging.ERROR)
+        try:
+            with set_current_vllm_config(self.config):
+                reload.initialize_layerwise_reload(self.model)
+                self.model.load_weights(tensors)  # type: ignore[operator]
+                reload.finalize_layerwise_reload(self.model, self.config.model_config)
+        finally:
+            noisy.setLevel(level)
+            self._abandon(reload)
+
+    def _abandon(self, reload: Any) -> None:  # noqa: ANN401
+        """End a reload that stopped in the middle; nothing is left to do after one that did not."""
+        for layer in self.model.modules():
+            info = reload.get_layerwise_info(layer)
+            if not info.can_load():
+                continue
+            if info.kernel_tensors is not None:
+                reload._place_kernel_tensors(layer, info)
+            info.reset()
+
+    def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
+        """Load meta tensors into a meta copy of every layer, as it was before it was packed."""
+        found: dict[str, set[str]] = defaultdict(set)
+        with self._as_before_loading() as owner, set_current_vllm_config(self.config):
+            sources = {_storage(tensor): name for name, tensor in names.items()}
+            for batch in ([list(names)], [[n] for n in names if n not in found]):
+                for group in batch:
+                    left = [name for name in group if name not in found]
+                    watch = _Watch(owner, sources, left[0] if len(left) == 1 else "", found)
+                    with watch:
+                        _try_load(self.model, [(name, names[name]) for name in left])
+        return {name: frozenset(layers) for name, layers in found.items()}
+
+    @contextmanager
+    def _as_before_loading(self) -> Iterator[dict[int, str]]:
+        """Parameters of every layer on the meta device; by storage, whose they are."""
+        reload = layerwise()
+        kept = [(layer, *_members(layer)) for layer in self.model.modules()]
+        owner: dict[int, str] = {}
+        try:
+            for name, layer in self.model.named_modules():
+                reload.restore_layer_on_meta(layer, reload.get_layerwise_info(layer))
+                for tensor in (*layer._parameters.values(), *layer._buffers.values()):
+                    if tensor is not None and tensor.is_meta:
+                        if hasattr(tensor, "weight_loader"):
+                            tensor.weight_loader = reload._get_original_loader(tensor)
+                        owner[_storage(tensor)] = name
+            yield owner
+        finally:
+            for layer, attributes, parameters, buffers in kept:
+                _restore(layer, attributes, parameters, buffers)
+
+    def packed(self) -> Mapping[str, str]:
+        """Try every linear layer: does its output follow a write to its weight?"""
+        found = {}
+        with set_current_vllm_config(self.config), torch.no_grad():
+            for name, layer in self.model.named_modules():
+                if isinstance(layer, linears()) and not _follows(layer):
+                    found[name] = "its layer computes from a packed copy"
+        return found
+
+    def is_derived(self, name: str) -> bool:
+        """Whether vLLM makes this tensor itself."""
+        return DERIVED.search(name) is not None
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """See :class:`EngineModel`; the quantisation method of a layer counts as part of it."""
+        layers = [(layer, *_members(layer)) for layer in self.model.modules()]
+        methods = [(m, dict(vars(m))) for layer in self.model.modules() for m in _methods(layer)]
+        try:
+            yield
+        except BaseException:
+            for layer, attributes, parameters, buffers in layers:
+                _restore(layer, attributes, parameters, buffers)
+            for method, attributes in methods:
+                vars(method).clear()
+                vars(method).update(attributes)
+            raise
+
+
+class _Watch(TorchDispatchMode):
+    """Notes into which layer each tensor is copied; everything is on the meta device."""
+
+    def __init__(
+        self,
+        owner: Mapping[int, str],
+        sources: Mapping[int, str],
+        only: str,
+        found: dict[str, set[str]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner, self.sources, self.only, self.found = owner, sources, only, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Note a copy, and let it through: there is nothing to overwrite."""
+        del types
+        if func is torch.ops.aten.copy_.default:
+            layer = self.owner.get(_storage(args[0]))
+            name = self.only or self.sources.get(_storage(args[1]), "")
+            if layer is not None and name:
+                self.found[name].add(layer)
+        return func(*args, **(kwargs or {}))
+
+
+def _try_load(model: nn.Module, tensors: list[tuple[str, Tensor]]) -> None:
+    """Load what can be loaded; a tensor that can not is in no layer, and will be refused."""
+    try:
+        with torch.no_grad():
+            model.load_weights(tensors)  # type: ignore[operator]
+    except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer
+        logging.getLogger(__name__).debug("no layer for %d tensors: %s", len(tensors), exc)
+
+
+def _follows(layer: Any) -> bool:  # noqa: ANN401 - one of compat.linears()
+    """Whether a layer's output changes when one element of its weight does."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return True  # nothing that could be written in place: reading back will tell
+    if not weight.numel() or weight.is_meta:
+        return True
+    probe = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+    probe[0, 0] = 1
+    corner = weight.data[0, 0]
+    kept = corner.clone()
+    try:
+        seen = []
+        for value in (1.0, 2.0):
+            corner.fill_(value)
+            seen.append(float(layer.quant_method.apply(layer, probe).view(-1)[0]))
+    except Exception:  # noqa: BLE001 - a layer that can not be tried is not believed
+        return False
+    finally:
+        corner.copy_(kept)
+    return seen == [1.0, 2.0]
+
+
+def _methods(layer: nn.Module) -> Iterator[Any]:
+    method = getattr(layer, "quant_method", None)
+    if method is not None and hasattr(method, "__dict__"):
+        yield method
+
+
+def _members(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    return dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)
+
+
+def _restore(
+    layer: nn.Module,
+    attributes: dict[str, Any],
+    parameters: dict[str, Any],
+    buffers: dict[str, Any],
+) -> None:
+    vars(layer).clear()
+    vars(layer).update(attributes)
+    for members, before in ((layer._parameters, parameters), (layer._buffers, buffers)):
+        members.clear()
+        members.update(before)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -1,0 +1,65 @@
+"""Following a chain inside vLLM's offline ``LLM``: no server, no HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from deltachain.errors import ApplyError, ConfigError
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.subscribe.replica import ReplicaTarget
+from deltachain.subscribe.settings import spool_folder
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+class OfflineEngine:
+    """See :class:`deltachain.subscribe.engine.Engine`. Between two ``generate`` calls nothing runs.
+
+    Args:
+        llm: Made with ``worker_extension_cls="deltachain_vllm.WorkerExtension"``.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
+        """Ask every worker."""
+        try:
+            return list(self.llm.collective_rpc(f"deltachain_{verb}", kwargs=arguments))
+        except Exception as exc:
+            raise ApplyError(f"the engine did not answer {verb!r}: {exc}") from exc
+
+    def pause(self) -> None:
+        """Nothing generates while this is called."""
+
+    def resume(self) -> None:
+        """Nothing was stopped."""
+
+    def name_version(self, version: int) -> None:
+        """Name the version, and drop every cached prefix."""
+        if not self.llm.reset_prefix_cache():
+            raise ApplyError("the prefix cache could not be reset", version=version)
+        self.llm.llm_engine.set_weight_version(str(version))
+
+
+def subscribe(llm: LLM, config: SubscribeConfig | str) -> Subscriber:
+    """A subscriber whose target is an offline ``LLM``.
+
+    >>> llm = LLM(model, worker_extension_cls="deltachain_vllm.WorkerExtension")  # doctest: +SKIP
+    >>> deltachain_vllm.subscribe(llm, "s3://bucket/run").update()                # doctest: +SKIP
+
+    Raises:
+        ConfigError: The ``LLM`` was made without the extension.
+    """
+    parallel = llm.llm_engine.vllm_config.parallel_config
+    if not parallel.worker_extension_cls:
+        raise ConfigError(
+            "this LLM has no deltachain in its workers",
+            hint='make it with worker_extension_cls="deltachain_vllm.WorkerExtension"',
+        )
+    url = config if isinstance(config, str) else config.url
+    target = ReplicaTarget(OfflineEngine(llm), url, spool_folder(os.environ))
+    return Subscriber(config, target)
