@@ -5,7 +5,8 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: venv demo test test-long check fix bench test-gpu bench-gpu clean help
+.PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -24,7 +25,7 @@ test: venv  ## the tests that need no GPU: six minutes
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-long: venv  ## the tests that take minutes
-	$(BIN)/pytest -m "slow and not gpu"
+	$(BIN)/pytest -m "slow and not gpu and not engine"
 
 check: venv  ## format, lint, spelling, types, layers, file length
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/codespell
@@ -39,15 +40,24 @@ bench: venv  ## speed and size on this CPU
 	$(BIN)/deltachain bench detect
 	$(BIN)/deltachain bench apply
 
+venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
+	$(PYTHON) tests/engines/build_venv.py vllm
+
+test-vllm: venv-vllm  ## the tests in a real vLLM
+	.venv-vllm/bin/pytest tests/engines -m "engine and not slow"
+
+test-vllm-long: venv-vllm  ## those of them that take minutes
+	.venv-vllm/bin/pytest tests/engines -m "engine and slow"
+
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test
 
 bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench
 
-clean:  ## remove .venv, builds and caches
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+clean:  ## remove .venv, .venv-vllm, builds and caches
+	rm -rf .venv .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_HERE = Path(__file__).parent
+
+# Each engine has an environment of its own, and its tests import it. In any other they are not
+# even collected.
+collect_ignore = [name for name in ("sglang", "vllm") if importlib.util.find_spec(name) is None]
+
+# Engines, and what they import, warn of each other's ways. Ours remain errors.
+_FILTERS = ("default", "error:::deltachain", "error:::tests")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Iterator[None]:
+    """Tests import their engine at the top, where no mark applies."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings(*_FILTERS))
