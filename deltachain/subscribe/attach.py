@@ -275,12 +275,24 @@ class _Finding:
         try:
             with self.model.restoring(), torch.no_grad():
                 action()
-                _refuse_change(before, saved, self.model.tensors())
+                self._refuse_change(before, saved)
         except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
             for name, tensor in before.items():
                 _put_back(storage_bits(tensor), saved[name])
-            return f"loading it again failed: {type(exc).__name__}: {exc}"[:200]
+            told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
+            return f"loading it again fails: {told}"[:200]
         return ""
+
+    def _refuse_change(self, before: Mapping[str, Tensor], saved: Mapping[str, LiveBits]) -> None:
+        """Raise if a live bit changed that should not, or moved; what the engine derives may."""
+        now = self.model.tensors()
+        for name, tensor in before.items():
+            if self.model.is_derived(name):
+                continue
+            if name not in now or now[name].data_ptr() != tensor.data_ptr():
+                raise TensorMismatchError(f"{name} was replaced", tensor=name)
+            if not same_bits(storage_bits(tensor), saved[name]):
+                raise TensorMismatchError(f"{name} changed", tensor=name)
 
     def _break(self, name: str, reason: str) -> None:
         self.reasons.setdefault(name, reason)
@@ -294,17 +306,6 @@ class _Finding:
         kept = {n: tuple(p) for n, p in self.places.items() if self.classes[n] == "in_place"}
         reasons = {n: r for n, r in self.reasons.items() if self.classes[n] != "in_place"}
         return Attached(self.classes, reasons, kept)
-
-
-def _refuse_change(
-    before: Mapping[str, Tensor], saved: Mapping[str, LiveBits], now: Mapping[str, Tensor]
-) -> None:
-    """Raise if a live bit changed that should not, or moved."""
-    for name, tensor in before.items():
-        if name not in now or now[name].data_ptr() != tensor.data_ptr():
-            raise TensorMismatchError(f"{name} was replaced", tensor=name)
-        if not same_bits(storage_bits(tensor), saved[name]):
-            raise TensorMismatchError(f"{name} changed", tensor=name)
 
 
 def _put_back(live: LiveBits, saved: LiveBits) -> None:

@@ -6,6 +6,7 @@ full checkpoint tensor, writes go to positions in a live storage.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from deltachain.delta import TensorDelta
 from deltachain.digest import digest_key
 from deltachain.kernels import device, host
-from deltachain.subscribe.patch import LiveBits, Patch, prepare
+from deltachain.subscribe.patch import LiveBits, Patch, prepare, write
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.windows import Place, on_device_of
 from deltachain.types import Indices, StateDigest, TensorSpec
@@ -56,6 +57,17 @@ def copy_delta(copy: npt.NDArray[Any], delta: TensorDelta) -> Placed:
 def state_at(place: Place, spec: TensorSpec) -> StateDigest:
     """Contribution of one place's live bits to the state digest."""
     return _digest(place, spec, place.view)
+
+
+def warm_up(specs: Iterable[TensorSpec]) -> None:
+    """Let the host's kernels be compiled for the widths that will come, not in the first pause."""
+    for dtype in {spec.dtype for spec in specs}:
+        spec = TensorSpec("", dtype, (2,))
+        bits = np.zeros(2, spec.bits_dtype)
+        indices = np.arange(2)
+        delta = TensorDelta(spec=spec, indices=indices, values=np.ones(2, spec.bits_dtype))
+        write(bits, prepare(bits, delta))
+        write(bits, prepare(bits, TensorDelta.dense(spec, bits.copy())))
 
 
 def _sparse(place: Place, delta: TensorDelta, flat: Indices) -> Placed:

@@ -31,7 +31,7 @@ from deltachain.kernels import host
 from deltachain.subscribe.attach import Source, attach, attach_again, tensor_of
 from deltachain.subscribe.classes import Classified, TensorClass
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_at
+from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_at, warm_up
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.spool import SpoolReader
 from deltachain.subscribe.target import Write, take_back, write_all
@@ -93,6 +93,7 @@ class Rank:
         self._copies: dict[str, npt.NDArray[Any]] = {}
         self._identity: dict[str, int] = {}
         self._identity = self._addresses()
+        warm_up(self._specs.values())
 
     def report(self) -> dict[str, Classified]:
         """What was found, for the leader."""

@@ -13,7 +13,7 @@ BEYOND: Final = (0, 33)
 
 DERIVED: Final = re.compile(
     r"(^|\.)(cos_sin_cache|inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
-    r"|_?[qkvp](rob)?_scale(_float)?|_tensor_constant\d+|position_ids)$"
+    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|_tensor_constant\d+|position_ids)$"
 )
 """Live floating-point tensors that vLLM makes itself, from the configuration alone."""
 
