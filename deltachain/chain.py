@@ -57,6 +57,7 @@ class Chain:
         store: Where it lies.
         identity: Its id and the digest of its table.
         table: Its tensors.
+        latest: The newest version that this object has seen.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Chain:
         self.store = store
         self.identity = identity
         self.table = table
+        self.latest: Version | None = None
         self._manifests = Manifests(store, identity.chain, seen)
 
     @classmethod
@@ -141,7 +143,8 @@ class Chain:
 
     def newest(self, known: Version) -> Version:
         """The newest committed version, searched from one that is; see :meth:`Manifests.newest`."""
-        return self._manifests.newest(known)
+        self.latest = max(self._manifests.newest(known), self.latest or 0)
+        return self.latest
 
     def head(self) -> Committed | None:
         """The newest committed version; ``None`` before the first commit.

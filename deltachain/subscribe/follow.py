@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
@@ -39,7 +39,13 @@ MOST_POLLS: Final = 32
 """Polls' worth of waiting after repeated failures, at most."""
 
 
-def follow(subscriber: Subscriber, *, stop: Event, every_version: bool) -> Iterator[ApplyReceipt]:
+def follow(
+    subscriber: Subscriber,
+    *,
+    stop: Event,
+    every_version: bool,
+    troubled: Callable[[DeltaChainError], None],
+) -> Iterator[ApplyReceipt]:
     """Apply versions as they are committed, until ``stop`` is set.
 
     A store that is down, an object that is corrupt or gone, a target that somebody else wrote to:
@@ -57,6 +63,7 @@ def follow(subscriber: Subscriber, *, stop: Event, every_version: bool) -> Itera
             raise
         except DeltaChainError as exc:
             failures += 1
+            troubled(exc)
             if str(exc) != logged:
                 logged = str(exc)
                 logger.warning("following %s: %s", subscriber.config.url, exc)

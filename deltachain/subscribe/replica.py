@@ -8,6 +8,7 @@ rank's refusal; one rank's failure in the middle is taken back on all of them.
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -36,8 +37,13 @@ from deltachain.types import StateDigest, TensorSpec, Version
 POLL_S: Final = (0.002, 0.05)
 """First and longest wait between two looks at what the ranks do."""
 
+SHOWN: Final = 20
+"""Reasons that a status lists."""
+
 STAGE_S: Final = 900.0
 """A rank that stages for longer than this is taken for dead."""
+
+logger = logging.getLogger(__name__)
 
 Verdicts = Sequence[Mapping[str, Any]]
 
@@ -95,6 +101,8 @@ class ReplicaTarget:
         self._numbers = itertools.count(1)
         self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
         self._held: Held | None = None
+        self.paused = self._stopped = False
+        self.ranks: Verdicts = ()
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Attach every rank, and let them agree on a way for every tensor; see :class:`Target`.
@@ -123,7 +131,37 @@ class ReplicaTarget:
             {name: list(labels[number]) for name, labels in agreement.holders.items()}
             for number in range(len(found))
         ]
-        self._ask("agree", classes=agreement.classes, holders=holders)
+        self.ranks = self._ask("agree", classes=agreement.classes, holders=holders)
+        logger.info("%d ranks: %s", len(found), self.classes())
+
+    def classes(self) -> dict[str, dict[str, int]]:
+        """Tensors and bytes of the chain, by the way they reach live weights."""
+        found: dict[str, dict[str, int]] = {}
+        for name, kind in self.agreement.classes.items() if self.agreement else ():
+            row = found.setdefault(kind, {"tensors": 0, "nbytes": 0})
+            row["tensors"] += 1
+            row["nbytes"] += self._specs[name].nbytes
+        return found
+
+    def on_host(self) -> dict[str, str]:
+        """Some tensors that are not written in place, and why."""
+        reasons = self.agreement.reasons if self.agreement else {}
+        return dict(itertools.islice(reasons.items(), SHOWN))
+
+    def pause(self) -> None:
+        """Generate nothing until ``resume``, whatever is swapped meanwhile."""
+        self.paused = True
+        self.engine.pause()
+
+    def resume(self) -> None:
+        """Generate again."""
+        self.paused = False
+        self.engine.resume()
+
+    def stop_serving(self) -> None:
+        """Generate nothing until a swap has succeeded."""
+        self._stopped = True
+        self.engine.pause()
 
     def held(self) -> Held | None:
         """What the last swap wrote."""
@@ -186,12 +224,17 @@ class ReplicaTarget:
             self.engine.name_version(held.version)
         except PartialApplyError:
             self._held = before
-            self.engine.resume()
+            self._serve()
             raise
-        self._held = held
-        self.engine.resume()
+        self._held, self._stopped = held, False
+        self._serve()
         prepared.alive.spool.close()
         return seconds
+
+    def _serve(self) -> None:
+        """Generate again after a swap, unless somebody paused the replica or it is in doubt."""
+        if not self.paused and not self._stopped:
+            self.engine.resume()
 
     def close(self) -> None:
         """Nothing to give back; see :class:`Target`."""
@@ -199,7 +242,7 @@ class ReplicaTarget:
     def _swap(self, ticket: Ticket, version: Version) -> float:
         """Write on every rank; where one could not, take it back on those that could."""
         arguments: dict[str, Any] = {"ticket": ticket.number, "version": version}
-        verdicts = self._answers("swap", **arguments, back=ticket.back)
+        verdicts = self.ranks = self._answers("swap", **arguments, back=ticket.back)
         failed = [verdict for verdict in verdicts if not verdict["ok"]]
         if not failed:
             return max(float(verdict["seconds"]) for verdict in verdicts)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from deltachain.fetch import Fetched
+from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.target import Held, Prepared
+from deltachain.types import StateDigest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +38,23 @@ class Staged:
     head: int
     fetch_s: float
     stage_s: float
+
+    def receipt(self, *, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
+        """What is said of it once it is swapped."""
+        return ApplyReceipt(
+            version=self.to.version,
+            previous=self.held.version if self.held else None,
+            step=self.step,
+            state=StateDigest.parse(self.to.state),
+            plan=str(self.fetched.plan),
+            nnz=self.prepared.nnz,
+            nbytes=self.fetched.nbytes,
+            requests=requests,
+            refetched=self.fetched.refetched,
+            lag_versions=self.head - self.to.version,
+            staleness_s=max(0.0, time.time() - self.time),
+            fetch_s=self.fetch_s,
+            stage_s=self.stage_s,
+            swap_s=swap_s,
+            pause_s=pause_s,
+        )

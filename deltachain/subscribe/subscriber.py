@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import Event, RLock
 from types import TracebackType
@@ -73,12 +73,11 @@ class Subscriber:
         self._chain: Chain | None = None
         self._held: Held | None = None
         self._generation = self._counted = 0
-        self._writing = RLock()
+        self._updating, self._writing = RLock(), RLock()
         self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
 
-    @property
-    def chain(self) -> Chain:
-        """The chain, opened when first needed: a replica may start before its trainer.
+    def open(self) -> Chain:
+        """Open the chain, bind the target to it, and find out what it holds. Again is allowed.
 
         Raises:
             ObjectNotFoundError: There is none yet.
@@ -91,6 +90,21 @@ class Subscriber:
             self._held = identify(chain, self.target, verify=self.config.verify_at_start)
             self._chain = chain
         return self._chain
+
+    @property
+    def chain(self) -> Chain:
+        """The chain, opened when first needed: a replica may start before its trainer."""
+        return self.open()
+
+    @property
+    def opened(self) -> Chain | None:
+        """The chain, if it was opened already; asks nobody."""
+        return self._chain
+
+    @property
+    def head_seen(self) -> Version | None:
+        """The newest version seen so far; asks nobody."""
+        return self._chain.latest if self._chain else None
 
     @property
     def held(self) -> Held | None:
@@ -119,8 +133,9 @@ class Subscriber:
         Returns:
             ``None`` when that is what is held, or when a rollback pinned the target.
         """
-        staged = self.stage(version)
-        return self.swap(staged) if staged else None
+        with self._updating:
+            staged = self.stage(version)
+            return self.swap(staged) if staged else None
 
     def stage(self, version: Version | None = None) -> Staged | None:
         """Fetch, verify, decode and prove the way to a version; the target is only read.
@@ -179,7 +194,8 @@ class Subscriber:
             else:
                 self._undo.push(staged.held, staged.prepared)
             requests, self._counted = self._counted, self._store.requests
-            receipt = self.last = _receipt(staged, swap_s, pause_s, self._counted - requests)
+            asked = self._counted - requests
+            receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
         logger.info("%s", receipt)
         return receipt
 
@@ -226,7 +242,11 @@ class Subscriber:
         self.told.set()
 
     def follow(
-        self, *, stop: Event | None = None, every_version: bool = False
+        self,
+        *,
+        stop: Event | None = None,
+        every_version: bool = False,
+        troubled: Callable[[DeltaChainError], None] = lambda _: None,
     ) -> Iterator[ApplyReceipt]:
         """Apply versions as they are committed, and heal by itself; see :func:`follow.follow`.
 
@@ -236,8 +256,9 @@ class Subscriber:
         Args:
             stop: Ends it when set; ``notify()`` then makes it look at once.
             every_version: Apply each version on its own instead of folding those that are waiting.
+            troubled: Told what went wrong and will be tried again.
         """
-        return follow(self, stop=stop or Event(), every_version=every_version)
+        return follow(self, stop=stop or Event(), every_version=every_version, troubled=troubled)
 
     def notify(self) -> None:
         """Tell :meth:`follow` that there is something new, so that it need not wait to look."""
@@ -374,23 +395,3 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
     key = exc.key if isinstance(exc, FormatError | ObjectNotFoundError) else ""
     found = [edge for edge in plan.edges if edge.version == version_of(key)]
     return found or [edge for edge in plan.edges if edge.kind == "base"]
-
-
-def _receipt(staged: Staged, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
-    return ApplyReceipt(
-        version=staged.to.version,
-        previous=staged.held.version if staged.held else None,
-        step=staged.step,
-        state=StateDigest.parse(staged.to.state),
-        plan=str(staged.fetched.plan),
-        nnz=staged.prepared.nnz,
-        nbytes=staged.fetched.nbytes,
-        requests=requests,
-        refetched=staged.fetched.refetched,
-        lag_versions=staged.head - staged.to.version,
-        staleness_s=max(0.0, time.time() - staged.time),
-        fetch_s=staged.fetch_s,
-        stage_s=staged.stage_s,
-        swap_s=swap_s,
-        pause_s=pause_s,
-    )

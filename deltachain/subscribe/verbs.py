@@ -147,7 +147,7 @@ class RankVerbs:
     def _swap(self, ticket: int, version: int, back: bool) -> Verdict:
         seconds = self.rank.swap(ticket, version, back=back)
         self._version = version
-        return {"seconds": seconds}
+        return {"seconds": seconds, "version": version, "pid": os.getpid()}
 
     def _verdict(self) -> Verdict:
         """The verdict of the last swap, given once."""

@@ -36,6 +36,7 @@ def register() -> None:
     one process, and does not catch what it raises. So it may be called again, and a vLLM without
     such backends is told of in the log, not by a crash.
     """
+    _speak()
     try:
         from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415
             WeightTransferEngineFactory as Factory,
@@ -45,6 +46,16 @@ def register() -> None:
             Factory.register_engine(BACKEND, "deltachain_vllm.backend", "DeltaChainEngine")
     except (ImportError, AttributeError, ValueError) as exc:
         logger.warning("deltachain is not registered with this vLLM: %s", exc)
+
+
+def _speak() -> None:
+    """Let our log lines appear among vLLM's, which shows its own only."""
+    ours = logging.getLogger("deltachain")
+    theirs = logging.getLogger("vllm")
+    if not ours.handlers and theirs.handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
+        ours.propagate = False
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -62,7 +62,7 @@ class VllmModel:
             return self.model.load_weights(tensors)  # type: ignore[operator]
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Reload layer by layer, as vLLM does. If it fails, every layer has its old parameters again."""
+        """Reload layer by layer, as vLLM does; if it fails, no layer is left half loaded."""
         reload = layerwise()
         noisy = logging.getLogger(NOISY)
         level = noisy.level

@@ -1,0 +1,259 @@
+"""The leader of a replica: the one place that decides what its ranks apply, and when.
+
+It lives beside the engine's scheduler, in whatever process can ask all ranks. Everything it knows
+is answered from memory, so that asking for its status costs neither the store nor the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from threading import Event, Thread
+from typing import Any
+
+import msgspec
+
+from deltachain.errors import ApplyError, DeltaChainError, PoisonedError
+from deltachain.manifest import Struct
+from deltachain.subscribe.engine import Engine
+from deltachain.subscribe.receipt import ApplyReceipt
+from deltachain.subscribe.replica import ReplicaTarget
+from deltachain.subscribe.settings import ReplicaSettings, spool_folder
+from deltachain.subscribe.subscriber import Subscriber
+from deltachain.subscribe.target import Held
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaStatus(Struct, frozen=True, kw_only=True):
+    """What a replica says of itself.
+
+    Attributes:
+        url: Where its chain lies.
+        chain: Id of that chain; null before it is there.
+        version: The version held; null for nothing that can be proven.
+        state: Its state digest.
+        head: The newest version that this replica has seen.
+        lag_versions: ``head - version``.
+        ready: Whether it should be sent requests.
+        reason: Why not.
+        following: Whether it applies versions by itself.
+        paused: Whether somebody paused it.
+        pinned: Whether a rollback keeps it where it is.
+        poisoned: Whether it can not prove what it holds. It then generates nothing.
+        classes: Tensors and bytes by the way they reach live weights.
+        on_host: Some of those that are not written in place, and why.
+        ranks: What each rank said at the last swap.
+        last: The last apply.
+        trouble: What went wrong since.
+    """
+
+    url: str
+    chain: str | None
+    version: int | None
+    state: str | None
+    head: int | None
+    lag_versions: int | None
+    ready: bool
+    reason: str
+    following: bool
+    paused: bool
+    pinned: bool
+    poisoned: bool
+    classes: dict[str, dict[str, int]]
+    on_host: dict[str, str]
+    ranks: list[dict[str, Any]]
+    last: dict[str, Any] | None
+    trouble: str
+
+
+class Leader:
+    """Follows a chain for all ranks of an engine, by itself or when told to.
+
+    Methods may be called from any thread.
+
+    Args:
+        settings: Of this replica.
+        engine: Its ranks and its scheduler.
+    """
+
+    def __init__(self, settings: ReplicaSettings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        url = settings.subscribe.url
+        self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
+        self.subscriber = Subscriber(settings.subscribe, self.target)
+        self.trouble: DeltaChainError | None = None
+        self._ended = ""
+        self._caught_up = False
+        self._stop = Event()
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Catch up with the head, then follow if that is asked for.
+
+        What goes wrong is logged and kept for ``status``: the engine serves what it loaded, and the
+        replica is not ready.
+        """
+        try:
+            self.subscriber.open()
+            if self.subscriber.version is not None:
+                self.engine.name_version(self.subscriber.version)
+            self.update()
+        except DeltaChainError as exc:
+            self._troubled(exc)
+            logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
+        if self.settings.follow:
+            self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End following, and give the store back. Stopping twice is allowed."""
+        self._stop.set()
+        self.subscriber.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self.subscriber.close()
+
+    def update(self, version: Version | None = None) -> ApplyReceipt | None:
+        """Bring the replica to a version, from nothing if it can not prove what it holds.
+
+        Args:
+            version: Where to; the head when not given.
+
+        Returns:
+            ``None`` when it is there already, or pinned.
+
+        Raises:
+            DeltaChainError: As :meth:`Subscriber.update`. A replica that is poisoned generates
+                nothing from now on.
+        """
+        try:
+            receipt = self.subscriber.update(version)
+        except DeltaChainError as exc:
+            self._troubled(exc)
+            if not self.subscriber.poisoned:
+                raise
+            receipt = self._heal(version)
+        self._well()
+        return receipt
+
+    def rollback(self, version: Version | None = None) -> Held:
+        """Go back and stay there; see :meth:`Subscriber.rollback`."""
+        try:
+            held = self.subscriber.rollback(version)
+        except DeltaChainError as exc:
+            self._troubled(exc)
+            raise
+        self._well()
+        return held
+
+    def release(self) -> None:
+        """Follow the head again after a rollback."""
+        self.subscriber.release()
+
+    def notify(self) -> None:
+        """Look for a new version now."""
+        self.subscriber.notify()
+
+    def pause(self) -> None:
+        """Generate nothing until ``resume``, whatever is applied meanwhile."""
+        self.target.pause()
+
+    def resume(self) -> None:
+        """Generate again.
+
+        Raises:
+            PoisonedError: The replica can not prove what it holds.
+        """
+        if self.subscriber.poisoned:
+            raise PoisonedError("this replica can not prove what it holds; it stays paused")
+        self.target.resume()
+
+    def scrub(self) -> bool:
+        """Recompute the state of the live weights; whether it is what it should be."""
+        fine = self.subscriber.scrub()
+        if not fine:
+            self._troubled(ApplyError("the live weights are not what this replica should hold"))
+        return fine
+
+    def status(self) -> ReplicaStatus:
+        """What the replica knows of itself."""
+        subscriber, target = self.subscriber, self.target
+        held, head, chain = subscriber.held, subscriber.head_seen, subscriber.opened
+        last = subscriber.last
+        reason = self._unready()
+        return ReplicaStatus(
+            url=self.settings.subscribe.url,
+            chain=chain.identity.chain if chain else None,
+            version=held.version if held else None,
+            state=held.state if held else None,
+            head=head,
+            lag_versions=head - held.version if held and head is not None else None,
+            ready=not reason,
+            reason=reason,
+            following=self.settings.follow and not self._ended,
+            paused=target.paused,
+            pinned=subscriber.pinned,
+            poisoned=subscriber.poisoned,
+            classes=target.classes(),
+            on_host=target.on_host(),
+            ranks=[dict(verdict) for verdict in target.ranks],
+            last=None if last is None else _plain(last),
+            trouble=str(self.trouble) if self.trouble else "",
+        )
+
+    def _unready(self) -> str:
+        """Why the replica should not be sent requests; empty when it should."""
+        subscriber = self.subscriber
+        reason = self._ended
+        if subscriber.poisoned:
+            reason = "poisoned: it can not prove what it holds"
+        elif subscriber.held is None:
+            reason = "it holds no version of the chain"
+        elif self.target.paused:
+            reason = "paused"
+        elif not reason and not subscriber.pinned:
+            reason = self._behind(subscriber.held)
+        return reason
+
+    def _behind(self, held: Held) -> str:
+        if not self._caught_up:
+            return "it has not caught up yet"
+        behind = (self.subscriber.head_seen or 0) - held.version
+        most = self.settings.max_lag
+        return "" if most is None or behind <= most else f"{behind} versions behind"
+
+    def _follow(self) -> None:
+        try:
+            for _ in self.subscriber.follow(stop=self._stop, troubled=self._troubled):
+                self._well()
+        except Exception as exc:
+            self._ended = f"following ended: {exc}"
+            self._troubled(exc)
+            logger.exception("following %s ended", self.settings.subscribe.url)
+
+    def _heal(self, version: Version | None) -> ApplyReceipt | None:
+        """Once more, from nothing: what is held is unknown."""
+        try:
+            return self.subscriber.update(version)
+        except DeltaChainError as exc:
+            self._troubled(exc)
+            raise
+
+    def _troubled(self, exc: Exception) -> None:
+        """Keep an error for ``status``; a replica that can not prove its weights stops serving."""
+        self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
+        if self.subscriber.poisoned:
+            self.target.stop_serving()
+
+    def _well(self) -> None:
+        self.trouble = None
+        self._caught_up = True
+
+
+def _plain(receipt: ApplyReceipt) -> dict[str, Any]:
+    found: Mapping[str, Any] = msgspec.to_builtins(receipt)
+    return {**found, "state": str(receipt.state)}

@@ -1,0 +1,248 @@
+"""``/v1/deltachain/*`` in a vLLM server: what a fleet's engineer and a trainer ask of a replica.
+
+A request names versions of the one chain that the server was started with, never addresses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deltachain.errors import (
+    ApplyError,
+    ChainError,
+    ConfigError,
+    DeltaChainError,
+    FormatError,
+    StoreError,
+)
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+LARGEST: Final = 4096
+"""Bytes of a request's body."""
+
+_T = TypeVar("_T")
+
+
+class VersionRequest(BaseModel):
+    """Which version; the head, or the one before, when none is named."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: Annotated[int | None, Field(ge=0, lt=1 << 53)] = None
+
+
+class Control:
+    """The leader behind the routes, and who may use them.
+
+    Attributes:
+        leader: ``None`` where the server follows no chain.
+        refusal: Why not.
+    """
+
+    def __init__(self, leader: Leader | None, refusal: str, *, token: str, is_open: bool) -> None:
+        self.leader = leader
+        self.refusal = refusal
+        self._token = token.encode()
+        self._is_open = is_open
+        self._pool = ThreadPoolExecutor(4, "deltachain-control")
+
+    def authorise(self, request: Request) -> None:
+        """Refuse who does not know the token.
+
+        Raises:
+            HTTPException: 401, or 403 where the server has neither token nor key.
+        """
+        if not self._token:
+            if not self._is_open:
+                raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
+            return
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-deltachain-token", bearer)
+        if not hmac.compare_digest(given.encode(), self._token):
+            raise HTTPException(401, "wrong or missing token")
+
+    async def run(self, action: Callable[[Leader], _T]) -> _T:
+        """Do something that may take its time, beside the server's event loop.
+
+        Raises:
+            HTTPException: 503 where the server follows no chain.
+        """
+        if self.leader is None:
+            raise HTTPException(503, self.refusal)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, action, self.leader)
+
+
+def _control(request: Request) -> Control:
+    control: Control | None = getattr(request.app.state, "deltachain", None)
+    if control is None:
+        raise HTTPException(503, "the engine is not up yet")
+    control.authorise(request)
+    return control
+
+
+Allowed = Annotated[Control, Depends(_control)]
+
+
+async def _asked(control: Allowed, request: Request) -> VersionRequest:
+    """The body, which is small: nobody is let in by its size, nor before the token."""
+    del control
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LARGEST:
+            raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+    try:
+        return VersionRequest.model_validate_json(body or b"{}")
+    except ValidationError as exc:
+        raise HTTPException(422, 'the body must be {"version": N} or {}') from exc
+
+
+Asked = Annotated[VersionRequest, Depends(_asked)]
+
+router = APIRouter(prefix="/v1/deltachain", tags=["deltachain"])
+
+
+@router.get("/status")
+async def status(control: Allowed) -> Response:
+    """What the replica holds, and how."""
+    if control.leader is None:
+        raise HTTPException(503, control.refusal)
+    return _json(msgspec.to_builtins(control.leader.status()))
+
+
+@router.get("/ready")
+async def ready(control: Allowed) -> Response:
+    """200 when the replica should be sent requests, else 503 and why."""
+    if control.leader is None:
+        return _json({"ready": False, "reason": control.refusal}, 503)
+    found = control.leader.status()
+    body = {"ready": found.ready, "reason": found.reason, "version": found.version}
+    return _json(body, 200 if found.ready else 503)
+
+
+@router.post("/update")
+async def update(control: Allowed, asked: Asked) -> Response:
+    """Bring the replica to a version and answer when it is there; again is allowed."""
+    return await _do(control, lambda leader: leader.update(asked.version))
+
+
+@router.post("/rollback")
+async def rollback(control: Allowed, asked: Asked) -> Response:
+    """Go back to a version and stay there."""
+    return await _do(control, lambda leader: leader.rollback(asked.version))
+
+
+@router.post("/release")
+async def release(control: Allowed) -> Response:
+    """Follow the head again after a rollback."""
+    return await _do(control, Leader.release)
+
+
+@router.post("/pause")
+async def pause(control: Allowed) -> Response:
+    """Generate nothing until ``resume``."""
+    return await _do(control, Leader.pause)
+
+
+@router.post("/resume")
+async def resume(control: Allowed) -> Response:
+    """Generate again; refused when the replica can not prove what it holds."""
+    return await _do(control, Leader.resume)
+
+
+@router.post("/scrub")
+async def scrub(control: Allowed) -> Response:
+    """Recompute the state of the live weights, to find out whether somebody else wrote to them."""
+    return await _do(control, Leader.scrub)
+
+
+async def _do(control: Control, action: Callable[[Leader], object]) -> Response:
+    try:
+        await control.run(action)
+    except DeltaChainError as exc:
+        return _json(
+            {
+                "error": {
+                    "type": type(exc).__name__,
+                    "message": str(exc.args[0]),
+                    "hint": exc.hint,
+                    "retryable": exc.retryable,
+                }
+            },
+            _status_of(exc),
+        )
+    assert control.leader is not None  # noqa: S101 - run() has refused
+    return _json(msgspec.to_builtins(control.leader.status()))
+
+
+def _status_of(exc: DeltaChainError) -> int:
+    kinds = (
+        (ConfigError, 400),
+        (ChainError, 409),
+        (ApplyError, 409),
+        (FormatError, 502),
+        (StoreError, 503),
+    )
+    return next((code for kind, code in kinds if isinstance(exc, kind)), 500)
+
+
+def _json(body: Any, code: int = 200) -> Response:  # noqa: ANN401
+    return JSONResponse(body, code)
+
+
+class EndpointPlugin:
+    """Entry point of ``vllm.endpoint_plugins``; vLLM makes it in the API server."""
+
+    name: Final = "deltachain_http"
+    required_tasks: Final = None
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Called once, after the server's own routes are on its ``app``."""
+        app.include_router(router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
+        """Called once when the engine is up: catch up, before the server takes requests."""
+        leader, refusal, token = None, "DELTACHAIN_URL is not set: this server follows no chain", ""
+        try:
+            settings = ReplicaSettings.of(os.environ)
+            if settings is not None and engine_client is not None:
+                token = settings.token
+                leader = await _start(engine_client, settings, args)
+        except DeltaChainError as exc:
+            refusal = str(exc)
+            logger.warning("deltachain follows nothing: %s", exc)
+        is_open = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
+        is_open = is_open or getattr(args, "host", None) in LOOPBACK
+        state.deltachain = Control(leader, refusal, token=token, is_open=is_open)
+
+
+async def _start(client: Any, settings: ReplicaSettings, args: Namespace) -> Leader:  # noqa: ANN401
+    from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
+
+    if (getattr(args, "api_server_count", None) or 1) > 1:
+        raise ConfigError(
+            "this server has several front ends, a replica has one leader",
+            hint="start it with --api-server-count 1",
+        )
+    loop = asyncio.get_running_loop()
+    leader = Leader(settings, ServerEngine(client, loop, settings))
+    await loop.run_in_executor(None, leader.start)
+    return leader

@@ -1,0 +1,109 @@
+"""A vLLM server as the leader of its ranks: the engine client, asked from the leader's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Final
+
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.protocol import EngineClient
+
+from deltachain.errors import ApplyError, ConfigError
+from deltachain.subscribe.settings import ReplicaSettings
+from deltachain_vllm import BACKEND
+from deltachain_vllm.compat import check_version
+
+PAUSES: Final = ("keep", "wait", "abort")
+"""vLLM's pause modes: running requests go on afterwards, are waited for, or end early."""
+
+EXTENSION: Final = "deltachain_vllm.WorkerExtension"
+
+
+class ServerEngine:
+    """See :class:`deltachain.subscribe.engine.Engine`; called from any thread but the loop's.
+
+    Args:
+        client: The server's.
+        loop: The one that the client lives on.
+        settings: Of this replica.
+
+    Raises:
+        ConfigError: The server was started in a way that deltachain can not work with.
+        EngineVersionError: This vLLM was not tested.
+    """
+
+    def __init__(
+        self, client: EngineClient, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
+    ) -> None:
+        check_version()
+        self.mode = settings.pause or PAUSES[0]
+        _check(client, self.mode)
+        transfer = client.vllm_config.weight_transfer_config
+        self._in_session = transfer is not None and transfer.backend == BACKEND
+        self._client = client
+        self._loop = loop
+        self._clear = not settings.keep_cache
+
+    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
+        """Ask every worker; a swap goes through vLLM's own update session where it has one."""
+        in_session = verb == "swap" and self._in_session
+        answers: Sequence[Mapping[str, Any]] = self._wait(
+            self._swap(arguments) if in_session else self._ask(verb, arguments)
+        )
+        return answers
+
+    def pause(self) -> None:
+        """Pause the scheduler in the mode of this replica; cached prefixes go, unless kept."""
+        self._wait(self._client.pause_generation(mode=self.mode, clear_cache=self._clear))
+
+    def resume(self) -> None:
+        """Resume the scheduler."""
+        self._wait(self._client.resume_generation())
+
+    def name_version(self, version: int) -> None:
+        """Name the version that tokens are made with; no prefix of older ones is left."""
+        self._wait(self._name(version))
+
+    async def _ask(self, verb: str, arguments: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
+        found: Any = await self._client.collective_rpc(f"deltachain_{verb}", kwargs=arguments)
+        return list(found)
+
+    async def _swap(self, arguments: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
+        await self._client.start_weight_update()
+        request = WeightTransferUpdateRequest(update_info=arguments)
+        await self._client.update_weights(request)
+        verdicts = await self._ask("verdict", {})
+        await self._client.finish_weight_update()
+        return verdicts
+
+    async def _name(self, version: int) -> None:
+        if self._clear and not await self._client.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=True
+        ):
+            raise ApplyError("the prefix cache could not be reset", version=version)
+        await self._client.update_weight_version(str(version))
+
+    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401
+        try:
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+        except ApplyError:
+            raise
+        except Exception as exc:  # vLLM raises plain exceptions, a dead engine's among them
+            raise ApplyError(f"the engine did not answer: {exc}") from exc
+
+
+def _check(client: EngineClient, mode: str) -> None:
+    parallel = client.vllm_config.parallel_config
+    if mode not in PAUSES:
+        raise ConfigError(f"DELTACHAIN_PAUSE is {mode!r}, none of {', '.join(PAUSES)}")
+    if parallel.worker_extension_cls != EXTENSION:
+        raise ConfigError(
+            "the workers of this server know nothing of deltachain",
+            hint=f"start it with --worker-extension-cls {EXTENSION}",
+        )
+    if parallel.data_parallel_size > 1:
+        raise ConfigError(
+            f"{parallel.data_parallel_size} data-parallel engines behind one server",
+            hint="start a server for each",
+        )
