@@ -36,7 +36,7 @@ def register() -> None:
     one process, and does not catch what it raises. So it may be called again, and a vLLM without
     such backends is told of in the log, not by a crash.
     """
-    _speak()
+    speak()
     try:
         from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415
             WeightTransferEngineFactory as Factory,
@@ -48,7 +48,7 @@ def register() -> None:
         logger.warning("deltachain is not registered with this vLLM: %s", exc)
 
 
-def _speak() -> None:
+def speak() -> None:
     """Let our log lines appear among vLLM's, which shows its own only."""
     ours = logging.getLogger("deltachain")
     theirs = logging.getLogger("vllm")

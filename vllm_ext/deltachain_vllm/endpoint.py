@@ -29,6 +29,7 @@ from deltachain.errors import (
 )
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
+from deltachain_vllm import speak
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +221,7 @@ class EndpointPlugin:
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
         """Called once when the engine is up: catch up, before the server takes requests."""
+        speak()
         leader, refusal, token = None, "DELTACHAIN_URL is not set: this server follows no chain", ""
         try:
             settings = ReplicaSettings.of(os.environ)

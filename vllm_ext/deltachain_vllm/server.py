@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Final
 
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -13,6 +14,7 @@ from deltachain.errors import ApplyError, ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import BACKEND
 from deltachain_vllm.compat import check_version
+from deltachain_vllm.extension import WorkerExtension
 
 PAUSES: Final = ("keep", "wait", "abort")
 """vLLM's pause modes: running requests go on afterwards, are waited for, or end early."""
@@ -93,11 +95,18 @@ class ServerEngine:
             raise ApplyError(f"the engine did not answer: {exc}") from exc
 
 
+def _knows_us(named: str) -> bool:
+    """Whether a worker extension is ours, or built upon it."""
+    module, _, name = named.rpartition(".")
+    found = getattr(import_module(module), name, None) if module else None
+    return isinstance(found, type) and issubclass(found, WorkerExtension)
+
+
 def _check(client: EngineClient, mode: str) -> None:
     parallel = client.vllm_config.parallel_config
     if mode not in PAUSES:
         raise ConfigError(f"DELTACHAIN_PAUSE is {mode!r}, none of {', '.join(PAUSES)}")
-    if parallel.worker_extension_cls != EXTENSION:
+    if not _knows_us(parallel.worker_extension_cls):
         raise ConfigError(
             "the workers of this server know nothing of deltachain",
             hint=f"start it with --worker-extension-cls {EXTENSION}",
