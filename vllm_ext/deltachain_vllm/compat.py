@@ -12,7 +12,7 @@ BEYOND: Final = (0, 33)
 """The tested range: from FIRST up to, not including, BEYOND."""
 
 DERIVED: Final = re.compile(
-    r"(^|\.)(cos_sin_cache|inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
+    r"(^|\.)(cos_sin_cache|\w*inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
     r"|_?[qkvp](rob)?_scale(_float|_cpu)?|_tensor_constant\d+|position_ids)$"
 )
 """Live floating-point tensors that vLLM makes itself, from the configuration alone."""

@@ -169,7 +169,7 @@ class VllmModel:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes into which layer each meta tensor is copied, and keeps it out of those that are live."""
+    """Notes into which layer each meta tensor is copied; nothing live is written."""
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from deltachain.checkpoint import Checkpoint, read_assets, write_weights
 from deltachain.delta import TensorDelta
@@ -180,15 +180,15 @@ def _digest(
     return total == Checkpoint(after).state(kept)
 
 
-def _gather(mine: Any, tp: int) -> list[Any]:  # noqa: ANN401
+def _gather(mine: Any, tp: int) -> list[Any]:
     if tp == 1:
         return [mine]
     found: list[Any] = [None] * tp
-    distributed.all_gather_object(found, mine)  # type: ignore[attr-defined]
+    distributed.all_gather_object(found, mine)
     return found
 
 
-def _row(  # noqa: PLR0913
+def _row(
     family: str,
     specs: Mapping[str, TensorSpec],
     agreement: Agreement | None,
