@@ -30,6 +30,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain_vllm.model import VllmModel
 from tests.engines.families import FAMILIES, make
 from tests.engines.vllm.fresh import copied, differences, live, load_fresh, load_in_context
+from tests.engines.vllm.two_ranks import two_ranks
 
 SHARE: Final = 0.3
 """Of the elements of each tensor that change."""
@@ -65,10 +66,21 @@ class Row:
         return not self.wrong and not self.undone_wrong and self.digest
 
 
-def examine(rank: int, family: str, tp: int = 1, *, plain: bool = True) -> dict[str, Any]:
-    """The row of one rank, as JSON; every rank of a group must call this."""
+def examine(
+    rank: int, family: str, tp: int = 1, *, plain: bool = True, processed: bool = True
+) -> dict[str, Any]:
+    """The row of one rank, as JSON; every rank of a group must call this.
+
+    Args:
+        rank: Of ``tp`` ranks.
+        family: One of ``FAMILIES``.
+        tp: How many ranks there are.
+        plain: Keep linear layers unpacked, as accelerators do.
+        processed: Pack whatever else the engine packs after loading.
+    """
     with tempfile.TemporaryDirectory() as scratch:
-        return asdict(_examine(family, Path(scratch), rank=rank, tp=tp, plain=plain))
+        how = {"tp": tp, "rank": rank, "plain_linears": plain, "processed": processed}
+        return asdict(_examine(family, Path(scratch), how))
 
 
 def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
@@ -76,10 +88,11 @@ def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
     return [examine(rank, family, 2) for family in families]
 
 
-def _examine(family: str, scratch: Path, *, rank: int, tp: int, plain: bool) -> Row:
+def _examine(family: str, scratch: Path, how: Any) -> Row:
+    rank, tp = how["rank"], how["tp"]
     before = make(FAMILIES[family], scratch / "before")
     specs = dict(Checkpoint(before).specs)
-    with load_in_context(before, tp=tp, rank=rank, plain_linears=plain) as (config, model):
+    with load_in_context(before, **how) as (config, model):
         at_first = copied(live(model))
         try:
             mine = Rank(VllmModel(model, config), specs.values(), {})
@@ -100,7 +113,7 @@ def _examine(family: str, scratch: Path, *, rank: int, tp: int, plain: bool) -> 
         mine.swap(1, 0, back=True)
         undone_wrong = differences(at_first, copied(live(model)))
         del mine
-    fresh = copied(live(load_fresh(after, tp=tp, rank=rank, plain_linears=plain)))
+    fresh = copied(live(load_fresh(after, **how)))
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
 
@@ -209,3 +222,34 @@ def _row(
         digest=digest,
         refused=refused,
     )
+
+
+def main() -> None:
+    """Print the matrix of all families as Markdown."""
+    two = {
+        row["family"]: row
+        for row in two_ranks("tests.engines.vllm.matrix:examine_two", *FAMILIES, deadline_s=1800)[1]
+    }
+    print("| family | tensors | plain linears | stock CPU | before packing | TP=2, rank 1 |")  # noqa: T201
+    print("|---|---|---|---|---|---|")  # noqa: T201
+    for family in FAMILIES:
+        rows = [
+            examine(0, family),
+            examine(0, family, plain=False),
+            examine(0, family, processed=False),
+            two[family],
+        ]
+        cells = " | ".join(_cell(Row(**row)) for row in rows)
+        print(f"| {family} | {rows[0]['tensors']} | {cells} |", flush=True)  # noqa: T201
+
+
+def _cell(row: Row) -> str:
+    if not row.right:
+        return f"WRONG: {row.wrong[:2]}"
+    if row.refused:
+        return "refused"
+    return ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in sorted(row.classes.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -133,9 +133,7 @@ def test_thirty_versions_arrive_under_load(
         "DELTACHAIN_FOLLOW": str(int(not push)),
         "DELTACHAIN_POLL_S": "0.1",
     }
-    with Server(
-        trainer.base, tmp_path / "server", trainer.url, environment=environment
-    ) as server:
+    with Server(trainer.base, tmp_path / "server", trainer.url, environment=environment) as server:
         trial = Trial(trainer, server, push=push)
         finish = {"length", "abort"} if pause == "abort" else {"length"}
         seen = checked(trial, 30, finish=finish)
@@ -150,9 +148,7 @@ def test_a_kept_cache_serves_stale_prefixes_and_the_test_of_them_sees_it(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     environment = {"DELTACHAIN_KEEP_CACHE": "1"}
-    with Server(
-        trainer.base, tmp_path / "server", trainer.url, environment=environment
-    ) as server:
+    with Server(trainer.base, tmp_path / "server", trainer.url, environment=environment) as server:
         assert wrong_after_an_update(Trial(trainer, server, push=True)) > 0
 
 
