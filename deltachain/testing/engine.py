@@ -1,4 +1,4 @@
-"""An inference engine of a few kilobytes, that lays out, loads and packs weights as real ones do."""
+"""An inference engine of a few kilobytes that lays out, loads and packs weights as real ones do."""
 
 from __future__ import annotations
 
