@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, TypeAlias
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from deltachain.errors import TensorMismatchError
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.patch import LiveBits, same_bits
+from deltachain.subscribe.patch import same_bits
 from deltachain.subscribe.recorder import Load
 from deltachain.subscribe.windows import storage_bits
 
@@ -83,7 +84,7 @@ class _Trial:
         self.model = model
         self.layers = layers
         self.live = dict(model.tensors())
-        self.saved = {name: _copy(storage_bits(tensor)) for name, tensor in self.live.items()}
+        self.saved = {name: _on_host(tensor).copy() for name, tensor in self.live.items()}
         self.computed = dict(model.compute(layers))
 
     def expect_same(self) -> None:
@@ -93,7 +94,7 @@ class _Trial:
             TensorMismatchError: One did.
         """
         for name, tensor in self._current():
-            if not same_bits(storage_bits(tensor), self.saved[name]):
+            if not same_bits(_on_host(tensor), self.saved[name]):
                 raise TensorMismatchError(f"{name} changed", tensor=name)
         for layer, output in self.model.compute(self.layers).items():
             if not torch.equal(output, self.computed[layer]):
@@ -107,7 +108,7 @@ class _Trial:
         """
         for live, tensor in self._current():
             layer, _, _ = live.rpartition(".")
-            if layer in layers and _share(storage_bits(tensor), self.saved[live]):
+            if layer in layers and _share(_on_host(tensor), self.saved[live]):
                 return
         raise TensorMismatchError(f"nothing follows {name}", tensor=name)
 
@@ -121,7 +122,7 @@ class _Trial:
             layer, _, _ = name.rpartition(".")
             if layer not in self.layers or not tensor.is_floating_point():
                 continue
-            if _share(storage_bits(tensor), self.saved[name]) < ENOUGH:
+            if _share(_on_host(tensor), self.saved[name]) < ENOUGH:
                 raise TensorMismatchError(f"{name} does not follow what is loaded", tensor=name)
         for layer, output in self.model.compute(self.layers).items():
             if float((output != self.computed[layer]).float().mean()) < ENOUGH:
@@ -141,7 +142,7 @@ class _Trial:
         for name, tensor in self.live.items():
             bits = storage_bits(tensor)
             if isinstance(bits, Tensor):
-                bits.copy_(torch.as_tensor(self.saved[name]))
+                bits.copy_(torch.from_numpy(self.saved[name]))
             else:
                 bits[...] = self.saved[name]
 
@@ -156,11 +157,12 @@ def _changed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
             yield name, tensor ^ 1
 
 
-def _copy(bits: LiveBits) -> LiveBits:
-    return bits.clone() if isinstance(bits, Tensor) else bits.copy()
+def _on_host(tensor: Tensor) -> npt.NDArray[Any]:
+    """Bits of a tensor's storage on the host: a device has no room for a second model."""
+    bits = storage_bits(tensor)
+    return bits.cpu().numpy() if isinstance(bits, Tensor) else bits
 
 
-def _share(one: LiveBits, other: LiveBits) -> float:
+def _share(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
     """How much of two arrays differs."""
-    different: Any = one != other
-    return float(different.float().mean() if isinstance(different, Tensor) else different.mean())
+    return float((one != other).mean())

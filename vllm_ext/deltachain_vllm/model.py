@@ -24,6 +24,17 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns of every layer that a partial reload leaves alone."""
 
 
+def checkpoint_of(config: VllmConfig) -> Path:
+    """The folder that vLLM loads, in the Hub's cache where it is named by repository."""
+    named = Path(config.model_config.model)
+    if named.is_dir():
+        return named
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    revision = config.model_config.revision
+    return Path(snapshot_download(str(named), revision=revision, local_files_only=True))
+
+
 class VllmModel:
     """See :class:`deltachain.subscribe.engine.EngineModel`.
 
@@ -42,14 +53,8 @@ class VllmModel:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder that vLLM loaded, in the Hub's cache where it was named by repository."""
-        named = Path(self.config.model_config.model)
-        if named.is_dir():
-            return named
-        from huggingface_hub import snapshot_download  # noqa: PLC0415
-
-        revision = self.config.model_config.revision
-        return Path(snapshot_download(str(named), revision=revision, local_files_only=True))
+        """The folder that vLLM loaded."""
+        return checkpoint_of(self.config)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor but the KV cache."""
