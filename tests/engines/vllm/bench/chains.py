@@ -38,6 +38,9 @@ NORMS: Final = 0.1
 _SPREAD: Final = 0.02
 """Standard deviation of the weights."""
 
+_SMALLEST: Final = 1e-6
+"""Least magnitude: the bits before those of zero are those of a NaN."""
+
 
 def _sized(hidden: int, intermediate: int, layers: int, heads: int, vocab: int) -> Qwen3Config:
     return Qwen3Config(
@@ -134,4 +137,5 @@ def _model(size: str) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0 if parameter.ndim > 1 else 1, _SPREAD, generator=generator)
+            parameter.masked_fill_(parameter.abs() < _SMALLEST, _SPREAD)
     return model

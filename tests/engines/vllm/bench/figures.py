@@ -71,3 +71,30 @@ class Applied:
     peak_mb: int = 0
     threads: int = 0
     proven: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Lost:
+    """Generation that a chain took from a busy engine.
+
+    Attributes:
+        plain: Whether linear layers kept their weights, as on accelerators.
+        threads: That the engine computed in.
+        staging_s: By window, seconds of generation lost to staging a version once.
+        updating_s: By window, seconds of generation lost to one update, its staging included.
+        rates: Tokens a second of every quiet window.
+        stage_s: Seconds that staging took, of every update.
+        swap_s: Seconds of writing, of every update.
+        pause_s: Seconds from asking for the pause to generating again, of every update.
+        proven: Whether the live state was right in the end.
+    """
+
+    plain: bool
+    threads: int
+    staging_s: list[float] = field(default_factory=list)
+    updating_s: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    stage_s: list[float] = field(default_factory=list)
+    swap_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    proven: bool = False
