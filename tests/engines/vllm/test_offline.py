@@ -16,8 +16,8 @@ from tests.engines.chains import NAMES, train
 pytestmark = pytest.mark.engine
 
 VERSIONS = 20
-RATE = 3e-4
-"""A hundred times the usual one: tokens must tell versions apart."""
+RATE = 3e-5
+"""Ten times the usual one: tokens must tell versions apart."""
 ROOT = Path(__file__).resolve().parents[3]
 
 
