@@ -1,0 +1,292 @@
+"""Tiny random checkpoints of many model families, made on the spot.
+
+What a family is to an engine is the names, shapes and dtypes in its checkpoint, and the code that
+these are loaded by: fused projections, experts, tied and padded embeddings, state spaces. Two
+layers of hidden size 128 have all of that.
+
+No weight is constant. Norms of ones and biases of zeros, as fresh models have them, look right
+under any permutation, so that a test which compares them proves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from deltachain.demo.model import BOS, CONTEXT, EOS, PAD, VOCABULARY, make_tokenizer
+
+_SPREAD: Final = 0.05
+"""Standard deviation of every weight."""
+
+_IDS: Final[Mapping[str, int]] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+"""The special tokens where the demo's tokenizer has them."""
+
+_SMALL: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "tie_word_embeddings": False,
+    **_IDS,
+}
+_HEADS: Final[Mapping[str, Any]] = {"head_dim": 32}
+_TIED: Final[Mapping[str, Any]] = {"tie_word_embeddings": True}
+_MOE: Final[Mapping[str, Any]] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LATENT: Final[Mapping[str, Any]] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    **_MOE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture, small.
+
+    Attributes:
+        name: What tests call it.
+        model_type: What transformers calls it.
+        config: Where its configuration differs from the model type's own defaults.
+    """
+
+    name: str
+    model_type: str
+    config: Mapping[str, Any] = field(hash=False)
+
+    def configuration(self) -> PreTrainedConfig:
+        """Its configuration, which says bf16."""
+        made: PreTrainedConfig = AutoConfig.for_model(self.model_type, **self.config)
+        made.dtype = torch.bfloat16
+        return made
+
+
+def _family(name: str, model_type: str, *parts: Mapping[str, Any], **more: Any) -> Family:
+    """A family that spells its sizes as most do, with what is given put on top, last wins."""
+    config = dict(_SMALL)
+    for part in (*parts, more):
+        config.update(part)
+    return Family(name, model_type, MappingProxyType(config))
+
+
+def _own(name: str, model_type: str, **config: Any) -> Family:
+    """A family with words of its own for its sizes."""
+    common = {"vocab_size": VOCABULARY, **_IDS}
+    return Family(name, model_type, MappingProxyType(common | config))
+
+
+_ALL: Final = (
+    # Dense, with fused q, k, v and gate, up in the engines.
+    _family("qwen2", "qwen2"),
+    _family("qwen3", "qwen3", _HEADS),
+    _family("qwen3_tied", "qwen3", _HEADS, _TIED),
+    # Tied, and no multiple of the 64 rows to which engines pad embeddings.
+    _family("qwen3_v1000", "qwen3", _HEADS, _TIED, vocab_size=1000),
+    _family("llama", "llama"),
+    _family("llama_biased", "llama", attention_bias=True, mlp_bias=True),
+    # One key-value head is replicated over two ranks, not split.
+    _family("llama_v500", "llama", vocab_size=500, num_key_value_heads=1),
+    _family("mistral", "mistral", _HEADS),
+    _family("gemma", "gemma", _HEADS, _TIED),
+    _family("gemma2", "gemma2", _HEADS, _TIED, query_pre_attn_scalar=32),
+    _family("gemma3", "gemma3_text", _HEADS, _TIED, query_pre_attn_scalar=32, sliding_window=64),
+    _family("phi3", "phi3"),
+    _family("olmo2", "olmo2"),
+    _family("olmo3", "olmo3"),
+    _family("granite", "granite"),
+    _family("cohere2", "cohere2", _TIED),
+    _family("glm4", "glm4", _HEADS),
+    _family("nemotron", "nemotron"),
+    _family("stablelm", "stablelm"),
+    _family("starcoder2", "starcoder2"),
+    _family("smollm3", "smollm3"),
+    _family("exaone4", "exaone4", _HEADS),
+    # Dense, older: biases everywhere, projections fused or transposed in the checkpoint itself.
+    _own("gpt2", "gpt2", n_embd=128, n_layer=2, n_head=4, n_positions=CONTEXT),
+    _family("gpt_neox", "gpt_neox"),
+    _own(
+        "falcon",
+        "falcon",
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        new_decoder_architecture=False,
+        multi_query=True,
+    ),
+    _own("bloom", "bloom", hidden_size=128, n_layer=2, n_head=4),
+    _own(
+        "opt",
+        "opt",
+        hidden_size=128,
+        ffn_dim=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        word_embed_proj_dim=128,
+    ),
+    # Mixtures of experts.
+    _family("qwen2_moe", "qwen2_moe", _MOE, num_experts=4, shared_expert_intermediate_size=64),
+    _family("qwen3_moe", "qwen3_moe", _HEADS, _MOE, num_experts=4),
+    _family(
+        "qwen3_next",
+        "qwen3_next",
+        _HEADS,
+        _MOE,
+        num_hidden_layers=4,  # every fourth has full attention
+        num_experts=4,
+        shared_expert_intermediate_size=64,
+        linear_num_value_heads=4,
+        linear_num_key_heads=2,
+        linear_key_head_dim=32,
+        linear_value_head_dim=32,
+    ),
+    _family("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2),
+    _family("phimoe", "phimoe", num_local_experts=4, num_experts_per_tok=2),
+    _family(
+        "gpt_oss",
+        "gpt_oss",
+        _HEADS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+    ),
+    _family("olmoe", "olmoe", num_experts=4, num_experts_per_tok=2),
+    _family("granitemoe", "granitemoe", num_local_experts=4, num_experts_per_tok=2),
+    _family(
+        "deepseek_v2",
+        "deepseek_v2",
+        _LATENT,
+        q_lora_rank=None,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+    ),
+    _family(
+        "deepseek_v3",
+        "deepseek_v3",
+        _LATENT,
+        q_lora_rank=64,
+        topk_method="noaux_tc",  # and so with a bias of scores, as the real ones
+        scoring_func="sigmoid",
+        n_group=2,
+        topk_group=1,
+    ),
+    _family(
+        "glm4_moe",
+        "glm4_moe",
+        _HEADS,
+        _MOE,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+    ),
+    _family(
+        "llama4_text",
+        "llama4_text",
+        _HEADS,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        intermediate_size_mlp=256,
+    ),
+    # State spaces.
+    _own("mamba", "mamba", hidden_size=128, state_size=16, num_hidden_layers=2),
+    _own(
+        "mamba2",
+        "mamba2",
+        hidden_size=128,
+        state_size=16,
+        num_hidden_layers=2,
+        expand=2,
+        head_dim=32,
+        num_heads=8,
+        n_groups=1,
+    ),
+    _family(
+        "jamba",
+        "jamba",
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+    ),
+)
+
+FAMILIES: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL})
+"""Every family by name."""
+
+
+def make(family: Family | str, folder: Path) -> Path:
+    """Write a checkpoint folder: ``config.json`` and bf16 safetensors, of a few MB at most.
+
+    The same family gives the same bits wherever it is made: each tensor is drawn from a seed of its
+    own, so that neither their order nor another tensor decides them.
+
+    Returns:
+        The folder.
+    """
+    wanted = FAMILIES[family] if isinstance(family, str) else family
+    with torch.random.fork_rng(devices=[]):  # the model draws weights of its own first
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(wanted.configuration())
+    model.bfloat16()
+    with torch.no_grad():
+        for name, tensor in _kept(model):
+            seed = zlib.crc32(f"{wanted.name}/{name}".encode())
+            generator = torch.Generator().manual_seed(seed)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * _SPREAD)
+    model.save_pretrained(folder)
+    return folder
+
+
+def with_tokenizer(folder: Path) -> Path:
+    """Put the demo's byte-level tokenizer into a checkpoint folder.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: The model has fewer rows in its embedding than the tokenizer has tokens, or
+            other ids for the special ones.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    tokenizer = make_tokenizer()
+    if config["vocab_size"] < len(tokenizer):
+        raise ValueError(f"{folder}: {len(tokenizer)} tokens, {config['vocab_size']} rows")
+    for key, token in (("pad_token_id", PAD), ("eos_token_id", EOS), ("bos_token_id", BOS)):
+        if config.get(key) != tokenizer.convert_tokens_to_ids(token):
+            raise ValueError(f"{folder}: {key} is {config.get(key)}, which is not {token}")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every floating point tensor that a checkpoint of the model has, tied ones once."""
+    names = set(model.state_dict())
+    yield from model.named_parameters()
+    for name, buffer in model.named_buffers():
+        if name in names and buffer.is_floating_point():
+            yield name, buffer

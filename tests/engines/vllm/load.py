@@ -1,0 +1,107 @@
+"""Clients that keep a server busy, and what they saw."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event, Thread
+from typing import Final
+
+from tests.engines.vllm.server import MODEL, Generated, Server
+
+VOCABULARY: Final = range(3, 500)
+"""Token ids without a meaning of their own."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """What clients got.
+
+    Attributes:
+        finished: Tokens and reason of every stream that ended.
+        generated: Every answer with labels, with the version that was applied before it was asked.
+        failures: Everything else.
+    """
+
+    finished: list[tuple[int, str]] = field(default_factory=list)
+    generated: list[tuple[int, Generated]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def prompt(dice: random.Random, length: int = 10) -> list[int]:
+    """Tokens that nobody has asked with before."""
+    return dice.choices(VOCABULARY, k=length)
+
+
+@contextmanager
+def clients(
+    server: Server, *, streams: int, labelled: int, length: int, applied: Callable[[], int]
+) -> Iterator[Seen]:
+    """Keep asking from as many threads until this is left; every answer has been awaited then.
+
+    Args:
+        server: Whom.
+        streams: Clients of ``/v1/completions``, streaming.
+        labelled: Clients of ``/inference/v1/generate``.
+        length: Tokens to ask for.
+        applied: A version that the server is known to hold by now.
+    """
+    seen, stop = Seen(), Event()
+
+    def loop(once: Callable[[random.Random], None], seed: int) -> None:
+        dice = random.Random(seed)
+        while not stop.is_set():
+            try:
+                once(dice)
+            except Exception as exc:  # noqa: BLE001 - the test reads them
+                seen.failures.append(repr(exc))
+                stop.wait(0.2)
+
+    def stream(dice: random.Random) -> None:
+        seen.finished.append(_stream(server, prompt(dice), length))
+
+    def label(dice: random.Random) -> None:
+        known = applied()
+        seen.generated.append((known, server.generate(prompt(dice), length)))
+
+    calls = [stream] * streams + [label] * labelled
+    threads = [Thread(target=loop, args=(call, seed)) for seed, call in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def _stream(server: Server, asked: list[int], length: int) -> tuple[int, str]:
+    """Tokens that came one by one, and why they ended."""
+    body = {
+        "model": MODEL,
+        "prompt": asked,
+        "max_tokens": length,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    count, reason, done = 0, "", False
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                done = True
+            elif data != line:
+                (choice,) = json.loads(data)["choices"]
+                count += len(choice["token_ids"] or ())
+                reason = choice["finish_reason"] or reason
+    if not done:
+        raise RuntimeError(f"a stream ended after {count} tokens")
+    return count, reason

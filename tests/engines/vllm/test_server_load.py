@@ -1,0 +1,162 @@
+"""Versions that arrive while a server is busy: nobody notices, and every token is accounted for."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.engines.vllm.load import Seen, clients, prompt
+from tests.engines.vllm.server import Generated, Server
+from tests.engines.vllm.trainer import Trainer
+from tests.engines.vllm.truth import Judge
+
+pytestmark = pytest.mark.engine
+
+LENGTH = 64
+"""Tokens of a request of the load."""
+
+FRESH = (6, 24)
+"""Prompts that nobody asked with before, and tokens after each, that every version is judged by."""
+
+
+class Trial:
+    """A trainer and a server that follows it.
+
+    Args:
+        trainer: At version 0 when the server starts.
+        server: Started.
+        push: Whether the server is told of versions, rather than following them by itself.
+    """
+
+    def __init__(self, trainer: Trainer, server: Server, *, push: bool) -> None:
+        self.trainer, self.server, self.push = trainer, server, push
+        self.judge = cache(lambda version: Judge(trainer.pulled(version)))
+        self.applied = 0
+        self.fresh: list[tuple[int, Generated]] = []
+        self._dice = random.Random(99)
+
+    def version(self) -> None:
+        """Let the next version arrive, and ask it something new."""
+        version = self.trainer.step()
+        if self.push:
+            self.server.update(version)
+        else:
+            self.server.wait_for(lambda status: status["version"] == version)
+        self.applied = version
+        for _ in range(FRESH[0]):
+            answer = self.server.generate(prompt(self._dice), FRESH[1])
+            self.fresh.append((version, answer))
+
+    def receipts(self) -> list[int]:
+        """The versions that the server says it wrote, in their order."""
+        found = re.findall(r"\] version (\d+) \(from \S+\) nnz", self.server.log())
+        return [int(version) for version in found]
+
+    def wrong(self, answer: Generated) -> int:
+        """Tokens that are not those of the version they are labelled with."""
+        return sum(
+            len(self.judge(int(version)).wrong(answer.prompt, answer.tokens, range(start, end)))
+            for start, end, version in answer.spans
+        )
+
+    def check_fresh(self) -> None:
+        """Every version went on with new prompts as it alone does."""
+        for version in range(1, self.trainer.head + 1):
+            answers = [answer for known, answer in self.fresh if known == version]
+            whole = ((0, FRESH[1], str(version)),)
+            assert [answer.spans for answer in answers] == [whole] * FRESH[0]
+            assert sum(map(self.wrong, answers)) == 0
+            # The version before would have gone on otherwise: the line above could have failed.
+            before = self.judge(version - 1)
+            assert any(before.wrong(a.prompt, a.tokens, range(FRESH[1])) for a in answers)
+
+    def check_labels(self, seen: Seen) -> None:
+        """Labels have no gap, never go back, and name what was held; tokens are the version's."""
+        receipts = [0, *self.receipts()]
+        assert receipts == sorted(set(receipts))
+        for known, answer in seen.generated:
+            starts = [start for start, _, _ in answer.spans]
+            ends = [end for _, end, _ in answer.spans]
+            assert [*starts, len(answer.tokens)] == [0, *ends]
+            versions = [int(version) for _, _, version in answer.spans]
+            assert versions == sorted(set(versions))
+            assert set(versions) <= set(receipts)
+            assert all(version >= known for version in versions)
+            assert self.wrong(answer) == 0
+
+
+def checked(trial: Trial, versions: int, *, finish: set[str]) -> Seen:
+    """Let versions arrive under load, and hold everything that was seen against the truth."""
+    with clients(
+        trial.server, streams=8, labelled=2, length=LENGTH, applied=lambda: trial.applied
+    ) as seen:
+        for _ in range(versions):
+            trial.version()
+    assert seen.failures == []
+    assert {reason for _, reason in seen.finished} == finish
+    assert all(count == LENGTH for count, reason in seen.finished if reason == "length")
+    assert {answer.finish for _, answer in seen.generated} <= finish
+    assert trial.receipts() == list(range(1, trial.trainer.head + 1))
+    trial.check_fresh()
+    trial.check_labels(seen)
+    return seen
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    with Trainer(tmp_path) as trainer:
+        yield trainer
+
+
+def test_versions_arrive_under_load_and_no_prefix_outlives_one(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    with Server(trainer.base, tmp_path / "server", trainer.url) as server:
+        trial = Trial(trainer, server, push=True)
+        checked(trial, 4, finish={"length"})
+        assert wrong_after_an_update(trial) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("push", [True, False], ids=["push", "follow"])
+def test_thirty_versions_arrive_under_load(
+    trainer: Trainer, tmp_path: Path, pause: str, push: bool
+) -> None:
+    environment = {
+        "DELTACHAIN_PAUSE": pause,
+        "DELTACHAIN_FOLLOW": str(int(not push)),
+        "DELTACHAIN_POLL_S": "0.1",
+    }
+    with Server(trainer.base, tmp_path / "server", trainer.url, environment=environment) as server:
+        trial = Trial(trainer, server, push=push)
+        finish = {"length", "abort"} if pause == "abort" else {"length"}
+        seen = checked(trial, 30, finish=finish)
+    if pause == "keep":  # requests were running when weights changed, and went on
+        assert any(len(answer.spans) > 1 for _, answer in seen.generated)
+    else:
+        assert all(len(answer.spans) == 1 for _, answer in seen.generated)
+
+
+@pytest.mark.slow
+def test_a_kept_cache_serves_stale_prefixes_and_the_test_of_them_sees_it(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    environment = {"DELTACHAIN_KEEP_CACHE": "1"}
+    with Server(trainer.base, tmp_path / "server", trainer.url, environment=environment) as server:
+        assert wrong_after_an_update(Trial(trainer, server, push=True)) > 0
+
+
+def wrong_after_an_update(trial: Trial) -> int:
+    """Tokens after long prompts that are not the new version's, though the old one cached them."""
+    dice = random.Random(7)
+    prompts = [prompt(dice, 400) for _ in range(4)]
+    for asked in prompts:
+        trial.server.generate(asked, 32)
+    trial.server.update(trial.trainer.step())
+    return sum(trial.wrong(trial.server.generate(asked, 32)) for asked in prompts)

@@ -1,0 +1,67 @@
+"""A trainer in the test's own process: it takes a step and commits a version when it is told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import torch
+
+from deltachain.cli.pull import pull
+from deltachain.publish import PublishConfig, Publisher
+from tests.engines.chains import _batches, _masters, _one_thread, _pretrain, _steps
+
+RATE: Final = 1e-2
+"""Far more than a real one: tokens must differ from one version to the next, to be told apart."""
+
+
+class Trainer:
+    """A small model that is trained for real; its checkpoint is version 0 of the chain.
+
+    Args:
+        folder: Gets the checkpoint, and what is pulled.
+        url: Where the chain is made; in the folder when not given.
+        family: One of :data:`tests.engines.chains.NAMES`.
+        seed: Decides the first weights and the text.
+    """
+
+    def __init__(
+        self, folder: Path, url: str = "", *, family: str = "qwen3", seed: int = 0
+    ) -> None:
+        self.base = folder / "base"
+        self.url = url or (folder / "chain").resolve().as_uri()
+        self.head = 0
+        self._pulled = folder / "pulled"
+        with _one_thread():
+            batches = _batches(seed)
+            _pretrain(family, self.base, batches, seed)
+            self._model = _masters(self.base)
+        self._steps = _steps(self._model, batches, RATE)
+        config = PublishConfig(url=self.url, when_busy="wait", anchor_factor=1e9)
+        self._publisher = Publisher(config).attach(self._model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._publisher.__exit__(kind, error, traceback)
+
+    def step(self) -> int:
+        """Take a step and commit it; the version."""
+        with _one_thread(), torch.enable_grad():
+            next(self._steps)
+        self.head = self._publisher.publish(step=self.head + 1).result().version
+        return self.head
+
+    def pulled(self, version: int) -> Path:
+        """The checkpoint of a version, by ``deltachain pull``."""
+        folder = self._pulled / str(version)
+        if not folder.exists():
+            pull(self.url, out=folder, version=version)
+        return folder
