@@ -232,9 +232,11 @@ class ReplicaTarget:
         except ApplyError as exc:
             self._serve()
             raise PartialApplyError(
-                f"the engine did not pause, and nothing was written: {exc}", version=held.version
+                f"the engine did not pause, and nothing was written: {exc.args[0]}",
+                version=held.version,
             ) from exc
         before, self._held = self._held, None
+        self._named = None  # also when healed: what was cached may come of other weights
         try:
             seconds = self._swap(prepared, held.version)
             self.name(held.version)
@@ -263,16 +265,17 @@ class ReplicaTarget:
         if not failed:
             return max(float(verdict["seconds"]) for verdict in verdicts)
         cause = error_of(failed[0], version=version)
+        told = cause.args[0]
         if any(verdict["error"] != "PartialApplyError" for verdict in failed):
-            raise PoisonedError(str(cause), version=version) from cause
+            raise PoisonedError(told, version=version) from cause
         done = [verdict["rank"] for verdict in verdicts if verdict["ok"]]
         if done:
             again = self._answers("swap", **arguments, back=not ticket.back)
             if not ticket.can_undo or any(not again[rank]["ok"] for rank in done):
                 raise PoisonedError(
-                    f"{cause}; it could not be taken back on every other rank", version=version
+                    f"{told}; it could not be taken back on every other rank", version=version
                 ) from cause
-        raise PartialApplyError(f"{cause}; every rank has its old bits", version=version) from cause
+        raise PartialApplyError(f"{told}; every rank has its old bits", version=version) from cause
 
     def _ask(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
         """Every rank's answer; the first refusal is raised."""

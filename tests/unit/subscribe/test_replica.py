@@ -16,7 +16,7 @@ from deltachain.errors import (
 )
 from deltachain.subscribe.replica import Ticket
 from deltachain.testing.faults import Fault
-from deltachain.testing.sharding import HOSTED, ODD, Shape
+from deltachain.testing.sharding import HOSTED, Shape
 from tests.unit.subscribe.replicas import SHAPES, Followed
 
 Build = Callable[..., Followed]
@@ -63,10 +63,12 @@ def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Shape) ->
     here.anchor()
     here.subscriber.open()
     here.subscriber.poisoned = True
+    here.engine.events.clear()
     receipt = here.subscriber.update()
     assert receipt is not None
     assert receipt.previous is None
     assert here.holds(1)
+    assert here.engine.events == ["pause", "write", "name 1", "resume"]
     assert here.subscriber.scrub()
 
 
@@ -90,7 +92,8 @@ def test_without_a_budget_everything_is_written_as_it_is_decoded(
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(followed: Build, tp: int) -> None:
-    here = followed(Shape(tp=tp, odd=HOSTED))
+    odd = tuple(name for name in HOSTED if tp == 1 or name != "bias")  # zeros on one rank of two
+    here = followed(Shape(tp=tp, odd=odd))
     here.publish(1, 2, 3)
     here.subscriber.update(1)
     classes = here.target.classes()
@@ -108,7 +111,7 @@ def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(followed: Buil
 
 
 def test_one_tensor_without_a_way_refuses_the_chain(followed: Build) -> None:
-    here = followed(Shape(tp=2, odd=tuple(ODD)))
+    here = followed(Shape(tp=2, odd=("stuck",)))
     here.publish(1)
     before = here.engine.bits()
     with pytest.raises(TensorMismatchError, match=r"2 of \d+ tensors have no proven way") as caught:
