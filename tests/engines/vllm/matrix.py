@@ -101,7 +101,8 @@ def _examine(family: str, scratch: Path, how: Any) -> Row:
     with load_in_context(before, **how) as (config, model):
         at_first = copied(live(model))
         try:
-            mine = Rank(VllmModel(model, config), specs.values(), {})
+            kind = VllmModel if how["processed"] else _Unprocessed
+            mine = Rank(kind(model, config), specs.values(), {})
             refused, report = "", mine.report()
         except DeltaChainError as exc:
             refused, report = str(exc.args[0]), {}
@@ -122,6 +123,13 @@ def _examine(family: str, scratch: Path, how: Any) -> Row:
     fresh = copied(live(load_fresh(after, **how)))
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
+
+
+class _Unprocessed(VllmModel):
+    """A model as its loader left it: nothing is packed yet, and no layer can be tried."""
+
+    def packed(self) -> Mapping[str, str]:
+        return {}
 
 
 class _Change:
