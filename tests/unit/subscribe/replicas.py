@@ -82,10 +82,10 @@ class Followed:
         """Whether every rank computes from exactly the bits of a version."""
         return self.engine.holds(self.truth[version])
 
-    def scribble(self, rank: int, name: str) -> None:
-        """Somebody else writes: one bit of the first element of a parameter of one rank."""
+    def scribble(self, rank: int, name: str, at: int = 0) -> None:
+        """Somebody else writes: one bit of one element of a parameter of one rank."""
         live = self.engine.models[rank].root.get_parameter(name)
-        live.data.view(-1).view(torch.uint8)[0] ^= 1
+        live.data.view(-1).view(torch.int16)[at] ^= 1
 
     def spools(self) -> list[Path]:
         """Spools that are still there."""

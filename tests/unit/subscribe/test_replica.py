@@ -140,6 +140,22 @@ def test_addresses_never_change(followed: Build, shape: Shape) -> None:
 # What somebody else wrote
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_from_different_bits_are_refused_and_then_healed(followed: Build, rank: int) -> None:
+    """Both ranks have the norm; a step would take one of them to other bits than the other."""
+    here = followed()
+    here.publish(1, 2)
+    here.subscriber.update(1)
+    one, two = (here.truth[version]["norm.weight"].view(torch.int16) for version in (1, 2))
+    here.scribble(rank, "norm.weight", int((one != two).nonzero()[0]))
+    before = here.engine.bits()
+    with pytest.raises(BaseMismatchError, match="ranks 0,1 hold different bits"):
+        here.subscriber.update()
+    assert here.engine.bits() == before
+    here.subscriber.update()
+    assert here.holds(2)
+
+
 @pytest.mark.parametrize(
     ("shape", "name"),
     [

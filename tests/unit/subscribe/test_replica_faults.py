@@ -74,8 +74,9 @@ def test_a_rank_that_stages_something_else_is_found_out(
 
     def lie(ticket: int) -> dict[str, object]:
         verdict = answer(ticket)
-        for row in verdict.get("effects", []):
-            lanes = row[1]
+        for label, lanes in verdict.get("effects", []):
+            if label != "1":
+                continue  # what rank 0 has as well
             lanes[0] = lanes[0][:-1] + ("0" if lanes[0][-1] != "0" else "1")
         return verdict
 
