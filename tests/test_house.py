@@ -96,9 +96,11 @@ def test_register_is_light_and_may_be_called_twice(module: str) -> None:
 def test_endpoint_plugin_has_the_shape_vllm_expects() -> None:
     # vLLM: a factory without arguments, whose product is named as VLLM_PLUGINS names it.
     code = (
-        "import asyncio, sys, deltachain_vllm; plugin = deltachain_vllm.EndpointPlugin(); "
-        "plugin.attach_router(object()); "
-        "asyncio.run(plugin.init_state(None, object(), object())); "
-        "print(plugin.name, plugin.required_tasks, 'vllm' in sys.modules)"
+        "import asyncio, fastapi, sys, types, deltachain_vllm; "
+        "plugin = deltachain_vllm.EndpointPlugin(); app = fastapi.FastAPI(); "
+        "plugin.attach_router(app); "
+        "asyncio.run(plugin.init_state(None, app.state, types.SimpleNamespace())); "
+        "leader = app.state.deltachain.leader; "
+        "print(plugin.name, plugin.required_tasks, 'vllm' in sys.modules, leader)"
     )
-    assert run_python(code).split() == ["deltachain_http", "None", "False"]
+    assert run_python(code).split() == ["deltachain_http", "None", "False", "None"]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -25,7 +26,8 @@ from deltachain.subscribe.classes import Classified, TensorClass
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.patch import LiveBits, same_bits
 from deltachain.subscribe.recorder import Recording, record
-from deltachain.subscribe.windows import Place, on_device_of, storage_bits
+from deltachain.subscribe.trial import try_load, try_reload
+from deltachain.subscribe.windows import Place, on_device_of
 from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -233,19 +235,26 @@ class _Finding:
         return dict(found)
 
     def try_loading(self) -> None:
-        """Give what was computed or cast to the engine's loader again: no bit may change."""
+        """Let the engine's loader load what was computed or cast, as often as it changes."""
         doubtful = [name for name in self.reasons if name not in self.broken]
         for group in ([doubtful], [[name] for name in doubtful]):
             for names in group:
                 left = [name for name in names if name not in self.classes]
-                if left and not self._changes(lambda: self.model.load(self.source.clones(left))):  # noqa: B023
+                into = {
+                    here: self.layers.get(name, frozenset())
+                    for name in left
+                    for here in self.source.names[name]
+                }
+                if left and not try_load(self.model, partial(self.source.clones, left), into):
                     self.classes.update(dict.fromkeys(left, "loaded"))
         self.broken.update(name for name in doubtful if name not in self.classes)
 
     def try_reloading(self) -> None:
-        """Reload the layers of what is left, whole: again, no bit may change."""
+        """Reload the layers of what is left, whole."""
         for names in self._whole_layers():
-            why = self._changes(lambda: self.model.reload(self.source.clones(names)))  # noqa: B023
+            layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
+            weights = partial(self.source.clones, names)
+            why = try_reload(self.model, weights, _with_tied(self.model, layers))
             for name in names:
                 self.classes[name] = "refused" if why else "reloaded"
                 reason = self.reasons.get(name, "its layer is packed")
@@ -267,33 +276,6 @@ class _Finding:
                 groups.append((names, layers))
         return [[n for n in self.source.specs if n in names] for names, _ in groups]
 
-    def _changes(self, action: Callable[[], object]) -> str:
-        """Do something that should change no live bit; if it does, undo it and say so."""
-        before = self.model.tensors()
-        saved = {name: storage_bits(t) for name, t in before.items()}
-        saved = {n: b.clone() if isinstance(b, Tensor) else b.copy() for n, b in saved.items()}
-        try:
-            with self.model.restoring(), torch.no_grad():
-                action()
-                self._refuse_change(before, saved)
-        except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
-            for name, tensor in before.items():
-                _put_back(storage_bits(tensor), saved[name])
-            told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
-            return f"loading it again fails: {told}"[:200]
-        return ""
-
-    def _refuse_change(self, before: Mapping[str, Tensor], saved: Mapping[str, LiveBits]) -> None:
-        """Raise if a live bit changed that should not, or moved; what the engine derives may."""
-        now = self.model.tensors()
-        for name, tensor in before.items():
-            if self.model.is_derived(name):
-                continue
-            if name not in now or now[name].data_ptr() != tensor.data_ptr():
-                raise TensorMismatchError(f"{name} was replaced", tensor=name)
-            if not same_bits(storage_bits(tensor), saved[name]):
-                raise TensorMismatchError(f"{name} changed", tensor=name)
-
     def _break(self, name: str, reason: str) -> None:
         self.reasons.setdefault(name, reason)
         self.broken.add(name)
@@ -308,13 +290,6 @@ class _Finding:
         return Attached(self.classes, reasons, kept)
 
 
-def _put_back(live: LiveBits, saved: LiveBits) -> None:
-    if isinstance(live, Tensor):
-        live.copy_(torch.as_tensor(saved))
-    else:
-        live[...] = saved
-
-
 def _distinct(places: Iterable[Place]) -> list[Place]:
     """Places without those that tied names have in common."""
     found: dict[object, Place] = {}
@@ -322,6 +297,15 @@ def _distinct(places: Iterable[Place]) -> list[Place]:
         at = (place.live.data_ptr(), place.offset, place.dims)
         found.setdefault(at, place)
     return list(found.values())
+
+
+def _with_tied(model: EngineModel, layers: frozenset[str]) -> frozenset[str]:
+    """Layers, and those that have a live tensor in common with one of them."""
+    live = [
+        (n.rpartition(".")[0], t.untyped_storage().data_ptr()) for n, t in model.tensors().items()
+    ]
+    shared = {at for layer, at in live if layer in layers}
+    return layers | {layer for layer, at in live if at in shared}
 
 
 def _check_coverage(
@@ -339,6 +323,7 @@ def _check_coverage(
     }
     on_host = {n for n, kind in attached.classes.items() if kind not in ("in_place", "absent")}
     filled = frozenset().union(*(layers.get(name, frozenset()) for name in on_host))
+    filled = _with_tied(model, filled)
     for name, tensor in model.tensors().items():
         layer, _, _ = name.rpartition(".")
         known = tensor.untyped_storage().data_ptr() in covered or layer in filled

@@ -40,6 +40,9 @@ class EngineModel(Protocol):
     def packed(self) -> Mapping[str, str]:
         """Layers that compute from a hidden copy of an intact parameter, and how that was seen."""
 
+    def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
+        """What those of some layers that hide their weights compute from a fixed input."""
+
     def is_derived(self, name: str) -> bool:
         """Whether a live tensor is known to be made by the engine, not by a checkpoint."""
 

@@ -44,7 +44,7 @@ def follow(
     *,
     stop: Event,
     every_version: bool,
-    troubled: Callable[[DeltaChainError], None],
+    looked: Callable[[DeltaChainError | None], None],
 ) -> Iterator[ApplyReceipt]:
     """Apply versions as they are committed, until ``stop`` is set.
 
@@ -59,11 +59,12 @@ def follow(
         try:
             receipt = _step(subscriber, every_version=every_version)
             failures, logged = 0, ""
+            looked(None)
         except NEEDS_A_PERSON:
             raise
         except DeltaChainError as exc:
             failures += 1
-            troubled(exc)
+            looked(exc)
             if str(exc) != logged:
                 logged = str(exc)
                 logger.warning("following %s: %s", subscriber.config.url, exc)

@@ -98,12 +98,8 @@ class Leader:
         replica is not ready.
         """
         try:
-            self.subscriber.open()
-            if self.subscriber.version is not None:
-                self.engine.name_version(self.subscriber.version)
             self.update()
         except DeltaChainError as exc:
-            self._troubled(exc)
             logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
         if self.settings.follow:
             self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
@@ -173,10 +169,15 @@ class Leader:
         self.target.resume()
 
     def scrub(self) -> bool:
-        """Recompute the state of the live weights; whether it is what it should be."""
+        """Recompute the state of the live weights; heal the replica if it is not what it should be.
+
+        Returns:
+            Whether it was.
+        """
         fine = self.subscriber.scrub()
         if not fine:
             self._troubled(ApplyError("the live weights are not what this replica should hold"))
+            self.update()
         return fine
 
     def status(self) -> ReplicaStatus:
@@ -228,8 +229,8 @@ class Leader:
 
     def _follow(self) -> None:
         try:
-            for _ in self.subscriber.follow(stop=self._stop, troubled=self._troubled):
-                self._well()
+            for _ in self.subscriber.follow(stop=self._stop, looked=self._looked):
+                pass  # the subscriber has logged it, and status shows it
         except Exception as exc:
             self._ended = f"following ended: {exc}"
             self._troubled(exc)
@@ -249,9 +250,17 @@ class Leader:
         if self.subscriber.poisoned:
             self.target.stop_serving()
 
+    def _looked(self, exc: DeltaChainError | None) -> None:
+        if exc is None:
+            self._well()
+        else:
+            self._troubled(exc)
+
     def _well(self) -> None:
         self.trouble = None
         self._caught_up = True
+        if self.subscriber.version is not None:
+            self.target.name(self.subscriber.version)
 
 
 def _plain(receipt: ApplyReceipt) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class _Run(TorchDispatchMode):
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)
             if self._blocks(func, written):
-                return written[0]
+                return written[0] if func._schema.returns else None
         return func(*args, **kwargs)
 
     def _copied(self, live: Tensor, source: Tensor) -> None:

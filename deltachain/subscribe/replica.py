@@ -103,6 +103,7 @@ class ReplicaTarget:
         self._held: Held | None = None
         self.paused = self._stopped = False
         self.ranks: Verdicts = ()
+        self._named: Version | None = None
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Attach every rank, and let them agree on a way for every tensor; see :class:`Target`.
@@ -147,6 +148,12 @@ class ReplicaTarget:
         """Some tensors that are not written in place, and why."""
         reasons = self.agreement.reasons if self.agreement else {}
         return dict(itertools.islice(reasons.items(), SHOWN))
+
+    def name(self, version: Version) -> None:
+        """Let tokens be known by a version, if they are not yet."""
+        if version != self._named:
+            self.engine.name_version(version)
+            self._named = version
 
     def pause(self) -> None:
         """Generate nothing until ``resume``, whatever is swapped meanwhile."""
@@ -221,7 +228,7 @@ class ReplicaTarget:
         before, self._held = self._held, None
         try:
             seconds = self._swap(prepared, held.version)
-            self.engine.name_version(held.version)
+            self.name(held.version)
         except PartialApplyError:
             self._held = before
             self._serve()

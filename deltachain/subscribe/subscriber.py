@@ -246,7 +246,7 @@ class Subscriber:
         *,
         stop: Event | None = None,
         every_version: bool = False,
-        troubled: Callable[[DeltaChainError], None] = lambda _: None,
+        looked: Callable[[DeltaChainError | None], None] = lambda _: None,
     ) -> Iterator[ApplyReceipt]:
         """Apply versions as they are committed, and heal by itself; see :func:`follow.follow`.
 
@@ -256,9 +256,9 @@ class Subscriber:
         Args:
             stop: Ends it when set; ``notify()`` then makes it look at once.
             every_version: Apply each version on its own instead of folding those that are waiting.
-            troubled: Told what went wrong and will be tried again.
+            looked: Told after every turn what went wrong and will be tried again, if anything.
         """
-        return follow(self, stop=stop or Event(), every_version=every_version, troubled=troubled)
+        return follow(self, stop=stop or Event(), every_version=every_version, looked=looked)
 
     def notify(self) -> None:
         """Tell :meth:`follow` that there is something new, so that it need not wait to look."""

@@ -163,7 +163,7 @@ def take_back(begun: Sequence[Write], version: Version, cause: BaseException) ->
     Raises:
         PoisonedError: One could not be, or its old bits were not kept.
     """
-    lost = next((w.patch.spec.name for w in begun if w.patch.old is None), "")
+    lost = next((w.patch.spec.name for w in reversed(begun) if w.patch.old is None), "")
     if lost:
         raise PoisonedError(
             f"swap to version {version} failed after {lost!r} was overwritten: {cause}",

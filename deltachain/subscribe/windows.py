@@ -100,8 +100,8 @@ class Place:
 
     @cached_property
     def view(self) -> LiveBits:
-        """Bits of the view itself, in the dimensions of :attr:`dims`."""
-        shape, strides = [d.size for d in self.dims], [d.live for d in self.dims]
+        """Bits of the view itself, in the dimensions of :attr:`dims`; in one if there are none."""
+        shape, strides = [d.size for d in self.dims] or [1], [d.live for d in self.dims] or [1]
         storage = self.storage
         if isinstance(storage, Tensor):
             return storage.as_strided(shape, strides, self.at)
@@ -109,7 +109,7 @@ class Place:
 
     def cut(self, full: LiveBits) -> LiveBits:
         """The window's elements of a full, flat tensor, in the dimensions of :attr:`view`."""
-        shape, strides = [d.size for d in self.dims], [d.there for d in self.dims]
+        shape, strides = [d.size for d in self.dims] or [1], [d.there for d in self.dims] or [1]
         if isinstance(full, Tensor):
             return full.as_strided(shape, strides, full.storage_offset() + self.offset)
         return _strided(full, self.offset, shape, strides)
@@ -169,19 +169,26 @@ def nested(dims: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
+def on_host(live: Tensor) -> bool:
+    """Whether numpy works on a tensor's bits; torch does wherever a device has them."""
+    return live.device.type == "cpu"
+
+
 def storage_bits(tensor: Tensor) -> LiveBits:
     """Flat bits of the whole storage behind a tensor; shares its memory."""
     width = tensor.element_size()
     numel = tensor.untyped_storage().nbytes() // width
     bits = torch.as_strided(tensor.detach(), (numel,), (1,), 0).view(INT_DTYPES[width])
-    return bits if bits.device.type != "cpu" else bits.numpy().view(BITS_DTYPES[width])
+    return bits.numpy().view(BITS_DTYPES[width]) if on_host(bits) else bits
 
 
 def on_device_of(live: Tensor, bits: LiveBits) -> LiveBits:
     """Bits where a live tensor's are: numpy on the host, torch on a device."""
-    if live.device.type == "cpu" or isinstance(bits, Tensor):
+    if on_host(live) or isinstance(bits, Tensor):
         return bits
-    signed = np.ascontiguousarray(bits).view(f"<i{bits.itemsize}" if bits.itemsize > 1 else "u1")
+    signed = np.ascontiguousarray(bits)
+    if bits.dtype.kind == "u" and bits.itemsize > 1:
+        signed = signed.view(f"<i{bits.itemsize}")
     return torch.from_numpy(np.require(signed, requirements="W")).to(live.device)
 
 

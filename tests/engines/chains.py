@@ -78,6 +78,7 @@ def train(
     *,
     seed: int = 0,
     anchor_factor: float = 3.0,
+    rate: float = LEARNING_RATE,
 ) -> Trained:
     """Train a model of 2 layers on the demo's text, and publish every step after the first ones.
 
@@ -91,6 +92,8 @@ def train(
         seed: Decides the first weights and the text.
         anchor_factor: Of the publisher. Its own default adds an anchor every few versions to models
             as small as these; at 1e9 there is none but version 0.
+        rate: Learning rate of the published steps. At ten times the usual one a model says
+            something else from version to version.
 
     Raises:
         ValueError: No chain is trained of that family.
@@ -109,7 +112,7 @@ def train(
         config = PublishConfig(url=url, when_busy="wait", anchor_factor=anchor_factor)
         with Publisher(config) as publisher:
             publisher.attach(model)
-            steps = _steps(model, batches, LEARNING_RATE)
+            steps = _steps(model, batches, rate)
             for step, loss in enumerate(islice(steps, versions), 1):
                 receipt = publisher.publish(step=step).result()
                 if receipt.version != step:

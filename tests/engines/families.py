@@ -178,7 +178,16 @@ _ALL: Final = (
         n_group=1,
         topk_group=1,
     ),
-    _family("deepseek_v3", "deepseek_v3", _LATENT, q_lora_rank=64, n_group=2, topk_group=1),
+    _family(
+        "deepseek_v3",
+        "deepseek_v3",
+        _LATENT,
+        q_lora_rank=64,
+        topk_method="noaux_tc",  # and so with a bias of scores, as the real ones
+        scoring_func="sigmoid",
+        n_group=2,
+        topk_group=1,
+    ),
     _family(
         "glm4_moe",
         "glm4_moe",

@@ -12,10 +12,11 @@ BEYOND: Final = (0, 33)
 """The tested range: from FIRST up to, not including, BEYOND."""
 
 DERIVED: Final = re.compile(
-    r"(^|\.)(cos_sin_cache|inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
-    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|_tensor_constant\d+|position_ids)$"
+    r"(^|\.)(cos_sin_cache|\w*inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
+    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|_tensor_constant\d+|position_ids|qk_norm\.weight)$"
 )
-"""Live floating-point tensors that vLLM makes itself, from the configuration alone."""
+"""Live floating-point tensors that vLLM makes itself, from the configuration alone. Llama 4's
+``qk_norm`` has a weight of ones that no checkpoint fills."""
 
 
 def check_version() -> str:

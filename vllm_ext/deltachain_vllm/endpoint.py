@@ -12,6 +12,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -237,6 +238,7 @@ class EndpointPlugin:
 
 
 async def _start(client: Any, settings: ReplicaSettings, args: Namespace) -> Leader:  # noqa: ANN401
+    from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
     from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
 
     if (getattr(args, "api_server_count", None) or 1) > 1:
@@ -245,6 +247,9 @@ async def _start(client: Any, settings: ReplicaSettings, args: Namespace) -> Lea
             hint="start it with --api-server-count 1",
         )
     loop = asyncio.get_running_loop()
+    if settings.subscribe.base is None:  # a chain that begins with what this server has loaded
+        base = replace(settings.subscribe, base=checkpoint_of(client.vllm_config))
+        settings = replace(settings, subscribe=base)
     leader = Leader(settings, ServerEngine(client, loop, settings))
     await loop.run_in_executor(None, leader.start)
     return leader

@@ -24,6 +24,17 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns of every layer that a partial reload leaves alone."""
 
 
+def checkpoint_of(config: VllmConfig) -> Path:
+    """The folder that vLLM loads, in the Hub's cache where it is named by repository."""
+    named = Path(config.model_config.model)
+    if named.is_dir():
+        return named
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    revision = config.model_config.revision
+    return Path(snapshot_download(str(named), revision=revision, local_files_only=True))
+
+
 class VllmModel:
     """See :class:`deltachain.subscribe.engine.EngineModel`.
 
@@ -42,14 +53,8 @@ class VllmModel:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder that vLLM loaded, in the Hub's cache where it was named by repository."""
-        named = Path(self.config.model_config.model)
-        if named.is_dir():
-            return named
-        from huggingface_hub import snapshot_download  # noqa: PLC0415
-
-        revision = self.config.model_config.revision
-        return Path(snapshot_download(str(named), revision=revision, local_files_only=True))
+        """The folder that vLLM loaded."""
+        return checkpoint_of(self.config)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor but the KV cache."""
@@ -72,9 +77,20 @@ class VllmModel:
                 reload.initialize_layerwise_reload(self.model)
                 self.model.load_weights(tensors)  # type: ignore[operator]
                 reload.finalize_layerwise_reload(self.model, self.config.model_config)
+                self._pack_tied()
         finally:
             noisy.setLevel(level)
             self._abandon(reload)
+
+    def _pack_tied(self) -> None:
+        """Pack layers whose weight is another layer's again: the reload packs that other one."""
+        seen: set[int] = set()
+        for layer in self.model.modules():
+            weight = getattr(layer, "weight", None)
+            if isinstance(layer, linears()) and isinstance(weight, Tensor) and weight.numel():
+                if _storage(weight) in seen:
+                    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
+                seen.add(_storage(weight))
 
     def _abandon(self, reload: Any) -> None:  # noqa: ANN401
         """End a reload that stopped in the middle; nothing is left to do after one that did not."""
@@ -101,7 +117,7 @@ class VllmModel:
 
     @contextmanager
     def _as_before_loading(self) -> Iterator[dict[int, str]]:
-        """Parameters of every layer on the meta device; by storage, whose they are."""
+        """Every layer as it was before loading, most of it on the meta device; whose is what."""
         reload = layerwise()
         kept = [(layer, *_members(layer)) for layer in self.model.modules()]
         owner: dict[int, str] = {}
@@ -109,10 +125,11 @@ class VllmModel:
             for name, layer in self.model.named_modules():
                 reload.restore_layer_on_meta(layer, reload.get_layerwise_info(layer))
                 for tensor in (*layer._parameters.values(), *layer._buffers.values()):
-                    if tensor is not None and tensor.is_meta:
-                        if hasattr(tensor, "weight_loader"):
-                            tensor.weight_loader = reload._get_original_loader(tensor)
-                        owner[_storage(tensor)] = name
+                    if tensor is None:
+                        continue
+                    if tensor.is_meta and hasattr(tensor, "weight_loader"):
+                        tensor.weight_loader = reload._get_original_loader(tensor)
+                    owner[_storage(tensor)] = name
             yield owner
         finally:
             for layer, attributes, parameters, buffers in kept:
@@ -126,6 +143,15 @@ class VllmModel:
                 if isinstance(layer, linears()) and not _follows(layer):
                     found[name] = "its layer computes from a packed copy"
         return found
+
+    def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
+        """Outputs of the linear layers among these whose weight can not be read or is a copy."""
+        found = {}
+        with set_current_vllm_config(self.config), torch.no_grad():
+            for name, layer in self.model.named_modules():
+                if name in layers and isinstance(layer, linears()):
+                    found[name] = _output(layer)
+        return {name: output for name, output in found.items() if output is not None}
 
     def is_derived(self, name: str) -> bool:
         """Whether vLLM makes this tensor itself."""
@@ -148,7 +174,7 @@ class VllmModel:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes into which layer each tensor is copied; everything is on the meta device."""
+    """Notes into which layer each meta tensor is copied; nothing live is written."""
 
     def __init__(
         self,
@@ -161,13 +187,15 @@ class _Watch(TorchDispatchMode):
         self.owner, self.sources, self.only, self.found = owner, sources, only, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Note a copy, and let it through: there is nothing to overwrite."""
+        """Note a copy; let it through where there is nothing to overwrite."""
         del types
         if func is torch.ops.aten.copy_.default:
             layer = self.owner.get(_storage(args[0]))
             name = self.only or self.sources.get(_storage(args[1]), "")
             if layer is not None and name:
                 self.found[name].add(layer)
+            if not args[0].is_meta:
+                return args[0]
         return func(*args, **(kwargs or {}))
 
 
@@ -201,6 +229,20 @@ def _follows(layer: Any) -> bool:  # noqa: ANN401 - one of compat.linears()
     finally:
         corner.copy_(kept)
     return seen == [1.0, 2.0]
+
+
+def _output(layer: Any) -> Tensor | None:  # noqa: ANN401 - one of compat.linears()
+    """What a layer computes from a fixed row of numbers; ``None`` where it takes no such row."""
+    width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
+    weight = getattr(layer, "weight", None)
+    if not width or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return None
+    row = torch.linspace(0.5, 1.5, width, device=weight.device, dtype=weight.dtype)[None]
+    try:
+        output: Tensor = layer.quant_method.apply(layer, row)
+    except Exception:  # noqa: BLE001 - then its parameters must speak for it
+        return None
+    return output.float()
 
 
 def _methods(layer: nn.Module) -> Iterator[Any]:

@@ -23,7 +23,6 @@ from typing import Any, Final, Self
 
 import httpx
 
-
 HOST: Final = "127.0.0.1"
 MODEL: Final = "tiny"
 ROOT: Final = Path(__file__).resolve().parents[3]
@@ -231,7 +230,9 @@ class Server:
             for name, digest in response.json()["checksums"].items()
         }
 
-    def wait_for(self, what: Callable[[dict[str, Any]], object], within_s: float = PATIENCE_S) -> Any:
+    def wait_for(
+        self, what: Callable[[dict[str, Any]], object], within_s: float = PATIENCE_S
+    ) -> Any:
         """Look at the status again and again until it is as wanted; returns it."""
         deadline = time.monotonic() + within_s
         while not what(found := self.status()):

@@ -164,9 +164,7 @@ def test_a_kept_cache_serves_stale_prefixes_and_the_test_of_them_sees_it(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     environment = {"DELTACHAIN_KEEP_CACHE": "1"}
-    with Server(
-        trainer.base, tmp_path / "server", trainer.url, environment=environment
-    ) as server:
+    with Server(trainer.base, tmp_path / "server", trainer.url, environment=environment) as server:
         assert wrong_after_an_update(Trial(trainer, server, push=True)) > 0
 
 

@@ -29,7 +29,9 @@ _BY_ROW: Final = ("embed_tokens", "lm_head")
 
 def sharded(checkpoint: Path, tp: int = 1) -> dict[str, str]:
     """sha256 of every parameter that vLLM makes of a llama-like checkpoint, by rank and name."""
-    tensors = {n: t for file in checkpoint.glob("*.safetensors") for n, t in load_file(file).items()}
+    tensors = {
+        n: t for file in checkpoint.glob("*.safetensors") for n, t in load_file(file).items()
+    }
     return {
         f"tp{rank}:{name}": hashlib.sha256(shard.contiguous().view(torch.uint8).numpy()).hexdigest()
         for rank in range(tp)
@@ -67,7 +69,9 @@ class Judge:
             checkpoint, dtype=torch.float32, local_files_only=True
         ).eval()
 
-    def wrong(self, prompt: Sequence[int], tokens: Sequence[int], which: Iterable[int]) -> list[int]:
+    def wrong(
+        self, prompt: Sequence[int], tokens: Sequence[int], which: Iterable[int]
+    ) -> list[int]:
         """Those of some positions whose token is not the greedy one after all before it."""
         with torch.no_grad():
             inputs = torch.tensor([[*prompt, *tokens]])

@@ -233,7 +233,7 @@ def test_flipped_bit_arrives(hub: HubServer, opened: Open) -> None:
     # What the class says: digests are compared by the callers. Noise does not compress, so the
     # bit is in the content and not in how it is packed.
     store = opened()
-    data = random.Random(1).randbytes(100_000)  # noqa: S311
+    data = random.Random(1).randbytes(100_000)
     pin = store.put("a", data)
     hub.inject(Fault(do="corrupt", path="/cas/xorbs"))
     read = bytes(store.read("a", nbytes=len(data), xet_hash=pin))

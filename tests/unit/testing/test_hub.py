@@ -23,7 +23,7 @@ from huggingface_hub.utils import parse_ratelimit_headers
 from deltachain.testing.hub.faults import Fault
 from deltachain.testing.hub.server import HubServer
 
-NOISE = random.Random(7).randbytes(3_000_000)  # noqa: S311
+NOISE = random.Random(7).randbytes(3_000_000)
 
 
 @pytest.fixture

@@ -1,0 +1,247 @@
+"""A small model as a trainer has it, and as the ranks of an engine should hold it.
+
+``expected`` is the oracle for engines: plain slicing of checkpoint tensors, which knows nothing of
+recorders or windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, write_weights
+from deltachain.kernels.device import bits_of
+from deltachain.names import TORCH_DTYPES
+from deltachain.types import BITS_DTYPES, TensorSpec
+
+HIDDEN: Final = 16
+HEAD: Final = 4
+"""Elements of an attention head; there are four of queries, two of keys and two of values."""
+KV_HEADS: Final = 2
+INNER: Final = 24
+VOCAB: Final = 50
+PADDED: Final = 56
+"""Rows of the embedding in an engine, the last of them zeros."""
+EXPERTS: Final = 4
+
+ODD: Final[dict[str, tuple[int, ...]]] = {
+    "conv": (HIDDEN, 8),
+    "sliced": (8, 6),
+    "cast": (HIDDEN,),
+    "decay": (8,),
+    "bias": (HIDDEN,),
+    "indexed": (8, 6),
+    "flipped": (8, 6),
+    "packed": (8, HIDDEN),
+    "shadow": (8, HIDDEN),
+    "stuck": (8, 6),
+}
+"""Shapes of tensors that are loaded in some awkward way; see :class:`engine.FakeModel`."""
+
+PLAIN: Final = ("conv", "sliced")
+"""Those of them that are bits of the checkpoint all the same."""
+
+HOSTED: Final = tuple(name for name in ODD if name != "stuck")
+"""Those that some way leads to."""
+
+Full: TypeAlias = Mapping[str, Tensor]
+"""Checkpoint tensors, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a model is spread over ranks, and what is awkward about it.
+
+    Attributes:
+        tp: Ranks that share every layer.
+        pp: Groups of ranks that share the layers.
+        layers: Of the model.
+        odd: Awkward tensors of every layer, out of :data:`ODD`.
+        untied: Whether the engine has an output layer of its own where the model ties it.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    layers: int = 2
+    odd: tuple[str, ...] = PLAIN
+    untied: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank has of a model.
+
+    Attributes:
+        shape: Of the engine.
+        rank: Its number.
+    """
+
+    shape: Shape
+    rank: int
+
+    @property
+    def part(self) -> int:
+        """Its number among the ranks that share its layers."""
+        return self.rank % self.shape.tp
+
+    @property
+    def layers(self) -> range:
+        """Its layers."""
+        each = self.shape.layers // self.shape.pp
+        stage = self.rank // self.shape.tp
+        return range(stage * each, (stage + 1) * each)
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it has the embedding."""
+        return 0 in self.layers
+
+    @property
+    def ends(self) -> bool:
+        """Whether it has what comes after the layers."""
+        return self.shape.layers - 1 in self.layers
+
+    @property
+    def has_own_head(self) -> bool:
+        """Whether its output layer is a parameter of its own."""
+        return self.ends and (self.shape.untied or not self.embeds)
+
+    @property
+    def kv(self) -> slice:
+        """Its rows of keys and values; several ranks have the same when heads are few."""
+        tp = self.shape.tp
+        first = self.part * KV_HEADS // tp
+        return slice(first * HEAD, (first + max(KV_HEADS // tp, 1)) * HEAD)
+
+    @property
+    def experts(self) -> range:
+        """Its experts."""
+        tp = self.shape.tp
+        return range(self.part * EXPERTS // tp, (self.part + 1) * EXPERTS // tp)
+
+
+def shapes_of_layer(shape: Shape) -> dict[str, tuple[int, ...]]:
+    """Shapes of the checkpoint tensors of a layer."""
+    return {
+        "q": (HIDDEN, HIDDEN),
+        "k": (KV_HEADS * HEAD, HIDDEN),
+        "v": (KV_HEADS * HEAD, HIDDEN),
+        "o": (HIDDEN, HIDDEN),
+        "gate": (INNER, HIDDEN),
+        "up": (INNER, HIDDEN),
+        "down": (HIDDEN, INNER),
+        "norm": (HIDDEN,),
+        **{f"experts.{number}": (8, HIDDEN) for number in range(EXPERTS)},
+        **{name: ODD[name] for name in shape.odd},
+    }
+
+
+def trained(shape: Shape, seed: int = 0) -> nn.Module:
+    """What a trainer has: the whole model, by the names of its checkpoint, the output tied."""
+    root = nn.Module()
+    shapes: dict[str, tuple[int, ...]] = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
+    for layer in range(shape.layers):
+        shapes.update({f"layers.{layer}.{n}": s for n, s in shapes_of_layer(shape).items()})
+    generator = torch.Generator().manual_seed(seed)
+    for name, size in shapes.items():
+        drawn = torch.randn(size, generator=generator) * 0.02
+        put(root, f"{name}.weight", nn.Parameter(drawn.to(torch.bfloat16)))
+    put(root, "head.weight", root.get_parameter("embed.weight"))
+    return root
+
+
+def put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Register a parameter under a dotted name; modules are made on the way."""
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.register_parameter(leaf, parameter)
+
+
+def full_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of what a trainer has; a tied weight once."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    """Write its checkpoint, as Hugging Face does: a tied weight once."""
+    folder.mkdir(parents=True, exist_ok=True)
+    full = full_of(model)
+    specs = [TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in full.items()]
+    write_weights(
+        folder / WEIGHTS_FILE,
+        specs,
+        lambda spec: bits_of(full[spec.name]).numpy().view(BITS_DTYPES[2]),
+    )
+    return folder
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint."""
+    checkpoint = Checkpoint(folder)
+    return {
+        name: torch.from_numpy(checkpoint.bits(name).copy())
+        .view(TORCH_DTYPES[spec.dtype])
+        .view(spec.shape)
+        for name, spec in checkpoint.specs.items()
+    }
+
+
+def expected(share: Share, full: Full) -> dict[str, Tensor]:
+    """What every parameter of a rank holds once it has loaded a checkpoint."""
+    embed = torch.zeros(PADDED, HIDDEN, dtype=torch.bfloat16)
+    embed[:VOCAB] = full["embed.weight"]
+    rows = embed.chunk(share.shape.tp)[share.part]
+    found: dict[str, Tensor] = {}
+    if share.embeds:
+        found["embed.weight"] = rows.clone()
+    if share.has_own_head:
+        found["head.weight"] = rows.clone()
+    if share.ends:
+        found["norm.weight"] = full["norm.weight"].clone()
+    for layer in share.layers:
+        own = {n: full[f"layers.{layer}.{n}.weight"] for n in shapes_of_layer(share.shape)}
+        for name, tensor in {**_sharded(share, own), **_odd(share, own)}.items():
+            found[f"layers.{layer}.{name}.weight"] = tensor
+    return found
+
+
+def _sharded(share: Share, own: Full) -> dict[str, Tensor]:
+    tp, part = share.shape.tp, share.part
+    q = own["q"].chunk(tp)[part]
+    return {
+        "qkv": torch.cat([q, own["k"][share.kv], own["v"][share.kv]]),
+        "o": own["o"].chunk(tp, 1)[part].clone(),
+        "norm": own["norm"].clone(),
+        "gate_up": torch.cat([own["gate"].chunk(tp)[part], own["up"].chunk(tp)[part]]),
+        "down": own["down"].chunk(tp, 1)[part].clone(),
+        "experts": torch.stack([own[f"experts.{number}"] for number in share.experts]),
+    }
+
+
+def _odd(share: Share, own: Full) -> dict[str, Tensor]:
+    return {name: _made(name, share, own[name]).clone() for name in share.shape.odd}
+
+
+def _made(name: str, share: Share, w: Tensor) -> Tensor:
+    if name == "conv":
+        return w.t().contiguous()
+    if name == "cast":
+        return w.float()
+    if name == "decay":
+        return -torch.exp(w.float())
+    if name == "bias" and share.part:
+        return torch.zeros_like(w)
+    return w.flip(0) if name in ("flipped", "stuck") else w

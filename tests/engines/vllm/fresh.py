@@ -1,0 +1,256 @@
+"""What a CPU worker of stock vLLM makes of a checkpoint, without an engine around it.
+
+This is the oracle of everything that writes to a live model: a checkpoint that is loaded afresh is
+right by definition, so a live model that was brought to the same weights must equal it bit by bit,
+in every tensor that the model has, and not in its parameters alone.
+
+One process is one rank, and stays that rank of that many: process groups are made once and kept.
+"""
+
+# ruff: noqa: PLC0415 - vLLM is imported when it is used: collecting tests must not need it
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
+
+RENDEZVOUS: Final = "DELTACHAIN_TEST_RENDEZVOUS"
+"""Environment variable with a path at which the ranks of a group find each other."""
+
+NOISE: Final[Mapping[str, str]] = {
+    "_tensor_constant0": "vLLM traces each module class of transformers once a process; the trace "
+    "of phimoe's rotary embedding leaves this copy of its frequencies on the first model only",
+}
+"""Last parts of names that :func:`differences` leaves out, and why."""
+
+_ENVIRONMENT: Final[Mapping[str, str]] = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_STOCK: Final[Mapping[str, str]] = {"VLLM_PLUGINS": ""}
+"""Loading alone is observed: no plugin of this project or of another takes part."""
+
+_HELPERS: Final = ("quant_method", "impl")
+"""Objects beside a module, that are no modules and may keep tensors of their own."""
+
+_DEPTH: Final = 3
+"""How far lists and dicts are followed for tensors."""
+
+
+def load_fresh(
+    checkpoint: Path,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    processed: bool = True,
+    plain_linears: bool = True,
+) -> nn.Module:
+    """Load a checkpoint as a CPU worker does.
+
+    Args:
+        checkpoint: Its folder.
+        tp: Ranks of tensor parallelism; with more than one, every rank must call this, each in a
+            process that :mod:`tests.engines.vllm.two_ranks` started.
+        rank: Which of them this process is.
+        processed: Bring the weights into the layout of the kernels, as serving needs them; else
+            they are as the loader of the model left them.
+        plain_linears: Keep linear layers as they are on accelerators, see :func:`unpacked`.
+    """
+    with load_in_context(
+        checkpoint, tp=tp, rank=rank, processed=processed, plain_linears=plain_linears
+    ) as (_, model):
+        return model
+
+
+@contextmanager
+def load_in_context(
+    checkpoint: Path,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    processed: bool = True,
+    plain_linears: bool = True,
+) -> Iterator[tuple[Any, nn.Module]]:
+    """As :func:`load_fresh`, staying where vLLM's loaders can be called again.
+
+    Yields:
+        The ``VllmConfig``, which is the current one, and the model.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_environment())
+        from vllm.config import set_current_vllm_config
+        from vllm.engine.arg_utils import EngineArgs
+
+        stack.enter_context(_shortcuts())
+        if plain_linears:
+            stack.enter_context(unpacked())
+        config = EngineArgs(
+            model=str(checkpoint),
+            dtype="bfloat16",
+            max_model_len=128,
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            use_tqdm_on_load=False,
+            tensor_parallel_size=tp,
+        ).create_engine_config()
+        _join(config.parallel_config, rank)
+        stack.enter_context(set_current_vllm_config(config))
+        yield config, _load(config, processed=processed)
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Leave the weights of linear layers where they are, as an accelerator does.
+
+    Stock vLLM on a CPU packs them into handles of its kernels when they have been loaded, and keeps
+    parameters of no elements: nothing could be written to those in place. Layers that are loaded in
+    here multiply by their parameter, for as long as they live. Convolutions are packed all the
+    same: they have no plain kernel.
+    """
+    from vllm.model_executor.layers import utils
+
+    packing: Callable[[Any, bool], None] = utils.dispatch_cpu_unquantized_gemm
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = nn.functional.linear
+        else:
+            packing(layer, remove_weight)
+
+    with patch.object(utils, "dispatch_cpu_unquantized_gemm", plain):
+        yield
+
+
+def live(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor with elements that a model has, not copied, tied ones under every name.
+
+    These are parameters and buffers of each module, and whatever else of its attributes is a
+    tensor or holds some, on the module or on what vLLM puts beside it. Out of reach is what only
+    kernels hold: the packed weights of linear layers that were not loaded :func:`unpacked`.
+    """
+    return {
+        path: tensor
+        for name, module in model.named_modules(remove_duplicate=False)
+        for key, value in _parts(module)
+        for path, tensor in _tensors(f"{name}.{key}" if name else key, value, _DEPTH)
+        if tensor.numel()
+    }
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What they hold now, to be compared with what they hold later."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that only one side has, or that differ in shape, dtype or any bit.
+
+    NaNs are equal if their bits are. Left out is :data:`NOISE`, and nothing else.
+    """
+    return [
+        name
+        for name in sorted(one.keys() | other.keys())
+        if name.rpartition(".")[2] not in NOISE
+        and not (name in one and name in other and _same(one[name], other[name]))
+    ]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return one.is_meta or torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, object]]:
+    """What a module has by name, short of the modules in it."""
+    apart = ("_parameters", "_buffers", "_modules")
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+    for key, value in vars(module).items():
+        if key not in apart:
+            yield key, value
+        if key in _HELPERS and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+            yield from ((f"{key}.{inner}", held) for inner, held in vars(value).items())
+
+
+def _tensors(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in a value, which may be a list or dict of them."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth and isinstance(value, list | tuple | dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, held in pairs:
+            yield from _tensors(f"{name}[{key}]", held, depth - 1)
+
+
+def _load(config: Any, *, processed: bool) -> nn.Module:
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    loader = get_model_loader(config.load_config)
+    if processed:
+        model: nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
+        return model
+    with set_default_torch_dtype(config.model_config.dtype):
+        model = initialize_model(vllm_config=config)
+        loader.load_weights(model, config.model_config)
+    return model
+
+
+def _join(parallel: Any, rank: int) -> None:
+    """Be one rank of a group; the first call of a process decides of which.
+
+    The groups are made without a model. With one that has no experts, vLLM would leave out the
+    group of experts, and a model that has some could not be loaded after it.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    size: int = parallel.tensor_parallel_size
+    if not distributed.is_initialized():
+        alone = size == 1
+        store = HashStore() if alone else FileStore(os.environ[RENDEZVOUS], size)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
+        parallel_state.init_distributed_environment(size, rank, local_rank=rank, backend="gloo")
+        parallel_state.ensure_model_parallel_initialized(size, 1)
+
+
+@contextmanager
+def _environment() -> Iterator[None]:
+    """What vLLM reads from the environment; what is set already stays, but for the plugins."""
+    with patch.dict(os.environ, {**_ENVIRONMENT, **os.environ, **_STOCK}):
+        yield
+
+
+@contextmanager
+def _shortcuts() -> Iterator[None]:
+    """Do as workers do, and look at model classes in this process.
+
+    vLLM inspects each class in a process of its own, to keep CUDA out of the server's: ten seconds
+    for every model that this machine has not inspected before.
+    """
+    from vllm.model_executor.models import registry
+
+    def inspect(lazy: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(lazy.load_model_cls())
+
+    with (
+        patch.object(registry._LazyRegisteredModel, "inspect_model_cls", inspect),
+        patch.object(torch.accelerator, "empty_cache", lambda *_, **__: None),
+    ):
+        yield

@@ -1,0 +1,255 @@
+"""One model family against the scatter plan: random bits in, a freshly loaded model as the judge.
+
+The model is what a CPU worker makes of a tiny checkpoint. A random change of every tensor is
+spooled, staged and swapped as the leader of a replica would have it, and then every tensor that the
+model has must equal those of a model that is loaded from the changed checkpoint; taken back, those
+from before.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch import distributed
+
+from deltachain.checkpoint import Checkpoint, read_assets, write_weights
+from deltachain.delta import TensorDelta
+from deltachain.errors import DeltaChainError
+from deltachain.fetch import Fetched
+from deltachain.subscribe.classes import Agreement, agree
+from deltachain.subscribe.rank import Rank
+from deltachain.subscribe.spool import Spool
+from deltachain.types import Bits, StateDigest, TensorSpec
+from deltachain_vllm.model import VllmModel
+from tests.engines.families import FAMILIES, make
+from tests.engines.vllm.fresh import copied, differences, live, load_fresh, load_in_context
+from tests.engines.vllm.two_ranks import two_ranks
+
+SHARE: Final = 0.3
+"""Of the elements of each tensor that change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one rank did with one family.
+
+    Attributes:
+        family: Its name.
+        tensors: In the checkpoint.
+        classes: How many of them in each class.
+        reasons: Why some are not in place, with how many.
+        wrong: Live tensors that differ from the fresh model's.
+        undone_wrong: Live tensors that are not as before once the change is taken back.
+        digest: Whether the state digest was what the changed checkpoint has.
+        refused: Why the family can not be followed at all.
+    """
+
+    family: str
+    tensors: int
+    classes: dict[str, int]
+    reasons: dict[str, int]
+    wrong: list[str]
+    undone_wrong: list[str]
+    digest: bool
+    refused: str
+
+    @property
+    def right(self) -> bool:
+        """Whether nothing was silently wrong."""
+        return not self.wrong and not self.undone_wrong and self.digest
+
+
+def examine(
+    rank: int, family: str, tp: int = 1, *, plain: bool = True, processed: bool = True
+) -> dict[str, Any]:
+    """The row of one rank, as JSON; every rank of a group must call this.
+
+    Args:
+        rank: Of ``tp`` ranks.
+        family: One of ``FAMILIES``.
+        tp: How many ranks there are.
+        plain: Keep linear layers unpacked, as accelerators do.
+        processed: Pack whatever else the engine packs after loading.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        how = {"tp": tp, "rank": rank, "plain_linears": plain, "processed": processed}
+        return asdict(_examine(family, Path(scratch), how))
+
+
+def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
+    """The rows of several families on one of two ranks."""
+    return [examine(rank, family, 2) for family in families]
+
+
+def _examine(family: str, scratch: Path, how: Any) -> Row:
+    rank, tp = how["rank"], how["tp"]
+    before = make(FAMILIES[family], scratch / "before")
+    specs = dict(Checkpoint(before).specs)
+    with load_in_context(before, **how) as (config, model):
+        at_first = copied(live(model))
+        try:
+            mine = Rank(VllmModel(model, config), specs.values(), {})
+            refused, report = "", mine.report()
+        except DeltaChainError as exc:
+            refused, report = str(exc.args[0]), {}
+        reports = _gather(report, tp)
+        if not all(reports):
+            wrong = differences(at_first, copied(live(model)))
+            return _row(family, specs, None, wrong=wrong, refused=refused or "another rank refused")
+        agreement = agree(specs.values(), reports)
+        after = _changed(specs, agreement, before, scratch / "after")
+        mine.agree(agreement.classes, {n: who[rank] for n, who in agreement.holders.items()})
+        spool = Spool.write(scratch / "spool", _Change(specs, agreement, before, after).fetched())
+        mine.stage(1, spool.folder, 1 << 30)
+        mine.swap(1, 1, back=False)
+        now, digest = copied(live(model)), _digest(mine, specs, agreement, after, tp)
+        mine.swap(1, 0, back=True)
+        undone_wrong = differences(at_first, copied(live(model)))
+        del mine
+    fresh = copied(live(load_fresh(after, **how)))
+    wrong = differences(fresh, now)
+    return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
+
+
+class _Change:
+    """A plan that leads from one checkpoint to another, as the spool asks for it."""
+
+    from_nothing = False
+    nbytes = 0
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path
+    ) -> None:
+        self.specs, self.agreement = specs, agreement
+        self.old, self.new = Checkpoint(before), Checkpoint(after)
+
+    def fetched(self) -> Fetched:
+        return cast("Fetched", self)
+
+    def deltas(self) -> Iterator[TensorDelta]:
+        """Steps, absolute bits and whole tensors by turns; nothing of what is refused."""
+        for number, (name, spec) in enumerate(self.specs.items()):
+            old, new = self.old.bits(name), self.new.bits(name)
+            indices = np.flatnonzero(old != new)
+            if not indices.size:
+                continue
+            if number % 3 == 0:
+                yield TensorDelta(spec=spec, indices=indices, values=new[indices] - old[indices])
+            elif number % 3 == 1:
+                mask = np.arange(indices.size) % 2 == 0
+                values = np.where(mask, new[indices], new[indices] - old[indices])
+                yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)
+            else:
+                yield TensorDelta.dense(spec, new)
+
+
+def _changed(
+    specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path
+) -> Path:
+    """The checkpoint with random elements changed, in bits where they are written as bits."""
+    old = Checkpoint(before)
+
+    def bits(spec: TensorSpec) -> Bits:
+        kind = agreement.classes[spec.name]
+        was = old.bits(spec.name).copy()
+        if kind == "refused":
+            return was
+        random = np.random.default_rng([len(spec.name), spec.numel, sum(spec.name.encode())])
+        at = random.permutation(spec.numel)[: max(1, int(SHARE * spec.numel))]
+        patterns = random.integers(0, 1 << 8 * spec.itemsize, at.size, np.uint64)
+        was[at] = patterns.astype(was.dtype)
+        if kind != "in_place":  # what is computed from them must be numbers
+            values = torch.from_numpy(random.normal(0, 0.05, at.size)).to(torch.bfloat16)
+            if spec.dtype == "BF16":
+                was[at] = values.view(torch.int16).numpy().view(np.uint16)
+            else:
+                was[at] = old.bits(spec.name)[at[::-1]]
+        return was
+
+    after.mkdir(parents=True, exist_ok=True)
+    for name, data in read_assets(before).items():
+        (after / name).write_bytes(data)
+    write_weights(after / "model.safetensors", specs.values(), bits)
+    return after
+
+
+def _digest(
+    rank: Rank, specs: Mapping[str, TensorSpec], agreement: Agreement, after: Path, tp: int
+) -> bool:
+    """Whether the ranks' state digests add up to that of the changed checkpoint."""
+    found = {label: str(digest) for label, digest in rank.state().items()}
+    lanes: dict[str, str] = {}
+    for one in _gather(found, tp):
+        lanes.update(one)
+    total = sum((StateDigest.parse(digest) for digest in lanes.values()), StateDigest())
+    kept = [name for name in specs if agreement.classes[name] != "refused"]
+    return total == Checkpoint(after).state(kept)
+
+
+def _gather(mine: Any, tp: int) -> list[Any]:
+    if tp == 1:
+        return [mine]
+    found: list[Any] = [None] * tp
+    distributed.all_gather_object(found, mine)
+    return found
+
+
+def _row(
+    family: str,
+    specs: Mapping[str, TensorSpec],
+    agreement: Agreement | None,
+    *,
+    wrong: list[str],
+    undone_wrong: list[str] | None = None,
+    digest: bool = True,
+    refused: str = "",
+) -> Row:
+    reasons = agreement.reasons if agreement else {}
+    return Row(
+        family=family,
+        tensors=len(specs),
+        classes=dict(Counter(agreement.classes.values() if agreement else ())),
+        reasons=dict(Counter(reason[:300] for reason in reasons.values())),
+        wrong=wrong,
+        undone_wrong=undone_wrong or [],
+        digest=digest,
+        refused=refused,
+    )
+
+
+def main() -> None:
+    """Print the matrix of all families as Markdown."""
+    two = {
+        row["family"]: row
+        for row in two_ranks("tests.engines.vllm.matrix:examine_two", *FAMILIES, deadline_s=1800)[1]
+    }
+    print("| family | tensors | plain linears | stock CPU | before packing | TP=2, rank 1 |")  # noqa: T201
+    print("|---|---|---|---|---|---|")  # noqa: T201
+    for family in FAMILIES:
+        rows = [
+            examine(0, family),
+            examine(0, family, plain=False),
+            examine(0, family, processed=False),
+            two[family],
+        ]
+        cells = " | ".join(_cell(Row(**row)) for row in rows)
+        print(f"| {family} | {rows[0]['tensors']} | {cells} |", flush=True)  # noqa: T201
+
+
+def _cell(row: Row) -> str:
+    if not row.right:
+        return f"WRONG: {row.wrong[:2]}"
+    if row.refused:
+        return "refused"
+    return ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in sorted(row.classes.items()))
+
+
+if __name__ == "__main__":
+    main()

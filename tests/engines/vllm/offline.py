@@ -1,0 +1,165 @@
+"""An offline ``LLM`` that follows a trained chain, version by version: ``python -m`` this module.
+
+Run as a process of its own, because vLLM leaves process groups behind; what it saw is printed as
+one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from deltachain.cli.pull import pull
+
+PROMPTS: Final = 4
+LENGTH: Final = 12
+
+_ENVIRONMENT: Final = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "deltachain",
+}
+
+
+@dataclass(slots=True)
+class Seen:
+    """What one run saw.
+
+    Attributes:
+        classes: Tensors by class.
+        held: The version that the chain says the engine began with.
+        wrong: By version, on each rank: parameters that differ from a fresh load.
+        unlike: By version: prompts whose greedy tokens differ from those of transformers.
+        named: By version: what vLLM calls the weights.
+        different: How many distinct sets of tokens there were.
+        back: The same as ``wrong``, after rolling back; by version.
+        scrubbed: Whether the live state was what it should be after each of these.
+    """
+
+    classes: dict[str, int] = field(default_factory=dict)
+    held: int | None = None
+    wrong: dict[int, list[list[str]]] = field(default_factory=dict)
+    unlike: dict[int, list[int]] = field(default_factory=dict)
+    named: dict[int, str] = field(default_factory=dict)
+    different: int = 0
+    back: dict[int, list[list[str]]] = field(default_factory=dict)
+    scrubbed: list[bool] = field(default_factory=list)
+
+
+def main() -> None:
+    """Follow, and print what was seen."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("url")
+    parser.add_argument("base", type=Path)
+    parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--stock", action="store_true")
+    asked = parser.parse_args()
+    os.environ.update(_ENVIRONMENT)
+    if asked.tp == 1:
+        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    else:
+        os.environ.update(VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(asked.tp))))
+    with tempfile.TemporaryDirectory() as scratch:
+        judge = _Judge(asked.url, Path(scratch))
+        seen = follow(judge, asked.base, asked.versions, tp=asked.tp, stock=asked.stock)
+    sys.stdout.write(json.dumps(asdict(seen)) + "\n")
+
+
+def follow(judge: _Judge, base: Path, last: int, *, tp: int, stock: bool) -> Seen:
+    """Take the engine through every version, and back."""
+    import deltachain_vllm  # noqa: PLC0415
+
+    seen, tokens_seen = Seen(), set()
+    with _llm(base, tp=tp, stock=stock) as llm:
+        subscriber = deltachain_vllm.subscribe(llm, judge.url)
+        subscriber.open()
+        seen.held = subscriber.version
+        seen.classes = {kind: row["tensors"] for kind, row in subscriber.target.classes().items()}  # type: ignore[attr-defined]
+        for version in range(1, last + 1):
+            subscriber.update(version)
+            checkpoint = judge.checkpoint(version)
+            if not stock:
+                seen.wrong[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
+            tokens = _generate(llm)
+            tokens_seen.add(str(tokens))
+            if tp == 1:
+                seen.unlike[version] = judge.unlike(checkpoint, tokens)
+            seen.named[version] = llm.llm_engine.get_weight_version()
+        seen.different = len(tokens_seen)
+        for version in (last - 1, last - 2, 0):
+            subscriber.rollback(version)
+            checkpoint = judge.checkpoint(version)
+            if not stock:
+                seen.back[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
+            seen.scrubbed.append(subscriber.scrub())
+    return seen
+
+
+@contextmanager
+def _llm(base: Path, *, tp: int, stock: bool) -> Iterator[Any]:
+    from vllm import LLM  # noqa: PLC0415
+
+    kind = "offline_worker" if stock else "offline_plain"
+    yield LLM(
+        model=str(base),
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=4,
+        enforce_eager=True,
+        tensor_parallel_size=tp,
+        distributed_executor_backend="uni" if tp == 1 else "mp",
+        worker_extension_cls=f"tests.engines.vllm.{kind}.WorkerExtension",
+    )
+
+
+def _prompts() -> list[list[int]]:
+    return [[(7 * start + 3 * i) % 200 for i in range(20)] for start in range(PROMPTS)]
+
+
+def _generate(llm: Any) -> list[list[int]]:
+    from vllm import SamplingParams  # noqa: PLC0415
+
+    greedy = SamplingParams(max_tokens=LENGTH, temperature=0, detokenize=False, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in _prompts()]
+    return [list(done.outputs[0].token_ids) for done in llm.generate(asked, greedy, use_tqdm=False)]
+
+
+class _Judge:
+    """Transformers, on checkpoints that ``deltachain pull`` writes."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.url = url
+        self._folder = folder
+
+    def checkpoint(self, version: int) -> Path:
+        folder = self._folder / str(version)
+        if not folder.exists():
+            pull(self.url, out=folder, version=version)
+        return folder
+
+    def unlike(self, checkpoint: Path, tokens: list[list[int]]) -> list[int]:
+        """Prompts whose tokens are not the greedy ones, near-ties of rounding aside."""
+        from tests.engines.vllm.truth import Judge  # noqa: PLC0415
+
+        judge = Judge(checkpoint)
+        pairs = zip(_prompts(), tokens, strict=True)
+        return [
+            number
+            for number, (prompt, found) in enumerate(pairs)
+            if judge.wrong(prompt, found, range(len(found)))
+        ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""As ``offline_worker``, with linear layers that compute from their parameters."""
+
+from __future__ import annotations
+
+from tests.engines.vllm import offline_worker, plain
+
+__all__ = ["WorkerExtension"]
+
+
+class WorkerExtension(offline_worker.WorkerExtension):
+    """Its module imports ``plain``, and that is all there is to it."""
+
+    tests_plain = plain.WorkerExtension.__name__

@@ -1,0 +1,49 @@
+"""Workers of an offline ``LLM`` that can be asked what a fresh load of a checkpoint would hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deltachain_vllm.extension
+
+
+def fresh_digests(worker: Any, checkpoint: str) -> dict[str, str]:
+    """The sha256 of every parameter of this rank's share of a checkpoint, loaded by vLLM anew."""
+    from vllm.config import set_current_vllm_config  # noqa: PLC0415
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+    from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
+
+    ours = worker.vllm_config
+    config = EngineArgs(
+        model=checkpoint,
+        dtype="bfloat16",
+        max_model_len=ours.model_config.max_model_len,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        use_tqdm_on_load=False,
+        tensor_parallel_size=ours.parallel_config.tensor_parallel_size,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        loader = get_model_loader(config.load_config)
+        model = loader.load_model(vllm_config=config, model_config=config.model_config)
+    return digests(model)
+
+
+def digests(model: Any) -> dict[str, str]:
+    """What vLLM's own ``/weight_checker`` says of a model."""
+    from vllm.v1.worker.gpu_worker import compute_tensor_digests  # noqa: PLC0415
+
+    found: dict[str, str] = compute_tensor_digests(model)
+    return found
+
+
+class WorkerExtension(deltachain_vllm.extension.WorkerExtension):
+    """The product's own, and the judge beside it."""
+
+    def tests_wrong(self, checkpoint: str) -> list[str]:
+        """Parameters of this rank that are not what a fresh load of a checkpoint holds."""
+        worker: Any = self
+        live = digests(worker.model_runner.get_model())
+        fresh = fresh_digests(worker, str(Path(checkpoint)))
+        return sorted(n for n in live.keys() | fresh.keys() if live.get(n) != fresh.get(n))

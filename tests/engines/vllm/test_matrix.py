@@ -1,0 +1,73 @@
+"""Model families against the scatter plan: each tensor written, loaded or refused, none wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engines.families import FAMILIES
+from tests.engines.vllm.matrix import Row, examine
+from tests.engines.vllm.two_ranks import two_ranks
+
+pytestmark = pytest.mark.engine
+
+FIRST = ("qwen3", "gpt2", "gemma3", "bloom", "llama_v500")
+"""Fused and sharded, transposed, tied, computed by the loader, padded with one KV head."""
+
+TWO = ("qwen3", "qwen2", "llama_v500", "gemma3", "phi3", "gpt2", "bloom", "mistral", "olmo2", "opt")
+
+EXPERTS = tuple(
+    name
+    for name in FAMILIES
+    if "moe" in name or name in ("mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3", "qwen3_next")
+)
+
+REFUSED = {"llama4_text"}
+"""Families that are refused as they are attached, even before their experts are packed."""
+
+
+def right(row: dict[str, Any]) -> Row:
+    """A row without anything that is silently wrong, and with every tensor accounted for."""
+    found = Row(**row)
+    assert found.wrong == []
+    assert found.undone_wrong == []
+    assert found.digest
+    assert found.refused or sum(found.classes.values()) == found.tensors
+    return found
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES]
+)
+def test_every_tensor_is_written_loaded_or_refused(family: str) -> None:
+    row = right(examine(0, family))
+    if family in FIRST:
+        assert not row.refused
+        assert "refused" not in row.classes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_packed_linears_too(family: str) -> None:
+    right(examine(0, family, plain=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_planned_before_they_are_packed(family: str) -> None:
+    row = right(examine(0, family, processed=False))
+    assert row.refused or row.classes["in_place"] >= 0.9 * row.tensors
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    for rows in two_ranks("tests.engines.vllm.matrix:examine_two", *TWO, deadline_s=600):
+        for row in rows:
+            assert not right(row).refused
+
+
+def test_one_family_on_two_ranks() -> None:
+    for rows in two_ranks("tests.engines.vllm.matrix:examine_two", "qwen3", "llama_v500"):
+        for row in rows:
+            assert right(row).classes == {"in_place": row["tensors"]}

@@ -1,0 +1,183 @@
+"""Two real processes that are the two ranks of one tensor-parallel group.
+
+``python -m tests.engines.vllm.two_ranks MODULE:FUNCTION ARGUMENT...`` runs one function in both,
+as ``function(rank, *arguments)``, and prints what came of it as a JSON list. What the function
+returns must be JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tests.engines.vllm.fresh import RENDEZVOUS
+
+RANKS: Final = 2
+DEADLINE_S: Final = 300.0
+
+_MODULE: Final = "tests.engines.vllm.two_ranks"
+_ROOT: Final = Path(__file__).resolve().parents[3]
+_GRACE_S: Final = 10.0
+"""How long a rank may go on when the other has failed: it may wait in a collective for ever."""
+
+_TAIL: Final = 4000
+"""Characters of what a process said before it died without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one rank came to.
+
+    Attributes:
+        rank: Which.
+        result: What the function returned.
+        error: Empty if it returned; else its traceback, or the end of what the process said.
+    """
+
+    rank: int
+    result: Any
+    error: str
+
+
+class RanksFailedError(RuntimeError):
+    """A rank raised, died or was late; the message has the words of each."""
+
+
+def two_ranks(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> list[Any]:
+    """Run ``MODULE:FUNCTION`` in both ranks, and return what it returned in each.
+
+    Args:
+        function: A module that can be imported from the root of the repository, and a name in it.
+        arguments: Passed on as strings.
+        deadline_s: Both processes are killed when they take longer.
+
+    Raises:
+        RanksFailedError: Not both of them returned.
+    """
+    outcomes = run(function, *arguments, deadline_s=deadline_s)
+    failed = [f"rank {one.rank}: {one.error}" for one in outcomes if one.error]
+    if failed:
+        raise RanksFailedError("\n\n".join(failed))
+    return [one.result for one in outcomes]
+
+
+def run(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> list[Outcome]:
+    """As :func:`two_ranks`, with errors as values: of use to tests that expect some."""
+    with tempfile.TemporaryDirectory(prefix="deltachain-ranks-") as scratch:
+        folder = Path(scratch)
+        environment = _environment(folder)
+        words = [function, *map(str, arguments)]
+        processes = [_start(rank, words, folder, environment) for rank in range(RANKS)]
+        try:
+            late = _wait(processes, time.monotonic() + deadline_s)
+        finally:
+            for process in processes:
+                _kill(process)
+        return [
+            _outcome(rank, process, folder, late=process in late)
+            for rank, process in enumerate(processes)
+        ]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """Where the ranks meet, and no more threads or cores for each than there are."""
+    path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+    return {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONPATH": path,
+        RENDEZVOUS: str(folder / "rendezvous"),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_DIST_IDENT": uuid.uuid4().hex[:12],  # part of the name of shared memory
+    }
+
+
+def _start(
+    rank: int, words: Sequence[str], folder: Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", _MODULE, "--rank", str(rank), "--folder", str(folder)]
+    with (folder / f"{rank}.log").open("wb") as log:
+        return subprocess.Popen(
+            [*command, *words],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def _wait(
+    processes: Sequence[subprocess.Popen[bytes]], deadline: float
+) -> list[subprocess.Popen[bytes]]:
+    """Wait for both to end; those that had not when it was time to."""
+    while running := [process for process in processes if process.poll() is None]:
+        if any(process.returncode for process in processes):
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if time.monotonic() > deadline:
+            return running
+        time.sleep(0.05)
+    return []
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a rank, and it alone: what it started watches it, and gives shared memory back."""
+    process.kill()
+    process.wait()
+
+
+def _outcome(rank: int, process: subprocess.Popen[bytes], folder: Path, *, late: bool) -> Outcome:
+    file = folder / f"{rank}.json"
+    if file.exists():
+        return Outcome(rank, **json.loads(file.read_bytes()))
+    said = (folder / f"{rank}.log").read_text(errors="replace")[-_TAIL:]
+    how = "killed, it took too long" if late else f"died with {process.returncode}"
+    return Outcome(rank, None, f"{how}; its last words:\n{said}")
+
+
+def _be_rank(rank: int, folder: Path, function: str, arguments: Sequence[str]) -> int:
+    """Run the function and leave what came of it in a file, which appears at once or never."""
+    found: dict[str, Any] = {"result": None, "error": ""}
+    try:
+        module, _, name = function.partition(":")
+        found["result"] = getattr(importlib.import_module(module), name)(rank, *arguments)
+        text = json.dumps(found)
+    except Exception:  # noqa: BLE001 - whatever it is, the parent reports it
+        found = {"result": None, "error": traceback.format_exc()}
+        text = json.dumps(found)
+    partial = folder / f"{rank}.partial"
+    partial.write_text(text)
+    partial.replace(folder / f"{rank}.json")
+    return 1 if found["error"] else 0
+
+
+def main() -> int:
+    """Run both ranks, or be one of them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, metavar="S")
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank is not None:
+        return _be_rank(options.rank, options.folder, options.function, options.arguments)
+    outcomes = run(options.function, *options.arguments, deadline_s=options.deadline)
+    sys.stdout.write(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
+    return 1 if any(one.error for one in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

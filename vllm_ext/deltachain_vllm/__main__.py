@@ -1,0 +1,73 @@
+"""``python -m deltachain_vllm``: lead a vLLM server that has only the worker extension."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from threading import Event
+from typing import Annotated
+
+import typer
+
+from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+from deltachain_vllm.beside import BesideEngine
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
+def main(
+    server: Annotated[str, typer.Argument(help="The vLLM server, on this host.")],
+    version: Annotated[
+        int | None, typer.Option(help="Bring it to this version and end; else it follows.")
+    ] = None,
+) -> None:
+    r"""Lead a vLLM server along the chain at DELTACHAIN_URL.
+
+    The server runs with --worker-extension-cls deltachain_vllm.WorkerExtension, with the same
+    DELTACHAIN_URL, and with VLLM_SERVER_DEV_MODE=1: those routes are open to whoever reaches them.
+
+    \b
+    Examples:
+      python -m deltachain_vllm http://127.0.0.1:8000
+      python -m deltachain_vllm http://127.0.0.1:8000 --version 12
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        _lead(server, version)
+    except DeltaChainError as exc:
+        typer.echo(f"error: {exc}", err=True)
+        raise typer.Exit(exc.exit_code) from exc
+
+
+def _lead(server: str, version: int | None) -> None:
+    settings = ReplicaSettings.of(os.environ)
+    if settings is None:
+        raise ConfigError(
+            "DELTACHAIN_URL is not set", hint="name the chain that the server follows"
+        )
+    engine = BesideEngine(server, pause=settings.pause, keep_cache=settings.keep_cache)
+    leader = Leader(settings, engine)
+    stop = Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        if version is not None:
+            leader.update(version)
+            typer.echo(f"version {leader.subscriber.version}")
+            return
+        for receipt in leader.subscriber.follow(stop=stop):
+            typer.echo(f"{time.strftime('%H:%M:%S')} {receipt}")
+    except KeyboardInterrupt:
+        sys.stderr.write("the server goes on with the version it has\n")
+    finally:
+        leader.stop()
+
+
+if __name__ == "__main__":
+    app()

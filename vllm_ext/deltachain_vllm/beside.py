@@ -1,0 +1,76 @@
+"""A vLLM server led from beside it, over the routes that its development mode opens.
+
+For servers without the endpoint plugin. Those routes ask nobody for a password, so the server must
+not be reachable by others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import httpx
+
+from deltachain.errors import ApplyError, ConfigError
+
+WAIT_S: Final = 3600.0
+"""Longest wait for an answer: attaching reads a whole model, and a pause may wait for requests."""
+
+PAUSES: Final = ("keep", "wait", "abort")
+
+
+class BesideEngine:
+    """See :class:`deltachain.subscribe.engine.Engine`.
+
+    Args:
+        url: Of the server, on this host: plans are decoded once for its workers and this process.
+        pause: vLLM's pause mode.
+        keep_cache: Whether cached prefixes outlive a swap.
+    """
+
+    def __init__(self, url: str, *, pause: str = "keep", keep_cache: bool = False) -> None:
+        self._mode = pause or PAUSES[0]
+        self._clear = not keep_cache
+        if self._mode not in PAUSES:
+            raise ConfigError(f"pause mode {pause!r} is none of {', '.join(PAUSES)}")
+        self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
+
+    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
+        """Ask every worker."""
+        answer = self._post(
+            "/collective_rpc", {"method": f"deltachain_{verb}", "kwargs": arguments}
+        )
+        return list(answer["results"])
+
+    def pause(self) -> None:
+        """Pause the scheduler; cached prefixes go, unless kept."""
+        clear = str(self._clear).lower()
+        self._post(f"/pause?mode={self._mode}&clear_cache={clear}")
+
+    def resume(self) -> None:
+        """Resume the scheduler."""
+        self._post("/resume")
+
+    def name_version(self, version: int) -> None:
+        """Name the version that tokens are made with; no prefix of older ones is left."""
+        if self._clear:
+            answer = self._post("/reset_prefix_cache?reset_running_requests=true")
+            if answer.get("success") is False:
+                raise ApplyError("the prefix cache could not be reset", version=version)
+        self._post("/update_weight_version", {"new_version": str(version)})
+
+    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            answer = self._client.post(path, json=body)
+            answer.raise_for_status()
+        except httpx.HTTPStatusError as exc:
+            missing = exc.response.status_code == 404
+            raise ApplyError(
+                f"the engine answered {exc.response.status_code} to {path}: "
+                f"{exc.response.text[:200]}",
+                hint="start the server with VLLM_SERVER_DEV_MODE=1" if missing else "",
+            ) from exc
+        except httpx.HTTPError as exc:
+            raise ApplyError(f"the engine did not answer {path}: {exc}") from exc
+        found: dict[str, Any] = answer.json() if answer.content else {}
+        return found
