@@ -106,19 +106,19 @@ class RankVerbs:
     def _state(self, ticket: int) -> Verdict:
         def job() -> Verdict:
             state = self.rank.state()
-            return {"state": {label: str(digest) for label, digest in state.items()}}
+            return {"state": [[label, str(digest)] for (label, _), digest in state.items()]}
 
         return self._start(ticket, job)
 
     def _stage(self, ticket: int, spool: str, budget: int, keep: list[int]) -> Verdict:
-        if Path(spool).name != spool or spool.startswith("."):
+        if not spool or Path(spool).name != spool or spool.startswith("."):
             raise ConfigError(f"{spool!r} is not a spool")
         self.rank.keep(keep)
 
         def job() -> Verdict:
             staged = self.rank.stage(ticket, self._spool / spool, budget)
             return {
-                "effects": {label: _lanes(effect) for label, effect in staged.effects.items()},
+                "effects": [[who, _lanes(effect)] for (who, _), effect in staged.effects.items()],
                 "nbytes": staged.nbytes,
                 "can_undo": not staged.deferred,
             }
