@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,9 +57,11 @@ class Replica:
 
     def serves(self, version: int) -> bool:
         """Whether it is ready, and generates with what it holds."""
-        made = self.server.generate([5, 6, 7], 4)
-        ready = self.server.get("ready")
-        return ready.status_code == 200 and made.spans == ((0, 4, str(version)),)
+        return self.server.get("ready").status_code == 200 and self.generates_with(version)
+
+    def generates_with(self, version: int) -> bool:
+        """Whether tokens come, and are said to be of a version."""
+        return self.server.generate([5, 6, 7], 4).spans == ((0, 4, str(version)),)
 
     def stands_still(self) -> bool:
         """Whether it is not ready, is paused, and can not be resumed."""
@@ -92,22 +93,19 @@ class Replica:
 
 
 @contextmanager
-def replicas(folder: Path, tp: int, **options: Any) -> Iterator[Replica]:
+def replicas(folder: Path, tp: int = 1, *, url: str = "", **options: Any) -> Iterator[Replica]:
     """One whose server has loaded version 0 and follows only when it is told to."""
+    with Trainer(folder, url) as trainer, serving(trainer, folder, tp, **options) as replica:
+        yield replica
+
+
+@contextmanager
+def serving(trainer: Trainer, folder: Path, tp: int = 1, **options: Any) -> Iterator[Replica]:
+    """A server for a chain that is there already."""
     order = folder / "strike"
-    with (
-        Trainer(folder) as trainer,
-        Server(
-            trainer.base,
-            folder / "server",
-            trainer.url,
-            tp=tp,
-            dev=True,
-            plain=True,
-            strikes=order,
-            **options,
-        ) as server,
-    ):
+    settings = {"plain": True, "dev": True, "strikes": order, **options}
+    base = settings.pop("base", trainer.base)
+    with Server(base, folder / "server", trainer.url, tp=tp, **settings) as server:
         yield Replica(trainer, server, tp, order)
 
 
@@ -117,8 +115,3 @@ def error_of(response: httpx.Response, code: int) -> dict[str, Any]:
     error = response.json()["error"]
     assert error["message"]
     return dict(error)
-
-
-def wait_until(moment: float) -> None:
-    """Sleep until a moment of the monotonic clock."""
-    time.sleep(max(0.0, moment - time.monotonic()))

@@ -15,7 +15,7 @@ from tests.engines.vllm.replica import Replica, error_of, replicas
 
 pytestmark = pytest.mark.engine
 
-TOKEN = "the-token"
+TOKEN = "the-token"  # noqa: S105 - of a server that nobody else reaches
 KEY = "the-key"
 
 
