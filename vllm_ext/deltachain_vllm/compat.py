@@ -74,7 +74,7 @@ async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401
         clear: Whether cached prefixes go.
     """
     scheduler = getattr(getattr(client, "engine_core", None), "pause_scheduler_async", None)
-    renderer = getattr(client, "renderer", None)
+    renderer: Any = getattr(client, "renderer", None)
     if scheduler is None or not hasattr(renderer, "clear_mm_cache_async"):
         await client.pause_generation(mode=mode, clear_cache=clear)
         return

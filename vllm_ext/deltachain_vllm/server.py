@@ -76,6 +76,7 @@ class ServerEngine:
         request = WeightTransferUpdateRequest(update_info=arguments)
         await self._client.update_weights(request)
         # Every question of its own is a round trip in which nobody generates.
+        verdicts: Sequence[Mapping[str, Any]]
         verdicts, _ = await asyncio.gather(
             self._ask("verdict", {}), self._client.finish_weight_update()
         )

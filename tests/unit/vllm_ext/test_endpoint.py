@@ -15,8 +15,9 @@ from fastapi.testclient import TestClient
 from deltachain.subscribe import SubscribeConfig
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.testing.sharding import Shape
 from deltachain_vllm.endpoint import Control, EndpointPlugin
-from tests.unit.subscribe.replicas import Followed, Shape
+from tests.unit.subscribe.replicas import Followed
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 ROUTES = [
