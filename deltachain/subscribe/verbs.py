@@ -94,7 +94,8 @@ class RankVerbs:
         if self._url and url != self._url:
             raise ConfigError(f"this replica was started to follow {self._url}, not {url}")
         tensors = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
-        self._rank = Rank(self._model(), tensors, aliases)
+        if self._rank is None or not self._rank.is_for(tensors, aliases):
+            self._rank = Rank(self._model(), tensors, aliases)
         report = self._rank.report()
         return {"tensors": {name: msgspec.to_builtins(one) for name, one in report.items()}}
 
