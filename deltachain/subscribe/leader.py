@@ -16,6 +16,7 @@ import msgspec
 
 from deltachain.errors import ApplyError, DeltaChainError, PoisonedError
 from deltachain.manifest import Struct
+from deltachain.store import Store
 from deltachain.subscribe.engine import Engine
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.replica import ReplicaTarget
@@ -77,14 +78,17 @@ class Leader:
     Args:
         settings: Of this replica.
         engine: Its ranks and its scheduler.
+        store: The store, if it is not to be opened from the URL.
     """
 
-    def __init__(self, settings: ReplicaSettings, engine: Engine) -> None:
+    def __init__(
+        self, settings: ReplicaSettings, engine: Engine, *, store: Store | None = None
+    ) -> None:
         self.settings = settings
         self.engine = engine
         url = settings.subscribe.url
         self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
-        self.subscriber = Subscriber(settings.subscribe, self.target)
+        self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
         self.trouble: DeltaChainError | None = None
         self._ended = ""
         self._caught_up = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -52,14 +52,14 @@ class ReplicaSettings:
         }
         if "URL" not in given:
             return None
+        budget = _number(given, "STAGE_BUDGET")
         subscribe = SubscribeConfig(
             url=given["URL"],
             base=Path(given["BASE"]) if "BASE" in given else None,
             poll_s=_number(given, "POLL_S"),
-            stage_budget=int(
-                _number(given, "STAGE_BUDGET") or SubscribeConfig(url="").stage_budget
-            ),
         )
+        if budget is not None:
+            subscribe = replace(subscribe, stage_budget=int(budget))
         lag = _number(given, "MAX_LAG")
         return cls(
             subscribe=subscribe,

@@ -238,14 +238,14 @@ class EndpointPlugin:
 
 
 async def _start(client: Any, settings: ReplicaSettings, args: Namespace) -> Leader:  # noqa: ANN401
-    from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
-    from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
-
     if (getattr(args, "api_server_count", None) or 1) > 1:
         raise ConfigError(
             "this server has several front ends, a replica has one leader",
             hint="start it with --api-server-count 1",
         )
+    from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
+    from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
+
     loop = asyncio.get_running_loop()
     if settings.subscribe.base is None:  # a chain that begins with what this server has loaded
         base = replace(settings.subscribe, base=checkpoint_of(client.vllm_config))

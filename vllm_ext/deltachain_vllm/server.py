@@ -13,7 +13,7 @@ from vllm.engine.protocol import EngineClient
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import BACKEND
-from deltachain_vllm.compat import check_version
+from deltachain_vllm.compat import check_version, pause
 from deltachain_vllm.extension import WorkerExtension
 
 PAUSES: Final = ("keep", "wait", "abort")
@@ -57,7 +57,7 @@ class ServerEngine:
 
     def pause(self) -> None:
         """Pause the scheduler in the mode of this replica; cached prefixes go, unless kept."""
-        self._wait(self._client.pause_generation(mode=self.mode, clear_cache=self._clear))
+        self._wait(pause(self._client, self.mode, clear=self._clear))
 
     def resume(self) -> None:
         """Resume the scheduler."""
@@ -75,16 +75,27 @@ class ServerEngine:
         await self._client.start_weight_update()
         request = WeightTransferUpdateRequest(update_info=arguments)
         await self._client.update_weights(request)
-        verdicts = await self._ask("verdict", {})
-        await self._client.finish_weight_update()
+        # Every question of its own is a round trip in which nobody generates.
+        verdicts: Sequence[Mapping[str, Any]]
+        verdicts, _ = await asyncio.gather(
+            self._ask("verdict", {}), self._client.finish_weight_update()
+        )
         return verdicts
 
     async def _name(self, version: int) -> None:
-        if self._clear and not await self._client.reset_prefix_cache(
-            reset_running_requests=True, reset_connector=True
-        ):
+        done, _ = await asyncio.gather(
+            self._reset_cache(), self._client.update_weight_version(str(version))
+        )
+        if not done:
             raise ApplyError("the prefix cache could not be reset", version=version)
-        await self._client.update_weight_version(str(version))
+
+    async def _reset_cache(self) -> bool:
+        if not self._clear:
+            return True
+        done: bool = await self._client.reset_prefix_cache(
+            reset_running_requests=True, reset_connector=True
+        )
+        return done
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401
         try:

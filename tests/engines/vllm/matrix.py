@@ -80,22 +80,29 @@ def examine(
     """
     with tempfile.TemporaryDirectory() as scratch:
         how = {"tp": tp, "rank": rank, "plain_linears": plain, "processed": processed}
+        make(FAMILIES[family], Path(scratch) / "before")
         return asdict(_examine(family, Path(scratch), how))
 
 
 def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
     """The rows of several families on one of two ranks."""
-    return [examine(rank, family, 2) for family in families]
+    how = {"tp": 2, "rank": rank, "plain_linears": True, "processed": True}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {family: Path(scratch) / family for family in families}
+        for family, folder in folders.items():  # once there are ranks, only the first can save
+            make(FAMILIES[family], folder / "before")
+        return [asdict(_examine(family, folder, how)) for family, folder in folders.items()]
 
 
 def _examine(family: str, scratch: Path, how: Any) -> Row:
     rank, tp = how["rank"], how["tp"]
-    before = make(FAMILIES[family], scratch / "before")
+    before = scratch / "before"
     specs = dict(Checkpoint(before).specs)
     with load_in_context(before, **how) as (config, model):
         at_first = copied(live(model))
         try:
-            mine = Rank(VllmModel(model, config), specs.values(), {})
+            kind = VllmModel if how["processed"] else _Unprocessed
+            mine = Rank(kind(model, config), specs.values(), {})
             refused, report = "", mine.report()
         except DeltaChainError as exc:
             refused, report = str(exc.args[0]), {}
@@ -116,6 +123,13 @@ def _examine(family: str, scratch: Path, how: Any) -> Row:
     fresh = copied(live(load_fresh(after, **how)))
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
+
+
+class _Unprocessed(VllmModel):
+    """A model as its loader left it: nothing is packed yet, and no layer can be tried."""
+
+    def packed(self) -> Mapping[str, str]:
+        return {}
 
 
 class _Change:

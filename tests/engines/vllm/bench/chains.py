@@ -1,0 +1,139 @@
+"""Qwen3 models of several sizes, and chains of changes drawn for them.
+
+Nothing is trained: a model of 600 M parameters would take this machine days. What decides the cost
+of an update is how many elements change, where they lie, and how well their steps compress; so the
+changes are drawn to look like those that were measured on real updates. Every element of a matrix
+changes with the same chance, independently of the others, which leaves no two changes in a cache
+line together more often than training does. A step moves the bf16 bits by one in nine of ten cases,
+by two in nine of ten of the rest, and so on, up or down alike. Norms change a tenth as often: they
+lie near one, where a unit in the last place is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from deltachain.bench.timing import say
+from deltachain.publish import PublishConfig, Publisher
+from tests.engines.vllm.bench.figures import Drawn
+
+CONTEXT: Final = 512
+"""Longest sequence that a model takes."""
+
+SINGLE: Final = 0.9
+"""Share of steps by one unit in the last place; of the others, the share by two; and so on."""
+
+NORMS: Final = 0.1
+"""Changes of a norm, as a share of those of a matrix of its size."""
+
+_SPREAD: Final = 0.02
+"""Standard deviation of the weights."""
+
+_SMALLEST: Final = 1e-6
+"""Least magnitude: the bits before those of zero are those of a NaN."""
+
+
+def _sized(hidden: int, intermediate: int, layers: int, heads: int, vocab: int) -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=128,
+        vocab_size=vocab,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+    )
+
+
+SIZES: Final[Mapping[str, Qwen3Config]] = MappingProxyType(
+    {
+        "2M": _sized(256, 768, 2, 2, 2048),
+        "19M": _sized(512, 1536, 4, 4, 12288),
+        "170M": _sized(1024, 3072, 8, 16, 43008),
+        "596M": _sized(1024, 3072, 28, 16, 151936),  # the very shapes of Qwen3-0.6B
+        "1.2B": _sized(2048, 6144, 18, 16, 151936),
+    }
+)
+"""Dense models by their number of parameters. The smallest tries the benchmark itself."""
+
+
+def draw(size: str, folder: Path, densities: Sequence[float]) -> Drawn:
+    """Write a checkpoint and publish a version for every density, each upon the one before.
+
+    Args:
+        size: One of ``SIZES``.
+        folder: Empty, or not there yet.
+        densities: Of versions 1, 2 and so on.
+    """
+    say(f"{size}: drawing a model and {len(densities)} versions")
+    model, random = _model(size), np.random.default_rng(7)
+    base, url = folder / "base", (folder / "chain").resolve().as_uri()
+    model.save_pretrained(base)
+    # No anchor but version 0, which is the checkpoint: followers never start anew in here.
+    config = PublishConfig(url=url, base=base, anchor_factor=1e9, when_busy="wait")
+    receipts = []
+    with Publisher(config) as publisher:
+        publisher.attach(model, assets={})
+        for step, density in enumerate(densities, 1):
+            change(model, density, random)
+            receipts.append(publisher.publish(step=step).result())
+    return Drawn(
+        size=size,
+        base=base,
+        url=url,
+        densities=tuple(densities),
+        nnz=tuple(receipt.nnz for receipt in receipts),
+        nbytes=tuple(receipt.nbytes for receipt in receipts),
+        numel=sum(parameter.numel() for parameter in model.parameters()),
+    )
+
+
+def change(model: nn.Module, density: float, random: np.random.Generator) -> None:
+    """Draw one update of all weights, in place."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = bits_of(parameter)
+            share = density if parameter.ndim > 1 else density * NORMS
+            at = _positions(bits.size, share, random)
+            steps = random.geometric(SINGLE, at.size).astype(np.int16)
+            steps *= random.choice(np.array([-1, 1], np.int16), at.size)
+            bits[at] += steps.view(np.uint16)
+
+
+def bits_of(tensor: Tensor) -> npt.NDArray[np.uint16]:
+    """Flat bits of a contiguous bf16 tensor on the host; shares its memory."""
+    flat: npt.NDArray[np.int16] = tensor.detach().view(-1).view(torch.int16).numpy()
+    return flat.view(np.uint16)
+
+
+def _positions(numel: int, density: float, random: np.random.Generator) -> npt.NDArray[np.int64]:
+    """Flat indices that each are drawn with the same chance: by the gaps between them."""
+    most = int(numel * density + 10 * (numel * density) ** 0.5 + 10)
+    at = np.cumsum(random.geometric(density, most)) - 1
+    return at[: np.searchsorted(at, numel)]
+
+
+def _model(size: str) -> PreTrainedModel:
+    """Random weights, norms near one; no two models of a size differ."""
+    with torch.device("meta"):
+        model: PreTrainedModel = Qwen3ForCausalLM(SIZES[size])
+    model.to_empty(device="cpu").bfloat16()
+    model.tie_weights()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0 if parameter.ndim > 1 else 1, _SPREAD, generator=generator)
+            parameter.masked_fill_(parameter.abs() < _SMALLEST, _SPREAD)
+    return model

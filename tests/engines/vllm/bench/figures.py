@@ -1,0 +1,100 @@
+"""What the processes of the benchmark hand to each other; imports nothing that is heavy.
+
+vLLM 0.32 for CPUs looks through the attributes of every module there is when a worker starts, and
+falls over those of llvmlite: nothing that imports numba may be there by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "deltachain",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+EXTENSIONS: Final[Mapping[bool, str]] = {
+    True: "tests.engines.vllm.bench.plain.WorkerExtension",
+    False: "deltachain_vllm.WorkerExtension",
+}
+"""Of workers with plain linear layers, all in place, and of stock ones, nearly all reloaded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A chain whose versions were drawn.
+
+    Attributes:
+        size: Of the model, one of ``chains.SIZES``.
+        base: Checkpoint folder that holds version 0.
+        url: Of the chain.
+        densities: Share of elements that versions 1, 2 and so on change.
+        nnz: Elements that they change.
+        nbytes: Bytes that a follower fetches for them.
+        numel: Parameters.
+    """
+
+    size: str
+    base: Path
+    url: str
+    densities: tuple[float, ...]
+    nnz: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    numel: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Applied:
+    """What following a chain took, in one model and one way of loading it.
+
+    Attributes:
+        plain: Whether linear layers kept their weights, as on accelerators.
+        classes: Bytes of the chain by the way they reach live weights.
+        attach_s: Seconds of attaching, once.
+        seconds: By version, of every candidate; one that does not run has no entry.
+        peak_mb: Most memory that the process had.
+        threads: Of vLLM, its own loading included; the product and the floor write in one.
+        proven: Whether the live state was right in the end.
+    """
+
+    plain: bool
+    classes: dict[str, int] = field(default_factory=dict)
+    attach_s: float = 0.0
+    seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    peak_mb: int = 0
+    threads: int = 0
+    proven: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Lost:
+    """Generation that a chain took from a busy engine.
+
+    Attributes:
+        plain: Whether linear layers kept their weights, as on accelerators.
+        threads: That the engine computed in.
+        staging_s: By window, seconds of generation lost to staging a version once.
+        updating_s: By window, seconds of generation lost to one update, its staging included.
+        rates: Tokens a second of every quiet window.
+        stage_s: Seconds that staging took, of every update.
+        swap_s: Seconds of writing, of every update.
+        pause_s: Seconds from asking for the pause to generating again, of every update.
+        proven: Whether the live state was right in the end.
+    """
+
+    plain: bool
+    threads: int
+    staging_s: list[float] = field(default_factory=list)
+    updating_s: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    stage_s: list[float] = field(default_factory=list)
+    swap_s: list[float] = field(default_factory=list)
+    pause_s: list[float] = field(default_factory=list)
+    proven: bool = False

@@ -1,0 +1,16 @@
+"""A worker with plain linear layers, for as long as its process lives; nothing else is changed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Final
+
+import deltachain_vllm.extension
+from tests.engines.vllm.fresh import unpacked
+
+_KEPT: Final = ExitStack()
+_KEPT.enter_context(unpacked())
+
+
+class WorkerExtension(deltachain_vllm.extension.WorkerExtension):
+    """The product's own, in a process where the above is so."""
