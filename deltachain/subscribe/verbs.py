@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from deltachain import errors
-from deltachain.errors import ApplyError, ConfigError, DeltaChainError
+from deltachain.errors import ApplyError, ConfigError, DeltaChainError, DigestMismatchError
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank
@@ -165,7 +165,8 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version)
-    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
+    known = isinstance(kind, type) and issubclass(kind, DeltaChainError)
+    if known and kind is not DigestMismatchError:  # it needs digests, which no verdict has
         return kind(message)
     return ApplyError(message, version=version)
 
