@@ -89,6 +89,7 @@ class Rank:
         self.model = model
         self.staged: dict[int, RankStaged] = {}
         self._written: set[int] = set()
+        self._aliases = aliases
         self._specs = {spec.name: spec for spec in specs}
         self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
         self._attached = attach(model, self._source)
@@ -99,6 +100,10 @@ class Rank:
         self._identity = self._addresses()
         warm_up(self._specs.values())
 
+    def is_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> bool:
+        """Whether these are the tensors that it was attached for."""
+        return {spec.name: spec for spec in specs} == self._specs and aliases == self._aliases
+
     def report(self) -> dict[str, Classified]:
         """What was found, for the leader."""
         return self._attached.report()
@@ -106,10 +111,14 @@ class Rank:
     def agree(
         self, classes: Mapping[str, TensorClass], holders: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """Take the classes that all ranks agreed on, and copy to the host what needs it."""
+        """Take the classes that all ranks agreed on, and copy to the host what needs it.
+
+        A copy that is there already stays: it has the bits that the engine loaded last.
+        """
         self._classes, self._holders = classes, holders
+        self.keep(())
         self._copies = {
-            name: self._source.copy(name)
+            name: self._copies[name] if name in self._copies else self._source.copy(name)
             for name, kind in classes.items()
             if kind in ("loaded", "reloaded") and holders[name]
         }
@@ -142,6 +151,7 @@ class Rank:
         self._check_addresses()
         with _own_stream(self.model):
             staged = self._stage(SpoolReader(folder), budget)
+        self._written.discard(ticket)
         self.staged[ticket] = staged
         return staged
 

@@ -5,6 +5,7 @@ The engine starts the processes, so their environment is what they have in commo
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -81,6 +82,9 @@ def _number(given: Mapping[str, str], name: str) -> float | None:
     if name not in given:
         return None
     try:
-        return float(given[name])
-    except ValueError as exc:
-        raise ConfigError(f"DELTACHAIN_{name} is {given[name]!r}, not a number") from exc
+        number = float(given[name])
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"DELTACHAIN_{name} is {given[name]!r}, not a number")
+    return number

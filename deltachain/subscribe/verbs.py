@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from deltachain import errors
-from deltachain.errors import ApplyError, ConfigError, DeltaChainError
+from deltachain.errors import ApplyError, ConfigError, DeltaChainError, DigestMismatchError
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank
@@ -94,7 +94,8 @@ class RankVerbs:
         if self._url and url != self._url:
             raise ConfigError(f"this replica was started to follow {self._url}, not {url}")
         tensors = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
-        self._rank = Rank(self._model(), tensors, aliases)
+        if self._rank is None or not self._rank.is_for(tensors, aliases):
+            self._rank = Rank(self._model(), tensors, aliases)
         report = self._rank.report()
         return {"tensors": {name: msgspec.to_builtins(one) for name, one in report.items()}}
 
@@ -164,7 +165,8 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version)
-    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
+    known = isinstance(kind, type) and issubclass(kind, DeltaChainError)
+    if known and kind is not DigestMismatchError:  # it needs digests, which no verdict has
         return kind(message)
     return ApplyError(message, version=version)
 

@@ -302,3 +302,20 @@ def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:
     here.faulty.mend()
     here.subscriber.update()
     assert here.holds(1)
+
+
+def test_another_subscriber_finds_what_the_last_one_left(followed: Build) -> None:
+    """The ways into the weights are those that were found while the checkpoint was in them."""
+    here = followed(Shape(tp=2, odd=("cast", "packed")))
+    here.publish(1, 2)
+    here.subscriber.update(1)
+    again = here.subscribe()
+    again.open()
+    assert again.version == 1
+    receipt = again.update()
+    assert receipt is not None
+    assert receipt.previous == 1
+    assert here.holds(2)
+    assert again.scrub()
+    again.rollback()
+    assert here.holds(1)
