@@ -118,9 +118,7 @@ def bits_of(tensor: Tensor) -> npt.NDArray[np.uint16]:
     return flat.view(np.uint16)
 
 
-def _positions(
-    numel: int, density: float, random: np.random.Generator
-) -> npt.NDArray[np.int64]:
+def _positions(numel: int, density: float, random: np.random.Generator) -> npt.NDArray[np.int64]:
     """Flat indices that each are drawn with the same chance: by the gaps between them."""
     most = int(numel * density + 10 * (numel * density) ** 0.5 + 10)
     at = np.cumsum(random.geometric(density, most)) - 1
