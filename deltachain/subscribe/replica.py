@@ -138,7 +138,7 @@ class ReplicaTarget:
             for number in range(len(found))
         ]
         self.ranks = self._ask("agree", classes=agreement.classes, holders=holders)
-        logger.info("%d ranks: %s", len(found), self.classes())
+        logger.info("%s", _summary(len(found), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
         """Tensors and bytes of the chain, by the way they reach live weights."""
@@ -320,6 +320,15 @@ class ReplicaTarget:
             if not verdict["ok"]:
                 raise error_of(verdict, version=version)
         return [verdict for _, verdict in sorted(answers.items())]
+
+
+def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
+    """How the tensors of a chain reach live weights, in words."""
+    ways = [
+        f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
+        for kind, row in classes.items()
+    ]
+    return f"tensors on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(ways)}"
 
 
 def _add_up(verdicts: Verdicts, fetched: Fetched) -> tuple[Effect, bool]:
