@@ -165,8 +165,9 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version)
-    known = isinstance(kind, type) and issubclass(kind, DeltaChainError)
-    if known and kind is not DigestMismatchError:  # it needs digests, which no verdict has
+    if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
+        return ApplyError(message, version=version)  # no verdict has the digests that it needs
+    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
         return kind(message)
     return ApplyError(message, version=version)
 
