@@ -130,7 +130,7 @@ def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path) -
         assert "the engine loaded another model" in status["trouble"]
         error = error_of(replica.server.post("update"), 409)
         assert error["type"] == "TensorMismatchError"
-        assert "nothing was written" in error["hint"]
+        assert error["hint"] == "the target is not the model of this chain"
         assert replica.server.checksums() == sharded(other.base)
         assert replica.server.generate([5, 6, 7], 4).spans == ((0, 4, "default"),)
 
@@ -162,8 +162,9 @@ def test_a_late_joiner_finds_an_object_gone(trainer: Trainer, tmp_path: Path) ->
         assert replica.server.update(1)["version"] == 1
         assert replica.holds(1)
         shutil.move(tmp_path / "payload", payload)
-        replica.server.wait_for(lambda status: status["ready"])
+        replica.server.wait_for(lambda status: status["version"] == 3)
         assert replica.holds(3)
+        assert replica.serves(3)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
