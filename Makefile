@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: clean help
+.PHONY: bench-vllm clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -48,6 +48,9 @@ test-vllm: venv-vllm  ## the tests in a real vLLM
 
 test-vllm-long: venv-vllm  ## those of them that take minutes
 	.venv-vllm/bin/pytest tests/engines -m "engine and slow"
+
+bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
+	.venv-vllm/bin/python -m tests.engines.vllm.bench
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test

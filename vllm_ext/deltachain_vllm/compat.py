@@ -13,7 +13,7 @@ BEYOND: Final = (0, 33)
 
 DERIVED: Final = re.compile(
     r"(^|\.)(cos_sin_cache|\w*inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
-    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|_tensor_constant\d+|position_ids|lora_\w+|qk_norm\.weight)$"
+    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|_tensor_constant\d+|position_ids|qk_norm\.weight)$"
 )
 """Live floating-point tensors that vLLM makes itself, from the configuration alone. Llama 4's
 ``qk_norm`` has a weight of ones that no checkpoint fills."""
@@ -74,12 +74,12 @@ async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401
         clear: Whether cached prefixes go.
     """
     scheduler = getattr(getattr(client, "engine_core", None), "pause_scheduler_async", None)
-    renderer: Any = getattr(client, "renderer", None)
-    if scheduler is None or not hasattr(renderer, "clear_mm_cache_async"):
+    front = getattr(getattr(client, "renderer", None), "clear_mm_cache_async", None)
+    if scheduler is None or front is None:
         await client.pause_generation(mode=mode, clear_cache=clear)
         return
     if clear:
-        await renderer.clear_mm_cache_async()
+        await front()
     await scheduler(mode=mode, clear_cache=clear)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,14 +30,19 @@ from deltachain.delta import TensorDelta
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain_vllm.extension import verbs_of
-from tests.engines.vllm.bench.figures import Applied, Drawn
-
-RECEIPT: Final = ("fetch", "stage", "swap", "pause")
-TOTAL: Final = "total"
-FLOOR: Final = "index_copy_"
-LOAD: Final = "load_weights"
-RELOAD: Final = "layerwise reload"
-PATCHES: Final = "checkpoint patches"
+from tests.engines.vllm.bench.figures import (
+    FETCH,
+    FLOOR,
+    LOAD,
+    PATCHES,
+    PAUSE,
+    RELOAD,
+    STAGE,
+    SWAP,
+    TOTAL,
+    Applied,
+    Drawn,
+)
 
 
 def follow(llm: Any, drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
@@ -97,7 +102,7 @@ class _Bench:
             self.dense[name][delta.indices] = delta.new_bits(self.dense[name][delta.indices])
         if first:
             seconds |= self._others(deltas, new=True)
-        seconds |= {name: getattr(receipt, f"{name}_s") for name in RECEIPT}
+        seconds |= {name: getattr(receipt, f"{name}_s") for name in (FETCH, STAGE, SWAP, PAUSE)}
         return seconds | {TOTAL: total}
 
     def _others(self, deltas: Mapping[str, TensorDelta], *, new: bool) -> dict[str, float]:

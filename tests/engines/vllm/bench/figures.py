@@ -26,6 +26,29 @@ EXTENSIONS: Final[Mapping[bool, str]] = {
 }
 """Of workers with plain linear layers, all in place, and of stock ones, nearly all reloaded."""
 
+FETCH: Final = "fetch"
+STAGE: Final = "stage"
+SWAP: Final = "swap"
+PAUSE: Final = "pause"
+TOTAL: Final = "total"
+FLOOR: Final = "index_copy_"
+LOAD: Final = "load_weights"
+RELOAD: Final = "layerwise reload"
+PATCHES: Final = "checkpoint patches"
+
+ROWS: Final[Mapping[str, str]] = {
+    FLOOR: "bare index_copy_, one thread",
+    SWAP: "swap",
+    PAUSE: "pause: swap, cache reset, calls",
+    STAGE: "stage",
+    FETCH: "fetch",
+    TOTAL: "update: all of these",
+    LOAD: "vLLM load_weights of all",
+    RELOAD: "vLLM layerwise reload of all",
+    PATCHES: "vLLM checkpoint patches",
+}
+"""Every candidate, as tables call it. Dense weights and patches lie in memory beforehand."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
@@ -80,6 +103,7 @@ class Lost:
     Attributes:
         plain: Whether linear layers kept their weights, as on accelerators.
         threads: That the engine computed in.
+        times: Updates a window.
         staging_s: By window, seconds of generation lost to staging a version once.
         updating_s: By window, seconds of generation lost to one update, its staging included.
         rates: Tokens a second of every quiet window.
@@ -91,6 +115,7 @@ class Lost:
 
     plain: bool
     threads: int
+    times: int
     staging_s: list[float] = field(default_factory=list)
     updating_s: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)

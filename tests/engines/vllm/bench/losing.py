@@ -29,11 +29,9 @@ LENGTH: Final = 192
 """Tokens that each request asks for, whatever the model says."""
 
 WINDOW_S: Final = 4.0
-TIMES: Final = 3
-"""Updates a window."""
 
 
-def measure(drawn: Drawn, spool: Path, *, plain: bool, threads: int) -> Lost:
+def measure(drawn: Drawn, spool: Path, *, plain: bool, threads: int, times: int) -> Lost:
     """Follow a chain while generating.
 
     Args:
@@ -41,6 +39,7 @@ def measure(drawn: Drawn, spool: Path, *, plain: bool, threads: int) -> Lost:
         spool: Where plans are decoded.
         plain: Whether linear layers keep their weights.
         threads: That the engine computes in.
+        times: Updates a window.
     """
     os.dup2(2, 1)  # vLLM's lines are no results
     os.environ.update(
@@ -51,10 +50,10 @@ def measure(drawn: Drawn, spool: Path, *, plain: bool, threads: int) -> Lost:
             "OMP_NUM_THREADS": str(threads),
         }
     )
-    return asyncio.run(_measure(drawn, plain=plain, threads=threads))
+    return asyncio.run(_measure(drawn, Lost(plain=plain, threads=threads, times=times)))
 
 
-async def _measure(drawn: Drawn, *, plain: bool, threads: int) -> Lost:
+async def _measure(drawn: Drawn, lost: Lost) -> Lost:
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -67,12 +66,12 @@ async def _measure(drawn: Drawn, *, plain: bool, threads: int) -> Lost:
         enforce_eager=True,
         distributed_executor_backend="uni",
         skip_tokenizer_init=True,
-        worker_extension_cls=EXTENSIONS[plain],
+        worker_extension_cls=EXTENSIONS[lost.plain],
         weight_transfer_config=WeightTransferConfig(backend="deltachain"),
     )
     client = AsyncLLM.from_engine_args(arguments)
     try:
-        return await _with_clients(client, drawn, Lost(plain=plain, threads=threads))
+        return await _with_clients(client, drawn, lost)
     finally:
         client.shutdown()
 
@@ -88,7 +87,7 @@ async def _with_clients(client: Any, drawn: Drawn, lost: Lost) -> Lost:
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url, base=drawn.base))
     leader = Leader(settings, ServerEngine(client, loop, settings))
     await asyncio.to_thread(leader.subscriber.open)
-    load = _Load(client)
+    load = _Load(client, lost.times)
     load.start()
     versions = count(1)
 
@@ -105,13 +104,13 @@ async def _with_clients(client: Any, drawn: Drawn, lost: Lost) -> Lost:
     await asyncio.to_thread(update)  # the first of everything
     await load.window(None)
     quiet = await load.window(None)
-    for number in range((len(drawn.densities) - 1) // TIMES):
+    for number in range((len(drawn.densities) - 1) // lost.times):
         say(f"{drawn.size} in {lost.threads} threads: window {number}")
         for action, seconds in ((stage, lost.staging_s), (update, lost.updating_s)):
             busy = await load.window(action)
             after = await load.window(None)
             rate = (quiet.rate + after.rate) / 2
-            seconds.append((busy.seconds - busy.tokens / rate) / TIMES)
+            seconds.append((busy.seconds - busy.tokens / rate) / lost.times)
             quiet = after
             lost.rates.append(after.rate)
     await load.stop()
@@ -136,8 +135,9 @@ class _Window:
 class _Load:
     """Requests that follow one another, a fixed number of them at any time."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, times: int) -> None:
         self._client = client
+        self._times = times
         self._tokens = 0
         self._numbers = count()
         self._tasks: list[asyncio.Task[None]] = []
@@ -153,10 +153,10 @@ class _Load:
     async def window(self, action: Callable[[], None] | None) -> _Window:
         """Count for a while, with something done at even intervals from its beginning on."""
         start, before = time.perf_counter(), self._tokens
-        for number in range(TIMES):
+        for number in range(self._times):
             if action is not None:
                 await asyncio.to_thread(action)
-            until = start + WINDOW_S * (number + 1) / TIMES
+            until = start + WINDOW_S * (number + 1) / self._times
             await asyncio.sleep(max(0.0, until - time.perf_counter()))
         for task in self._tasks:
             if task.done():
