@@ -17,7 +17,13 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from deltachain import errors
-from deltachain.errors import ApplyError, ConfigError, DeltaChainError, DigestMismatchError
+from deltachain.errors import (
+    ApplyError,
+    ConfigError,
+    DeltaChainError,
+    DigestMismatchError,
+    FormatError,
+)
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank
@@ -165,8 +171,9 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version)
-    known = isinstance(kind, type) and issubclass(kind, DeltaChainError)
-    if known and kind is not DigestMismatchError:  # it needs digests, which no verdict has
+    if kind is DigestMismatchError:
+        kind = FormatError  # which needs no digests: a verdict has none
+    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
         return kind(message)
     return ApplyError(message, version=version)
 

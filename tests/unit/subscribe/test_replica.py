@@ -197,8 +197,10 @@ def test_a_scrub_finds_a_foreign_write(followed: Build, shape: str, name: str) -
     here.scribble(0, name)
     assert not here.subscriber.scrub()
     assert here.subscriber.poisoned
+    here.engine.events.clear()
     here.subscriber.update()
     assert here.holds(1)
+    assert here.engine.events == ["pause", "write", "name 1", "resume"], "its caches are void"
     assert here.subscriber.scrub()
 
 
