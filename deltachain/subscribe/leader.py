@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from threading import Event, Thread
 from typing import Any
 
@@ -253,6 +254,9 @@ class Leader:
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
         if self.subscriber.poisoned:
             self.target.stop_serving()
+            return
+        with suppress(ApplyError):  # what went wrong first is what is told
+            self._name()
 
     def _looked(self, exc: DeltaChainError | None) -> None:
         if exc is None:
@@ -263,8 +267,13 @@ class Leader:
     def _well(self) -> None:
         self.trouble = None
         self._caught_up = True
-        if self.subscriber.version is not None:
-            self.target.name(self.subscriber.version)
+        self._name()
+
+    def _name(self) -> None:
+        """Let tokens be known by the version that is held, whether it is the newest or not."""
+        version = self.subscriber.version
+        if version is not None:
+            self.target.name(version)
 
 
 def _plain(receipt: ApplyReceipt) -> dict[str, Any]:

@@ -35,7 +35,12 @@ from deltachain.subscribe.verbs import effect_of, error_of
 from deltachain.types import StateDigest, TensorSpec, Version
 
 POLL_S: Final = (0.002, 0.05)
-"""First and longest wait between two looks at what the ranks do."""
+"""Least and longest wait between two looks at what the ranks do."""
+
+POLL_SHARE: Final = 0.25
+"""Of the time that they have taken so far, the wait until the next look: nothing is done much later
+than it could be, and an engine, which looks between two of its steps, is not asked much more often.
+"""
 
 SHOWN: Final = 20
 """Reasons that a status lists."""
@@ -133,7 +138,7 @@ class ReplicaTarget:
             for number in range(len(found))
         ]
         self.ranks = self._ask("agree", classes=agreement.classes, holders=holders)
-        logger.info("%d ranks: %s", len(found), self.classes())
+        logger.info("%s", _summary(len(found), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
         """Tensors and bytes of the chain, by the way they reach live weights."""
@@ -297,8 +302,8 @@ class ReplicaTarget:
 
     def _await(self, ticket: int, version: Version | None) -> Verdicts:
         """Wait until every rank is done with a ticket; the first refusal is raised."""
-        wait_s, longest = POLL_S
-        deadline = time.monotonic() + STAGE_S
+        least, longest = POLL_S
+        start = time.monotonic()
         answers: dict[int, Mapping[str, Any]] = {}
         while True:
             verdicts = self._answers("poll", ticket=ticket)
@@ -307,14 +312,23 @@ class ReplicaTarget:
                     answers.setdefault(verdict["rank"], verdict)
             if len(answers) == len(verdicts):
                 break
-            if time.monotonic() > deadline:
+            taken = time.monotonic() - start
+            if taken > STAGE_S:
                 raise ApplyError(f"some rank did not stage within {STAGE_S:.0f} s", version=version)
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, longest)
+            time.sleep(min(max(POLL_SHARE * taken, least), longest))
         for _, verdict in sorted(answers.items()):
             if not verdict["ok"]:
                 raise error_of(verdict, version=version)
         return [verdict for _, verdict in sorted(answers.items())]
+
+
+def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
+    """How the tensors of a chain reach live weights, in words."""
+    ways = [
+        f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
+        for kind, row in classes.items()
+    ]
+    return f"tensors on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(ways)}"
 
 
 def _add_up(verdicts: Verdicts, fetched: Fetched) -> tuple[Effect, bool]:

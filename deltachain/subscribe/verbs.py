@@ -22,7 +22,6 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     DigestMismatchError,
-    FormatError,
 )
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
@@ -171,8 +170,8 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version)
-    if kind is DigestMismatchError:
-        kind = FormatError  # which needs no digests: a verdict has none
+    if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
+        return ApplyError(message, version=version)  # no verdict has the digests that it needs
     if isinstance(kind, type) and issubclass(kind, DeltaChainError):
         return kind(message)
     return ApplyError(message, version=version)

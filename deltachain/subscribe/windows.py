@@ -128,9 +128,9 @@ class Place:
         first, last = _bounds(indices, self.offset, self.offset + span)
         near = indices[first:last]
         if len(self.dims) <= 1 and all(d.there == 1 for d in self.dims):
-            shifted: Any = near - self.offset
             scale = self.dims[0].live if self.dims else 1
-            return slice(first, last), (shifted if scale == 1 else shifted * scale) + self.at
+            scaled: Any = near if scale == 1 else near * scale
+            return slice(first, last), scaled + (self.at - self.offset * scale)
         rest: Any = near - self.offset
         position: Any = self.at
         inside: Any = None

@@ -65,6 +65,20 @@ def test_what_is_held_at_the_head_is_named(
         assert here.engine.events == ["name 0"]
 
 
+def test_what_is_held_behind_the_head_is_named_too(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1)
+    for info in list(here.store.list("deltas/")):
+        here.store.delete(info.key)
+    with led(here, monkeypatch) as leader:
+        leader.start()
+        assert (leader.status().version, leader.status().ready) == (0, False)
+        assert leader.status().trouble
+        assert here.engine.events == ["name 0"]
+
+
 def test_it_follows_and_says_what_goes_wrong(
     followed: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
