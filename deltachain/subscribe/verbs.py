@@ -17,7 +17,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from deltachain import errors
-from deltachain.errors import ApplyError, ConfigError, DeltaChainError, DigestMismatchError
+from deltachain.errors import (
+    ApplyError,
+    ConfigError,
+    DeltaChainError,
+    DigestMismatchError,
+)
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank

@@ -14,6 +14,7 @@ from deltachain.errors import (
     DigestMismatchError,
     TensorMismatchError,
 )
+from deltachain.subscribe import windows
 from deltachain.subscribe.replica import Ticket
 from deltachain.testing.faults import Fault
 from deltachain.testing.sharding import HOSTED, Shape
@@ -99,6 +100,26 @@ def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(followed: Buil
     classes = here.target.classes()
     assert {"in_place", "loaded", "reloaded"} == set(classes)
     assert here.holds(1)
+    here.subscriber.update()
+    assert here.holds(3)
+    assert here.subscriber.scrub()
+    here.subscriber.rollback()
+    assert here.holds(1)
+    here.subscriber.release()
+    here.subscriber.poisoned = True
+    here.subscriber.update()
+    assert here.holds(3)
+
+
+@pytest.mark.parametrize("shape", [Shape(tp=2), Shape(odd=HOSTED), Shape(tp=2, untied=True)])
+def test_bits_of_a_device_take_the_same_way(
+    followed: Build, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits of a device are torch tensors: the same ranks, forced onto that path."""
+    monkeypatch.setattr(windows, "on_host", lambda _: False)
+    here = followed(shape)
+    here.publish(1, 2, 3)
+    here.subscriber.update(1)
     here.subscriber.update()
     assert here.holds(3)
     assert here.subscriber.scrub()
@@ -197,8 +218,10 @@ def test_a_scrub_finds_a_foreign_write(followed: Build, shape: str, name: str) -
     here.scribble(0, name)
     assert not here.subscriber.scrub()
     assert here.subscriber.poisoned
+    here.engine.events.clear()
     here.subscriber.update()
     assert here.holds(1)
+    assert here.engine.events == ["pause", "write", "name 1", "resume"], "its caches are void"
     assert here.subscriber.scrub()
 
 
