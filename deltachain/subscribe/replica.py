@@ -104,6 +104,7 @@ class ReplicaTarget:
         self._spool = spool
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers = itertools.count(1)
+        self._turns = itertools.count(1)
         self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
         self._held: Held | None = None
         self.paused = self._stopped = False
@@ -291,9 +292,11 @@ class ReplicaTarget:
         return verdicts
 
     def _answers(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
-        verdicts = self.engine.call(verb, **arguments)
+        turn = next(self._turns)
+        verdicts = self.engine.call(verb, turn=turn, **arguments)
         count = len(self.ranks) or len(verdicts)
-        if [verdict.get("rank") for verdict in verdicts] != list(range(count)):
+        expected = [(rank, turn) for rank in range(count)]
+        if [(verdict.get("rank"), verdict.get("turn")) for verdict in verdicts] != expected:
             raise PoisonedError(
                 f"the engine mixed up its ranks' answers to {verb!r}",
                 hint="a worker raised in some other call; restart the engine",

@@ -7,6 +7,7 @@ The file is gone when its owner is; ranks that mapped it keep what they mapped.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -91,6 +92,8 @@ class Spool:
         """
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if parent.stat().st_uid != os.getuid():
+                raise PermissionError(errno.EACCES, "it is another user's")
             spool = cls(Path(tempfile.mkdtemp(dir=parent)))
             try:
                 spool._fill(fetched)

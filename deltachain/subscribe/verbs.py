@@ -70,8 +70,11 @@ class RankVerbs:
         return self._rank
 
     def do(self, verb: str, arguments: Mapping[str, Any]) -> Verdict:
-        """Answer one verb; never raises."""
-        answer = self._answer(verb, arguments)
+        """Answer one verb; never raises. The number of the call comes back with its answer."""
+        asked = {name: value for name, value in arguments.items() if name != "turn"}
+        answer = self._answer(verb, asked)
+        if "turn" in arguments:
+            answer.setdefault("turn", arguments["turn"])  # a verdict has that of its swap
         if verb == "swap":
             self._last = answer
         return answer

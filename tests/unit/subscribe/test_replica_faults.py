@@ -114,7 +114,7 @@ def test_an_engine_that_dies_while_staging_has_written_nothing(
     assert here.holds(2)
 
 
-@pytest.mark.parametrize("fault", ["shifted", "fewer"])
+@pytest.mark.parametrize("fault", ["shifted", "fewer", "stale"])
 @pytest.mark.parametrize("verb", ["stage", "poll"])
 def test_answers_of_others_are_not_believed(here: Followed, verb: str, fault: str) -> None:
     getattr(here.engine.faults, fault).add(verb)
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_while_it_writes_poisons(here: Followed, first: bool
     assert heals(here)
 
 
-@pytest.mark.parametrize("fault", ["shifted", "fewer"])
+@pytest.mark.parametrize("fault", ["shifted", "fewer", "stale"])
 def test_mixed_up_answers_to_a_swap_poison(here: Followed, fault: str) -> None:
     getattr(here.engine.faults, fault).add("swap")
     with pytest.raises(PoisonedError, match="mixed up its ranks' answers to 'swap'"):
