@@ -57,9 +57,10 @@ def test_a_follower_outlives_a_server_that_is_down(tmp_path: Path, s3: Seaweed) 
         arrive(replica)
         s3.kill()
         serves_without_a_store(replica)
-        assert replica.server.status()["trouble"]
-        error = error_of(replica.server.post("update"), 503)
+        error = error_of(replica.server.post("update"), 503)  # after as long as the store retries
         assert (error["type"], error["retryable"]) == ("StoreUnavailableError", True)
+        assert replica.server.status()["trouble"]
+        assert replica.serves(replica.trainer.head)
         s3.restart()
         arrive(replica)
         assert replica.server.status()["trouble"] == ""
