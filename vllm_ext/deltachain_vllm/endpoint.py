@@ -91,7 +91,7 @@ class Control:
         """Do something that may take its time, beside the server's event loop.
 
         Raises:
-            HTTPException: 503 where the server follows no chain; 499 once nobody waits for the
+            HTTPException: 503 where the server follows no chain, and once nobody waits for the
                 answer: a server that was told to end waits for its requests.
         """
         if self.leader is None:
@@ -101,7 +101,7 @@ class Control:
         work.add_done_callback(self._end)
         while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
             if await request.is_disconnected():
-                raise HTTPException(499, "nobody waits for the answer")
+                raise HTTPException(503, "nobody waits for the answer")
         return work.result()
 
     def _end(self, work: asyncio.Future[Any]) -> None:

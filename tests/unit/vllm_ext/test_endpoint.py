@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 from unittest import mock
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from deltachain.subscribe import SubscribeConfig
@@ -162,6 +165,21 @@ def test_a_server_that_follows_nothing_says_so() -> None:
             assert "follows nothing" in answer.text
 
 
+def test_a_request_that_nobody_awaits_is_let_go(leader: Leader) -> None:
+    hangs = Event()
+
+    async def ask() -> None:
+        control = Control(leader, "", token="", is_open=True)
+        gone = mock.Mock(is_disconnected=mock.AsyncMock(return_value=True))
+        with pytest.raises(HTTPException, match="nobody waits"):
+            await control.run(lambda _: hangs.wait(60), gone)
+
+    start = time.monotonic()
+    asyncio.run(ask())
+    assert time.monotonic() - start < 30
+    hangs.set()
+
+
 async def _started(environment: dict[str, str], **arguments: Any) -> Control:
     app = FastAPI()
     with mock.patch.dict("os.environ", environment):
@@ -181,8 +199,6 @@ async def _started(environment: dict[str, str], **arguments: Any) -> Control:
 def test_what_can_not_be_led_is_told_and_the_server_starts(
     environment: dict[str, str], arguments: dict[str, Any], refusal: str
 ) -> None:
-    import asyncio  # noqa: PLC0415
-
     control = asyncio.run(_started(environment, **arguments))
     assert control.leader is None
     assert refusal in control.refusal
