@@ -44,7 +44,7 @@ venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are sha
 	$(PYTHON) tests/engines/build_venv.py vllm
 
 test-vllm: venv-vllm  ## the tests in a real vLLM
-	.venv-vllm/bin/pytest tests/engines -m "engine and not slow"
+	.venv-vllm/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile
 
 test-vllm-long: venv-vllm  ## those of them that take minutes
 	.venv-vllm/bin/pytest tests/engines -m "engine and slow"

@@ -143,8 +143,8 @@ class Chain:
 
     def newest(self, known: Version) -> Version:
         """The newest committed version, searched from one that is; see :meth:`Manifests.newest`."""
-        self.latest = max(self._manifests.newest(known), self.latest or 0)
-        return self.latest
+        newest = self.latest = self._manifests.newest(known)
+        return newest
 
     def head(self) -> Committed | None:
         """The newest committed version; ``None`` before the first commit.

@@ -171,6 +171,7 @@ class _Finding:
         self.places: dict[str, list[Place]] = {name: [] for name in source.specs}
         self.reasons: dict[str, str] = {}
         self.broken: set[str] = set()
+        self.shared: set[str] = set()
         self.classes: dict[str, TensorClass] = {}
         self.layers: Mapping[str, frozenset[str]] = {}
         for here, places in recording.places.items():
@@ -210,6 +211,7 @@ class _Finding:
         for name, place in shared:
             mine = taken.as_strided(place.live.shape, place.live.stride(), place.at)
             if bool(mine.any()):
+                self.shared.add(name)
                 self._break(name, "it shares live elements with another tensor")
             mine.fill_(True)
 
@@ -254,7 +256,9 @@ class _Finding:
         for names in self._whole_layers():
             layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
             weights = partial(self.source.clones, names)
-            why = try_reload(self.model, weights, _with_tied(self.model, layers))
+            why = "the one that is loaded last would win"
+            if self.shared.isdisjoint(names):
+                why = try_reload(self.model, weights, _with_tied(self.model, layers))
             for name in names:
                 self.classes[name] = "refused" if why else "reloaded"
                 reason = self.reasons.get(name, "its layer is packed")

@@ -43,7 +43,8 @@ class Agreement(Struct, frozen=True, kw_only=True):
         classes: Of every tensor; never ``absent``.
         reasons: Of every tensor that is not in place.
         holders: Of every tensor, for each rank, who holds each of its windows: the ranks by number,
-            joined by commas. One entry on a rank that holds a copy on the host, none where absent.
+            joined by commas, one that has them at two places named twice. One entry on a rank that
+            holds a copy on the host, none where absent.
     """
 
     classes: dict[str, TensorClass]
@@ -90,7 +91,7 @@ def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, 
         return tuple(() if one.kind == "absent" else (label,) for one in found)
     who: dict[Form, list[str]] = defaultdict(list)
     for number, one in enumerate(found):
-        for form in dict.fromkeys(one.windows):
+        for form in one.windows:
             who[form].append(str(number))
     return tuple(tuple(",".join(who[form]) for form in one.windows) for one in found)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from threading import Event, Thread
 from typing import Any
 
@@ -16,6 +17,7 @@ import msgspec
 
 from deltachain.errors import ApplyError, DeltaChainError, PoisonedError
 from deltachain.manifest import Struct
+from deltachain.store import Store
 from deltachain.subscribe.engine import Engine
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.replica import ReplicaTarget
@@ -77,14 +79,17 @@ class Leader:
     Args:
         settings: Of this replica.
         engine: Its ranks and its scheduler.
+        store: The store, if it is not to be opened from the URL.
     """
 
-    def __init__(self, settings: ReplicaSettings, engine: Engine) -> None:
+    def __init__(
+        self, settings: ReplicaSettings, engine: Engine, *, store: Store | None = None
+    ) -> None:
         self.settings = settings
         self.engine = engine
         url = settings.subscribe.url
         self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
-        self.subscriber = Subscriber(settings.subscribe, self.target)
+        self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
         self.trouble: DeltaChainError | None = None
         self._ended = ""
         self._caught_up = False
@@ -249,6 +254,9 @@ class Leader:
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
         if self.subscriber.poisoned:
             self.target.stop_serving()
+            return
+        with suppress(ApplyError):  # what went wrong first is what is told
+            self._name()
 
     def _looked(self, exc: DeltaChainError | None) -> None:
         if exc is None:
@@ -259,8 +267,13 @@ class Leader:
     def _well(self) -> None:
         self.trouble = None
         self._caught_up = True
-        if self.subscriber.version is not None:
-            self.target.name(self.subscriber.version)
+        self._name()
+
+    def _name(self) -> None:
+        """Let tokens be known by the version that is held, whether it is the newest or not."""
+        version = self.subscriber.version
+        if version is not None:
+            self.target.name(version)
 
 
 def _plain(receipt: ApplyReceipt) -> dict[str, Any]:

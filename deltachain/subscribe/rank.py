@@ -7,12 +7,12 @@ writes when the leader says so. What it stages is known by a *ticket*, a number 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
 import torch
@@ -35,11 +35,14 @@ from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_a
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.spool import SpoolReader
 from deltachain.subscribe.target import Write, take_back, write_all
-from deltachain.subscribe.windows import Place
+from deltachain.subscribe.windows import Place, Window
 from deltachain.types import StateDigest, TensorSpec, Version
 
-Effects = dict[str, Effect]
-"""What a stage does to the state digest, by the ranks that hold the elements it is about."""
+Slot: TypeAlias = tuple[str, int]
+"""The ranks that hold some elements, and which of several places of them on this rank it is."""
+
+Effects: TypeAlias = dict[Slot, Effect]
+"""What a stage does to the state digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,8 @@ class Rank:
     ) -> None:
         self.model = model
         self.staged: dict[int, RankStaged] = {}
+        self._written: set[int] = set()
+        self._aliases = aliases
         self._specs = {spec.name: spec for spec in specs}
         self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
         self._attached = attach(model, self._source)
@@ -95,6 +100,10 @@ class Rank:
         self._identity = self._addresses()
         warm_up(self._specs.values())
 
+    def is_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> bool:
+        """Whether these are the tensors that it was attached for."""
+        return {spec.name: spec for spec in specs} == self._specs and aliases == self._aliases
+
     def report(self) -> dict[str, Classified]:
         """What was found, for the leader."""
         return self._attached.report()
@@ -102,25 +111,29 @@ class Rank:
     def agree(
         self, classes: Mapping[str, TensorClass], holders: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """Take the classes that all ranks agreed on, and copy to the host what needs it."""
+        """Take the classes that all ranks agreed on, and copy to the host what needs it.
+
+        A copy that is there already stays: it has the bits that the engine loaded last.
+        """
         self._classes, self._holders = classes, holders
+        self.keep(())
         self._copies = {
-            name: self._source.copy(name)
+            name: self._copies[name] if name in self._copies else self._source.copy(name)
             for name, kind in classes.items()
             if kind in ("loaded", "reloaded") and holders[name]
         }
 
-    def state(self) -> dict[str, StateDigest]:
+    def state(self) -> dict[Slot, StateDigest]:
         """State digest of what this rank holds, by who holds it with it."""
         self._check_addresses()
-        total: dict[str, StateDigest] = defaultdict(StateDigest)
+        total: dict[Slot, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
             if name in self._copies:
                 digest = host.digest(digest_key(spec), self._copies[name])
-                total[self._holders[name][0]] += digest
+                total[self._holders[name][0], 0] += digest
                 continue
-            for place, label in self._places(name):
-                total[label] += state_at(place, spec)
+            for place, slot in self._places(name):
+                total[slot] += state_at(place, spec)
         return dict(total)
 
     def stage(self, ticket: int, folder: Path, budget: int) -> RankStaged:
@@ -138,6 +151,7 @@ class Rank:
         self._check_addresses()
         with _own_stream(self.model):
             staged = self._stage(SpoolReader(folder), budget)
+        self._written.discard(ticket)
         self.staged[ticket] = staged
         return staged
 
@@ -153,17 +167,21 @@ class Rank:
                 kept += [one for _, one in placed]
             elif placed:
                 deferred.append(delta.spec.name)
-            for label, one in placed:
-                effects[label] += one.effect
+            for slot, one in placed:
+                effects[slot] += one.effect
         return RankStaged(tuple(kept), tuple(deferred), reader, dict(effects))
 
     def keep(self, tickets: Iterable[int]) -> None:
         """Forget everything staged under other tickets."""
         for ticket in self.staged.keys() - set(tickets):
             del self.staged[ticket]
+        self._written.intersection_update(self.staged)
 
     def swap(self, ticket: int, version: Version, *, back: bool) -> float:
         """Write what was staged, or take it back: all or nothing. The seconds of writing.
+
+        What is written already, or was taken back already, is left alone: after a failure all ranks
+        are told to take it back, and those that failed have.
 
         Args:
             ticket: Of what was staged.
@@ -178,6 +196,8 @@ class Rank:
         if staged is None:
             raise PartialApplyError(f"nothing is staged under ticket {ticket}", version=version)
         self._check_addresses()
+        if (ticket in self._written) != back:
+            return 0.0
         start = time.perf_counter()
         writes = self._undoes(staged) if back else self._writes(staged)
         written = write_all(writes, version)
@@ -191,24 +211,30 @@ class Rank:
                 f"the engine could not load version {version}; the old bits are back: {exc}",
                 version=version,
             ) from exc
+        (self._written.remove if back else self._written.add)(ticket)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[str, Placed]]:
+    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[Slot, Placed]]:
         """What a delta writes at every place of this rank, and who else holds it."""
         name = delta.spec.name
         if self._classes[name] == "refused":
             raise TensorMismatchError(f"{name!r} can not be written in this engine", tensor=name)
         if name in self._copies:
-            yield self._holders[name][0], copy_delta(self._copies[name], delta)
+            yield (self._holders[name][0], 0), copy_delta(self._copies[name], delta)
             return
-        for place, label in self._places(name):
-            yield label, place_delta(place, delta)
+        for place, slot in self._places(name):
+            yield slot, place_delta(place, delta)
 
-    def _places(self, name: str) -> Iterator[tuple[Place, str]]:
-        if self._classes[name] == "in_place":
-            yield from zip(self._attached.places.get(name, ()), self._holders[name], strict=True)
+    def _places(self, name: str) -> Iterator[tuple[Place, Slot]]:
+        if self._classes[name] != "in_place":
+            return
+        seen: Counter[Window] = Counter()
+        places = self._attached.places.get(name, ())
+        for place, label in zip(places, self._holders[name], strict=True):
+            yield place, (label, seen[place.window])
+            seen[place.window] += 1
 
     def _writes(self, staged: RankStaged) -> Iterator[Write]:
         """Every patch, the deferred ones made as they are asked for."""
@@ -268,6 +294,7 @@ class Rank:
         self._attached = attach_again(self.model, self._source, self._attached)
         self._identity = self._addresses()
         self.staged.clear()
+        self._written.clear()
         raise BaseMismatchError(
             "the engine replaced live tensors; where they are now is known, what they hold is not"
         )

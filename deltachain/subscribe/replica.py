@@ -104,6 +104,7 @@ class ReplicaTarget:
         self._spool = spool
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers = itertools.count(1)
+        self._turns = itertools.count(1)
         self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
         self._held: Held | None = None
         self.paused = self._stopped = False
@@ -138,7 +139,7 @@ class ReplicaTarget:
             for number in range(len(found))
         ]
         self.ranks = self._ask("agree", classes=agreement.classes, holders=holders)
-        logger.info("%d ranks: %s", len(found), self.classes())
+        logger.info("%s", _summary(len(found), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
         """Tensors and bytes of the chain, by the way they reach live weights."""
@@ -183,10 +184,13 @@ class ReplicaTarget:
         """Recomputed from live bits on every rank; see :class:`Target`."""
         number = next(self._numbers)
         self._ask("state", ticket=number)
-        found = [verdict["state"] for verdict in self._await(number, None)]
+        try:
+            found = [verdict["state"] for verdict in self._await(number, None)]
+        except BaseMismatchError:
+            return None  # the engine replaced its tensors
         lanes: dict[str, str] = {}
         for rank in found:
-            for label, digest in rank.items():
+            for label, digest in rank:
                 if lanes.setdefault(label, digest) != digest:
                     return None  # ranks that hold the same elements hold different bits
         return sum((StateDigest.parse(digest) for digest in lanes.values()), StateDigest())
@@ -207,7 +211,7 @@ class ReplicaTarget:
             keep=[one.number for one in self._alive],
         )
         verdicts = self._await(alive.number, version)
-        effect = _add_up(verdicts, version)
+        effect, alike = _add_up(verdicts, fetched)
         if effect.nnz != alive.spool.nnz:
             raise BaseMismatchError(
                 f"the ranks would write {effect.nnz:,} of {alive.spool.nnz:,} elements",
@@ -217,7 +221,7 @@ class ReplicaTarget:
             number=alive.number,
             nnz=effect.nnz,
             nbytes=max(int(verdict["nbytes"]) for verdict in verdicts),
-            base_too=judge(fetched, effect, base=base, state=state),
+            base_too=judge(fetched, effect, base=base if alike else None, state=state),
             can_undo=all(verdict["can_undo"] for verdict in verdicts),
             alive=alive,
         )
@@ -229,8 +233,16 @@ class ReplicaTarget:
         """
         if not isinstance(prepared, Ticket):
             raise TypeError(f"a replica can not swap {type(prepared).__name__}")
-        self.engine.pause()
+        try:
+            self.engine.pause()
+        except ApplyError as exc:
+            self._serve()
+            raise PartialApplyError(
+                f"the engine did not pause, and nothing was written: {exc.args[0]}",
+                version=held.version,
+            ) from exc
         before, self._held = self._held, None
+        self._named = None  # also when healed: what was cached may come of other weights
         try:
             seconds = self._swap(prepared, held.version)
             self.name(held.version)
@@ -259,16 +271,17 @@ class ReplicaTarget:
         if not failed:
             return max(float(verdict["seconds"]) for verdict in verdicts)
         cause = error_of(failed[0], version=version)
+        told = cause.args[0]
         if any(verdict["error"] != "PartialApplyError" for verdict in failed):
-            raise PoisonedError(str(cause), version=version) from cause
+            raise PoisonedError(told, version=version) from cause
         done = [verdict["rank"] for verdict in verdicts if verdict["ok"]]
         if done:
             again = self._answers("swap", **arguments, back=not ticket.back)
             if not ticket.can_undo or any(not again[rank]["ok"] for rank in done):
                 raise PoisonedError(
-                    f"{cause}; it could not be taken back on every other rank", version=version
+                    f"{told}; it could not be taken back on every other rank", version=version
                 ) from cause
-        raise PartialApplyError(f"{cause}; every rank has its old bits", version=version) from cause
+        raise PartialApplyError(f"{told}; every rank has its old bits", version=version) from cause
 
     def _ask(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
         """Every rank's answer; the first refusal is raised."""
@@ -279,8 +292,11 @@ class ReplicaTarget:
         return verdicts
 
     def _answers(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
-        verdicts = self.engine.call(verb, **arguments)
-        if [verdict.get("rank") for verdict in verdicts] != list(range(len(verdicts))):
+        turn = next(self._turns)
+        verdicts = self.engine.call(verb, turn=turn, **arguments)
+        count = len(self.ranks) or len(verdicts)
+        expected = [(rank, turn) for rank in range(count)]
+        if [(verdict.get("rank"), verdict.get("turn")) for verdict in verdicts] != expected:
             raise PoisonedError(
                 f"the engine mixed up its ranks' answers to {verb!r}",
                 hint="a worker raised in some other call; restart the engine",
@@ -309,14 +325,32 @@ class ReplicaTarget:
         return [verdict for _, verdict in sorted(answers.items())]
 
 
-def _add_up(verdicts: Verdicts, version: Version) -> Effect:
-    """What all ranks together do; those that hold the same elements must do the same."""
+def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
+    """How the tensors of a chain reach live weights, in words."""
+    ways = [
+        f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
+        for kind, row in classes.items()
+    ]
+    return f"tensors on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(ways)}"
+
+
+def _add_up(verdicts: Verdicts, fetched: Fetched) -> tuple[Effect, bool]:
+    """What all ranks together do, and whether those that hold the same elements do the same.
+
+    Raises:
+        BaseMismatchError: They do not, and would hold different bits afterwards.
+    """
     effects: dict[str, Effect] = {}
+    alike = True
     for verdict in verdicts:
-        for label, lanes in verdict["effects"].items():
+        for label, lanes in verdict["effects"]:
             effect = effect_of(lanes)
-            if effects.setdefault(label, effect) != effect:
+            first = effects.setdefault(label, effect)
+            alike = alike and effect == first
+            ends_alike = fetched.from_nothing and effect.written == first.written
+            if effect != first and not ends_alike:
                 raise BaseMismatchError(
-                    f"ranks {label} hold different bits of the same elements", version=version
+                    f"ranks {label} hold different bits of the same elements",
+                    version=fetched.plan.target,
                 )
-    return sum(effects.values(), Effect())
+    return sum(effects.values(), Effect()), alike

@@ -5,10 +5,11 @@ The engine starts the processes, so their environment is what they have in commo
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -52,14 +53,14 @@ class ReplicaSettings:
         }
         if "URL" not in given:
             return None
+        budget = _number(given, "STAGE_BUDGET")
         subscribe = SubscribeConfig(
             url=given["URL"],
             base=Path(given["BASE"]) if "BASE" in given else None,
             poll_s=_number(given, "POLL_S"),
-            stage_budget=int(
-                _number(given, "STAGE_BUDGET") or SubscribeConfig(url="").stage_budget
-            ),
         )
+        if budget is not None:
+            subscribe = replace(subscribe, stage_budget=int(budget))
         lag = _number(given, "MAX_LAG")
         return cls(
             subscribe=subscribe,
@@ -81,6 +82,9 @@ def _number(given: Mapping[str, str], name: str) -> float | None:
     if name not in given:
         return None
     try:
-        return float(given[name])
-    except ValueError as exc:
-        raise ConfigError(f"DELTACHAIN_{name} is {given[name]!r}, not a number") from exc
+        number = float(given[name])
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"DELTACHAIN_{name} is {given[name]!r}, not a number")
+    return number

@@ -7,6 +7,7 @@ The file is gone when its owner is; ranks that mapped it keep what they mapped.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -89,27 +90,35 @@ class Spool:
             BrokenChainError: A plan from nothing does not give a tensor whole.
             ConfigError: There is no room, or no right to write.
         """
-        rows = []
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if parent.stat().st_uid != os.getuid():
+                raise PermissionError(errno.EACCES, "it is another user's")
             spool = cls(Path(tempfile.mkdtemp(dir=parent)))
-            with (spool.folder / DATA).open("wb") as out:
-                for delta in fetched.deltas():
-                    if fetched.from_nothing and not delta.is_dense:
-                        raise BrokenChainError(
-                            f"{delta.spec.name}: the plan from nothing gives only "
-                            f"{delta.nnz} elements"
-                        )
-                    rows.append(_append(out, delta))
-            spool.nnz = sum(row.nnz for row in rows)
-            index = SpoolIndex(from_nothing=fetched.from_nothing, tensors=tuple(rows))
-            (spool.folder / INDEX).write_bytes(msgspec.json.encode(index))
+            try:
+                spool._fill(fetched)
+            except BaseException:
+                spool.close()  # whoever keeps the error would keep what it fills the disk with
+                raise
         except OSError as exc:
             raise ConfigError(
                 f"{parent}: a plan of {fetched.nbytes:,} bytes could not be decoded there: {exc}",
                 hint="set DELTACHAIN_SPOOL to a folder with more room",
             ) from exc
         return spool
+
+    def _fill(self, fetched: Fetched) -> None:
+        rows = []
+        with (self.folder / DATA).open("wb") as out:
+            for delta in fetched.deltas():
+                if fetched.from_nothing and not delta.is_dense:
+                    raise BrokenChainError(
+                        f"{delta.spec.name}: the plan from nothing gives only {delta.nnz} elements"
+                    )
+                rows.append(_append(out, delta))
+        self.nnz = sum(row.nnz for row in rows)
+        index = SpoolIndex(from_nothing=fetched.from_nothing, tensors=tuple(rows))
+        (self.folder / INDEX).write_bytes(msgspec.json.encode(index))
 
     def close(self) -> None:
         """Remove it; closing twice is allowed."""

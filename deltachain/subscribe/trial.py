@@ -83,7 +83,8 @@ class _Trial:
     def __init__(self, model: EngineModel, layers: frozenset[str]) -> None:
         self.model = model
         self.layers = layers
-        self.live = dict(model.tensors())
+        self.tensors = dict(model.tensors())
+        self.live = {name: tensor.detach() for name, tensor in self.tensors.items()}
         self.saved = {name: _on_host(tensor).copy() for name, tensor in self.live.items()}
         self.computed = dict(model.compute(layers))
 
@@ -138,8 +139,10 @@ class _Trial:
             yield name, tensor
 
     def put_back(self) -> None:
-        """Give every live tensor the bits it had."""
+        """Give every live tensor the bits it had, where it had them."""
         for name, tensor in self.live.items():
+            if self.tensors[name].data_ptr() != tensor.data_ptr():
+                self.tensors[name].data = tensor
             bits = storage_bits(tensor)
             if isinstance(bits, Tensor):
                 bits.copy_(torch.from_numpy(self.saved[name]))

@@ -17,7 +17,12 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from deltachain import errors
-from deltachain.errors import ApplyError, ConfigError, DeltaChainError
+from deltachain.errors import (
+    ApplyError,
+    ConfigError,
+    DeltaChainError,
+    DigestMismatchError,
+)
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank
@@ -65,8 +70,11 @@ class RankVerbs:
         return self._rank
 
     def do(self, verb: str, arguments: Mapping[str, Any]) -> Verdict:
-        """Answer one verb; never raises."""
-        answer = self._answer(verb, arguments)
+        """Answer one verb; never raises. The number of the call comes back with its answer."""
+        asked = {name: value for name, value in arguments.items() if name != "turn"}
+        answer = self._answer(verb, asked)
+        if "turn" in arguments:
+            answer.setdefault("turn", arguments["turn"])  # a verdict has that of its swap
         if verb == "swap":
             self._last = answer
         return answer
@@ -94,7 +102,8 @@ class RankVerbs:
         if self._url and url != self._url:
             raise ConfigError(f"this replica was started to follow {self._url}, not {url}")
         tensors = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
-        self._rank = Rank(self._model(), tensors, aliases)
+        if self._rank is None or not self._rank.is_for(tensors, aliases):
+            self._rank = Rank(self._model(), tensors, aliases)
         report = self._rank.report()
         return {"tensors": {name: msgspec.to_builtins(one) for name, one in report.items()}}
 
@@ -106,19 +115,19 @@ class RankVerbs:
     def _state(self, ticket: int) -> Verdict:
         def job() -> Verdict:
             state = self.rank.state()
-            return {"state": {label: str(digest) for label, digest in state.items()}}
+            return {"state": [[label, str(digest)] for (label, _), digest in state.items()]}
 
         return self._start(ticket, job)
 
     def _stage(self, ticket: int, spool: str, budget: int, keep: list[int]) -> Verdict:
-        if Path(spool).name != spool or spool.startswith("."):
+        if not spool or Path(spool).name != spool or spool.startswith("."):
             raise ConfigError(f"{spool!r} is not a spool")
         self.rank.keep(keep)
 
         def job() -> Verdict:
             staged = self.rank.stage(ticket, self._spool / spool, budget)
             return {
-                "effects": {label: _lanes(effect) for label, effect in staged.effects.items()},
+                "effects": [[who, _lanes(effect)] for (who, _), effect in staged.effects.items()],
                 "nbytes": staged.nbytes,
                 "can_undo": not staged.deferred,
             }
@@ -164,6 +173,8 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version)
+    if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
+        return ApplyError(message, version=version)  # no verdict has the digests that it needs
     if isinstance(kind, type) and issubclass(kind, DeltaChainError):
         return kind(message)
     return ApplyError(message, version=version)

@@ -93,6 +93,11 @@ class FakeModel:
         intact = [name for name in self.hidden if self.root.get_parameter(name).numel()]
         return {name.removesuffix(".weight"): "it computes from a hidden copy" for name in intact}
 
+    def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
+        """What layers compute that hide their weights: here, those weights themselves."""
+        hidden = {name.removesuffix(".weight"): tensor for name, tensor in self.hidden.items()}
+        return {name: tensor.clone() for name, tensor in hidden.items() if name in layers}
+
     def is_derived(self, name: str) -> bool:
         """Whether the engine makes this tensor itself."""
         return name.endswith("rotary")

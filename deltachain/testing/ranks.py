@@ -27,6 +27,7 @@ class Faults:
         dies: Verbs that some rank does not come back from, and whether it does them first.
         shifted: Verbs whose answers come in another order.
         fewer: Verbs that the last rank gives no answer to.
+        stale: Verbs that the last rank answers with its answer to the call before.
         writes: What a rank's write raises, half done, by rank, ``write`` or ``take back``, and its
             number among those of one verb; once each.
         name: What naming a version raises.
@@ -37,6 +38,7 @@ class Faults:
     dies: dict[str, bool] = field(default_factory=dict)
     shifted: set[str] = field(default_factory=set)
     fewer: set[str] = field(default_factory=set)
+    stale: set[str] = field(default_factory=set)
     writes: dict[tuple[int, str, int], Exception] = field(default_factory=dict)
     name: DeltaChainError | None = None
     pause: DeltaChainError | None = None
@@ -66,6 +68,7 @@ class FakeEngine:
         self.faults = Faults()
         self.events: list[str] = []
         self.paused = False
+        self._before: list[Verdict] = []
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
         """Ask every rank, by way of JSON."""
@@ -82,6 +85,9 @@ class FakeEngine:
             answers = answers[1:] + answers[:1]
         if verb in self.faults.fewer:
             answers = answers[:-1]
+        before, self._before = self._before, answers
+        if verb in self.faults.stale:
+            answers = [*answers[:-1], before[-1]]
         found: list[Verdict] = json.loads(json.dumps(answers))
         return found
 
@@ -89,7 +95,9 @@ class FakeEngine:
         refusal = self.faults.refuses.get((rank, verb))
         if refusal is not None:
             kind = type(refusal).__name__
-            return {"ok": False, "rank": rank, "error": kind, "message": refusal.args[0]}
+            turn = arguments["turn"]
+            message = refusal.args[0]
+            return {"ok": False, "rank": rank, "turn": turn, "error": kind, "message": message}
         with self._failing_writes(rank):
             return self.verbs[rank].do(verb, arguments)
 

@@ -92,7 +92,7 @@ def train(
         seed: Decides the first weights and the text.
         anchor_factor: Of the publisher. Its own default adds an anchor every few versions to models
             as small as these; at 1e9 there is none but version 0.
-        rate: Learning rate of the published steps. At a hundred times the usual one a model says
+        rate: Learning rate of the published steps. At ten times the usual one a model says
             something else from version to version.
 
     Raises:

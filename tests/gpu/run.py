@@ -1,6 +1,7 @@
-"""``make test-gpu`` and ``make bench-gpu``: the device kernels on a CUDA card.
+"""``make test-gpu`` and ``make bench-gpu``: the device kernels, and a rank, on a CUDA card.
 
-Runs on a machine that has only torch, numpy and a card: no pytest, no other package of ours.
+The kernels need only torch, numpy and a card: no pytest, no other package of ours. A rank needs
+what deltachain is installed with, and is left out, saying so, where that is not there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -34,20 +37,31 @@ def main() -> int:
 def _test(card: str) -> int:
     """Every check on every arm; the last line is one that test runners are known by."""
     failed = passed = 0
-    for arm in (DeviceArm("cuda"), CrossingArm("cuda")):
-        for check in CHECKS:
-            start = time.perf_counter()
-            name = f"{type(arm).__name__}.{check.__name__}"
-            try:
-                check(arm)
-            except AssertionError as exc:
-                failed += 1
-                sys.stdout.write(f"FAILED {name}: {exc}\n")
-            else:
-                passed += 1
-                sys.stdout.write(f"ok     {name} {time.perf_counter() - start:.2f} s\n")
+    for name, check in _checks():
+        start = time.perf_counter()
+        try:
+            check()
+        except AssertionError as exc:
+            failed += 1
+            sys.stdout.write(f"FAILED {name}: {exc}\n")
+        else:
+            passed += 1
+            sys.stdout.write(f"ok     {name} {time.perf_counter() - start:.2f} s\n")
     sys.stdout.write(f"on {card}\n{passed} passed, {failed} failed\n")
     return 1 if failed else 0
+
+
+def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
+    """Those of the kernels, and those of a rank where deltachain's own packages are installed."""
+    for arm in (DeviceArm("cuda"), CrossingArm("cuda")):
+        for check in CHECKS:
+            yield f"{type(arm).__name__}.{check.__name__}", partial(check, arm)
+    try:
+        from tests.gpu.ranks import checks  # noqa: PLC0415
+    except ModuleNotFoundError as exc:
+        sys.stdout.write(f"skipped ranks: {exc}\n")
+    else:
+        yield from checks("cuda")
 
 
 if __name__ == "__main__":

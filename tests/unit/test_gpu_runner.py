@@ -7,8 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.gpu.bench import bench
+import pytest
 
+from deltachain.subscribe import windows
+from tests.gpu.bench import bench
+from tests.gpu.ranks import checks
+
+RANKS = dict(checks("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -16,6 +21,17 @@ def test_the_benchmark_runs_on_any_torch_device() -> None:
     figures = bench("cpu", numel=1 << 16)
     assert figures["nnz"] > 0
     assert all(isinstance(value, float | int) for value in figures.values())
+
+
+@pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("name", RANKS)
+def test_a_rank_is_checked_on_any_torch_device(
+    name: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a card would have it: no numpy, all of its bits in torch's hands."""
+    if not on_host:
+        monkeypatch.setattr(windows, "on_host", lambda _: False)
+    RANKS[name]()
 
 
 def test_without_a_card_the_runner_says_so_and_fails() -> None:

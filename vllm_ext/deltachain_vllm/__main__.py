@@ -17,7 +17,7 @@ from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm.beside import BesideEngine
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 @app.command()
@@ -27,18 +27,15 @@ def main(
         int | None, typer.Option(help="Bring it to this version and end; else it follows.")
     ] = None,
 ) -> None:
-    r"""Lead a vLLM server along the chain at DELTACHAIN_URL.
+    """Lead a vLLM server along the chain at DELTACHAIN_URL.
 
-    The server runs with --worker-extension-cls deltachain_vllm.WorkerExtension, with the same
-    DELTACHAIN_URL, and with VLLM_SERVER_DEV_MODE=1: those routes are open to whoever reaches them.
+    The server has that variable too, --worker-extension-cls deltachain_vllm.WorkerExtension, and
+    VLLM_SERVER_DEV_MODE=1, whose routes are open to whoever reaches them.
 
-    \b
-    Examples:
-      python -m deltachain_vllm http://127.0.0.1:8000
-      python -m deltachain_vllm http://127.0.0.1:8000 --version 12
+    Example: `python -m deltachain_vllm http://127.0.0.1:8000`
     """
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("deltachain.subscribe.replica").setLevel(logging.INFO)
     try:
         _lead(server, version)
     except DeltaChainError as exc:

@@ -30,11 +30,13 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     Attributes:
         ticket: Under which every rank has staged it.
         version: The version it leads to.
+        turn: The number of the leader's call.
         back: Whether it is taken back.
     """
 
     ticket: int
     version: int
+    turn: int = 0
     back: bool = False
 
 
@@ -56,6 +58,7 @@ class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         verbs_of(self.model, self.vllm_config, self.parallel_config.rank).do(
             "swap",
             {
+                "turn": update_info.turn,
                 "ticket": update_info.ticket,
                 "version": update_info.version,
                 "back": update_info.back,

@@ -11,8 +11,9 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from threading import Thread
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
@@ -39,6 +40,12 @@ LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 LARGEST: Final = 4096
 """Bytes of a request's body."""
 
+AT_ONCE: Final = 4
+"""Requests that are worked on at once."""
+
+LOOK_S: Final = 0.5
+"""Seconds between two looks whether somebody still waits for an answer."""
+
 _T = TypeVar("_T")
 
 
@@ -63,7 +70,7 @@ class Control:
         self.refusal = refusal
         self._token = token.encode()
         self._is_open = is_open
-        self._pool = ThreadPoolExecutor(4, "deltachain-control")
+        self._free = asyncio.Semaphore(AT_ONCE)
 
     def authorise(self, request: Request) -> None:
         """Refuse who does not know the token.
@@ -80,16 +87,42 @@ class Control:
         if not hmac.compare_digest(given.encode(), self._token):
             raise HTTPException(401, "wrong or missing token")
 
-    async def run(self, action: Callable[[Leader], _T]) -> _T:
+    async def run(self, action: Callable[[Leader], _T], request: Request) -> _T:
         """Do something that may take its time, beside the server's event loop.
 
         Raises:
-            HTTPException: 503 where the server follows no chain.
+            HTTPException: 503 where the server follows no chain, and once nobody waits for the
+                answer: a server that was told to end waits for its requests.
         """
         if self.leader is None:
             raise HTTPException(503, self.refusal)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, action, self.leader)
+        await self._free.acquire()
+        work = asyncio.ensure_future(_aside(action, self.leader))
+        work.add_done_callback(self._end)
+        while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
+            if await request.is_disconnected():
+                raise HTTPException(503, "nobody waits for the answer")
+        return work.result()
+
+    def _end(self, work: asyncio.Future[Any]) -> None:
+        self._free.release()
+        if not work.cancelled():
+            work.exception()  # nobody may be left to ask for it
+
+
+async def _aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
+    """Call in a thread that does not keep the process from ending, as those of executors do."""
+    outcome: Future[_T] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action(leader))
+        except BaseException as exc:  # noqa: BLE001 - whoever awaits it gets it
+            outcome.set_exception(exc)
+
+    Thread(target=run, name="deltachain-control", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
 
 
 def _control(request: Request) -> Control:
@@ -141,44 +174,44 @@ async def ready(control: Allowed) -> Response:
 
 
 @router.post("/update")
-async def update(control: Allowed, asked: Asked) -> Response:
+async def update(control: Allowed, asked: Asked, request: Request) -> Response:
     """Bring the replica to a version and answer when it is there; again is allowed."""
-    return await _do(control, lambda leader: leader.update(asked.version))
+    return await _do(control, request, lambda leader: leader.update(asked.version))
 
 
 @router.post("/rollback")
-async def rollback(control: Allowed, asked: Asked) -> Response:
+async def rollback(control: Allowed, asked: Asked, request: Request) -> Response:
     """Go back to a version and stay there."""
-    return await _do(control, lambda leader: leader.rollback(asked.version))
+    return await _do(control, request, lambda leader: leader.rollback(asked.version))
 
 
 @router.post("/release")
-async def release(control: Allowed) -> Response:
+async def release(control: Allowed, request: Request) -> Response:
     """Follow the head again after a rollback."""
-    return await _do(control, Leader.release)
+    return await _do(control, request, Leader.release)
 
 
 @router.post("/pause")
-async def pause(control: Allowed) -> Response:
+async def pause(control: Allowed, request: Request) -> Response:
     """Generate nothing until ``resume``."""
-    return await _do(control, Leader.pause)
+    return await _do(control, request, Leader.pause)
 
 
 @router.post("/resume")
-async def resume(control: Allowed) -> Response:
+async def resume(control: Allowed, request: Request) -> Response:
     """Generate again; refused when the replica can not prove what it holds."""
-    return await _do(control, Leader.resume)
+    return await _do(control, request, Leader.resume)
 
 
 @router.post("/scrub")
-async def scrub(control: Allowed) -> Response:
+async def scrub(control: Allowed, request: Request) -> Response:
     """Recompute the state of the live weights, to find out whether somebody else wrote to them."""
-    return await _do(control, Leader.scrub)
+    return await _do(control, request, Leader.scrub)
 
 
-async def _do(control: Control, action: Callable[[Leader], object]) -> Response:
+async def _do(control: Control, request: Request, action: Callable[[Leader], object]) -> Response:
     try:
-        await control.run(action)
+        await control.run(action, request)
     except DeltaChainError as exc:
         return _json(
             {
@@ -238,18 +271,18 @@ class EndpointPlugin:
 
 
 async def _start(client: Any, settings: ReplicaSettings, args: Namespace) -> Leader:  # noqa: ANN401
-    from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
-    from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
-
     if (getattr(args, "api_server_count", None) or 1) > 1:
         raise ConfigError(
             "this server has several front ends, a replica has one leader",
             hint="start it with --api-server-count 1",
         )
+    from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
+    from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
+
     loop = asyncio.get_running_loop()
     if settings.subscribe.base is None:  # a chain that begins with what this server has loaded
         base = replace(settings.subscribe, base=checkpoint_of(client.vllm_config))
         settings = replace(settings, subscribe=base)
     leader = Leader(settings, ServerEngine(client, loop, settings))
-    await loop.run_in_executor(None, leader.start)
+    await _aside(Leader.start, leader)
     return leader

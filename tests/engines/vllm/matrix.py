@@ -8,10 +8,13 @@ from before.
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -78,24 +81,38 @@ def examine(
         plain: Keep linear layers unpacked, as accelerators do.
         processed: Pack whatever else the engine packs after loading.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        how = {"tp": tp, "rank": rank, "plain_linears": plain, "processed": processed}
-        return asdict(_examine(family, Path(scratch), how))
+    how = {"tp": tp, "rank": rank, "plain_linears": plain, "processed": processed}
+    return asdict(_examine(family, how))
 
 
 def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
     """The rows of several families on one of two ranks."""
+    for family in families:  # once there are ranks, only the first can save
+        _checkpoint(family)
     return [examine(rank, family, 2) for family in families]
 
 
-def _examine(family: str, scratch: Path, how: Any) -> Row:
+@cache
+def _checkpoint(family: str) -> Path:
+    """A family's checkpoint, made once: vLLM changes the classes of some when it loads them."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return make(FAMILIES[family], folder)
+
+
+def _examine(family: str, how: Any) -> Row:
+    with tempfile.TemporaryDirectory() as scratch:
+        return _compare(family, _checkpoint(family), Path(scratch), how)
+
+
+def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
     rank, tp = how["rank"], how["tp"]
-    before = make(FAMILIES[family], scratch / "before")
     specs = dict(Checkpoint(before).specs)
     with load_in_context(before, **how) as (config, model):
         at_first = copied(live(model))
         try:
-            mine = Rank(VllmModel(model, config), specs.values(), {})
+            kind = VllmModel if how["processed"] else _Unprocessed
+            mine = Rank(kind(model, config), specs.values(), {})
             refused, report = "", mine.report()
         except DeltaChainError as exc:
             refused, report = str(exc.args[0]), {}
@@ -116,6 +133,13 @@ def _examine(family: str, scratch: Path, how: Any) -> Row:
     fresh = copied(live(load_fresh(after, **how)))
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
+
+
+class _Unprocessed(VllmModel):
+    """A model as its loader left it: nothing is packed yet, and no layer can be tried."""
+
+    def packed(self) -> Mapping[str, str]:
+        return {}
 
 
 class _Change:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltachain.cli.pull import pull
+from deltachain.errors import DeltaChainError
+from deltachain.subscribe.replica import ReplicaTarget
 
 PROMPTS: Final = 4
 LENGTH: Final = 12
@@ -64,6 +66,8 @@ def main() -> None:
     parser.add_argument("--versions", type=int, default=20)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--stock", action="store_true")
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--attach", action="store_true")
     asked = parser.parse_args()
     os.environ.update(_ENVIRONMENT)
     if asked.tp == 1:
@@ -72,42 +76,59 @@ def main() -> None:
         os.environ.update(VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, range(asked.tp))))
     with tempfile.TemporaryDirectory() as scratch:
         judge = _Judge(asked.url, Path(scratch))
-        seen = follow(judge, asked.base, asked.versions, tp=asked.tp, stock=asked.stock)
+        with _llm(asked.base, tp=asked.tp, stock=asked.stock, lora=asked.lora) as llm:
+            if asked.attach:
+                sys.stdout.write(json.dumps(attach(llm, asked.url)) + "\n")
+                return
+            seen = follow(llm, judge, asked.versions, tp=asked.tp, stock=asked.stock)
     sys.stdout.write(json.dumps(asdict(seen)) + "\n")
 
 
-def follow(judge: _Judge, base: Path, last: int, *, tp: int, stock: bool) -> Seen:
+def attach(llm: Any, url: str) -> dict[str, Any]:
+    """Attach and update, and say how that was refused, and whether anything was written."""
+    import deltachain_vllm  # noqa: PLC0415
+
+    before, refusal = _generate(llm), ""
+    try:
+        deltachain_vllm.subscribe(llm, url).update()
+    except DeltaChainError as exc:
+        refusal = f"{type(exc).__name__}: {exc}"
+    return {"refusal": refusal, "same": _generate(llm) == before}
+
+
+def follow(llm: Any, judge: _Judge, last: int, *, tp: int, stock: bool) -> Seen:
     """Take the engine through every version, and back."""
     import deltachain_vllm  # noqa: PLC0415
 
     seen, tokens_seen = Seen(), set()
-    with _llm(base, tp=tp, stock=stock) as llm:
-        subscriber = deltachain_vllm.subscribe(llm, judge.url)
-        subscriber.open()
-        seen.held = subscriber.version
-        seen.classes = {kind: row["tensors"] for kind, row in subscriber.target.classes().items()}  # type: ignore[attr-defined]
-        for version in range(1, last + 1):
-            subscriber.update(version)
-            checkpoint = judge.checkpoint(version)
-            if not stock:
-                seen.wrong[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
-            tokens = _generate(llm)
-            tokens_seen.add(str(tokens))
-            if tp == 1:
-                seen.unlike[version] = judge.unlike(checkpoint, tokens)
-            seen.named[version] = llm.llm_engine.get_weight_version()
-        seen.different = len(tokens_seen)
-        for version in (last - 1, last - 2, 0):
-            subscriber.rollback(version)
-            checkpoint = judge.checkpoint(version)
-            if not stock:
-                seen.back[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
-            seen.scrubbed.append(subscriber.scrub())
+    subscriber = deltachain_vllm.subscribe(llm, judge.url)
+    target = subscriber.target
+    assert isinstance(target, ReplicaTarget)
+    subscriber.open()
+    seen.held = subscriber.version
+    seen.classes = {kind: row["tensors"] for kind, row in target.classes().items()}
+    for version in range(1, last + 1):
+        subscriber.update(version)
+        checkpoint = judge.checkpoint(version)
+        if not stock:
+            seen.wrong[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
+        tokens = _generate(llm)
+        tokens_seen.add(str(tokens))
+        if tp == 1:
+            seen.unlike[version] = judge.unlike(checkpoint, tokens)
+        seen.named[version] = llm.llm_engine.get_weight_version()
+    seen.different = len(tokens_seen)
+    for version in (last - 1, last - 2, 0):
+        subscriber.rollback(version)
+        checkpoint = judge.checkpoint(version)
+        if not stock:
+            seen.back[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
+        seen.scrubbed.append(subscriber.scrub())
     return seen
 
 
 @contextmanager
-def _llm(base: Path, *, tp: int, stock: bool) -> Iterator[Any]:
+def _llm(base: Path, *, tp: int, stock: bool, lora: bool) -> Iterator[Any]:
     from vllm import LLM  # noqa: PLC0415
 
     kind = "offline_worker" if stock else "offline_plain"
@@ -117,6 +138,7 @@ def _llm(base: Path, *, tp: int, stock: bool) -> Iterator[Any]:
         max_model_len=256,
         max_num_seqs=4,
         enforce_eager=True,
+        enable_lora=lora,
         tensor_parallel_size=tp,
         distributed_executor_backend="uni" if tp == 1 else "mp",
         worker_extension_cls=f"tests.engines.vllm.{kind}.WorkerExtension",

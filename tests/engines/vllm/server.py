@@ -37,6 +37,9 @@ START_S: Final = 240.0
 STOP_S: Final = 15.0
 PATIENCE_S: Final = 60.0
 
+_LEASH: Final = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
+"""Ends a server whose test was killed: that closes its end of the pipe."""
+
 _ENVIRONMENT: Final[Mapping[str, str]] = {
     "DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
@@ -125,6 +128,7 @@ class Server:
             base_url=f"http://{HOST}:{self.port}", headers=headers, timeout=120, trust_env=False
         )
         self._process: subprocess.Popen[bytes] | None = None
+        self._leash: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         with self.log_path.open("ab") as log:
@@ -137,6 +141,8 @@ class Server:
                 start_new_session=True,
             )
         try:
+            leash = [sys.executable, "-S", "-c", _LEASH, str(self._process.pid)]
+            self._leash = subprocess.Popen(leash, stdin=subprocess.PIPE, start_new_session=True)
             self._wait_until_healthy()
         except BaseException:
             self.stop()
@@ -153,14 +159,17 @@ class Server:
             return 0.0
         process, self._process = self._process, None
         start = time.monotonic()
-        with suppress(ProcessLookupError):
-            process.terminate()
+        process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_S)
         took = time.monotonic() - start
-        with suppress(ProcessLookupError):  # whoever is left of its group; its id was never ours
+        with suppress(ProcessLookupError):  # nobody is left of its group
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+        if self._leash is not None:
+            self._leash.kill()
+            self._leash.communicate()
+            self._leash = None
         return took
 
     @property

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import deltachain_vllm.extension
-from deltachain.subscribe import target
+from deltachain.subscribe import patch, target
 from deltachain.subscribe.rank import Rank
 
 VARIABLE: Final = "DELTACHAIN_TEST_STRIKE"
@@ -79,8 +79,8 @@ def _loading(
 
 
 Rank.stage = _before("stage", Rank.stage)  # type: ignore[method-assign]
-Rank._clones = _loading(Rank._clones)  # type: ignore[method-assign]
-target.write_patch = _before("write", target.write_patch)
+Rank._clones = _loading(Rank._clones)  # type: ignore[method-assign, assignment]
+vars(target)["write_patch"] = _before("write", patch.write)
 
 
 class WorkerExtension(deltachain_vllm.extension.WorkerExtension):

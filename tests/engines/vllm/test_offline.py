@@ -10,21 +10,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from deltachain.publish import PublishConfig
+from deltachain.push import push
+from deltachain.store import open_store
 from tests.engines.chains import NAMES, train
+from tests.engines.families import make
 
 pytestmark = pytest.mark.engine
 
 VERSIONS = 20
-RATE = 3e-4
-"""A hundred times the usual one: tokens must tell versions apart."""
+RATE = 3e-5
+"""Ten times the usual one: tokens must tell versions apart."""
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def follow(family: str, folder: Path, *options: str) -> dict[str, Any]:
     """What an offline ``LLM`` saw on the way through a new chain; see ``offline.Seen``."""
     chain = train(family, folder, VERSIONS, rate=RATE)
-    command = [sys.executable, "-m", "tests.engines.vllm.offline", chain.url, str(chain.base)]
+    return run(chain.url, chain.base, *options)
+
+
+def run(url: str, base: Path, *options: str) -> dict[str, Any]:
+    """What the program printed."""
+    command = [sys.executable, "-m", "tests.engines.vllm.offline", url, str(base)]
     done = subprocess.run(
         [*command, *options],
         cwd=ROOT,
@@ -69,3 +79,29 @@ def test_packed_linears_are_reloaded_and_exact(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_two_ranks_follow_exactly_and_back(family: str, tmp_path: Path) -> None:
     check(follow(family, tmp_path, "--tp", "2"), 2)
+
+
+@pytest.mark.slow
+def test_names_of_a_model_that_takes_adapters(tmp_path: Path) -> None:
+    """Its parameters are called ``base_layer``, and are found all the same."""
+    seen = follow("qwen3", tmp_path, "--lora")
+    assert set(seen["classes"]) == {"in_place"}
+    assert seen["unlike"] == {str(v): [] for v in range(1, VERSIONS + 1)}
+    assert seen["scrubbed"] == [True] * 3
+
+
+def test_experts_that_a_cpu_packs_are_refused_by_name(tmp_path: Path) -> None:
+    base = make("qwen3_moe", tmp_path / "base")
+    after = make("qwen3_moe", tmp_path / "after")
+    weights = load_file(after / "model.safetensors")
+    save_file({n: -t for n, t in weights.items()}, after / "model.safetensors", {"format": "pt"})
+    url = (tmp_path / "chain").as_uri()
+    for folder in (base, after):
+        push(open_store(url), folder, PublishConfig(url=url))
+    seen = run(url, base, "--attach")
+    assert (
+        "TensorMismatchError: 24 of 45 tensors have no proven way into this engine"
+        in seen["refusal"]
+    )
+    assert "experts" in seen["refusal"]
+    assert seen["same"]

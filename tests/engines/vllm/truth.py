@@ -33,7 +33,9 @@ def sharded(checkpoint: Path, tp: int = 1) -> dict[str, str]:
         n: t for file in checkpoint.glob("*.safetensors") for n, t in load_file(file).items()
     }
     return {
-        f"tp{rank}:{name}": hashlib.sha256(shard.contiguous().view(torch.uint8).numpy()).hexdigest()
+        f"tp{rank}:{name}": hashlib.sha256(
+            shard.contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
         for rank in range(tp)
         for name, shard in _shards(tensors, rank, tp).items()
     }

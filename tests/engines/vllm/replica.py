@@ -1,0 +1,117 @@
+"""A trainer and a server that follows it, and what must be true of the two after anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.engines.vllm import strikes
+from tests.engines.vllm.server import Server
+from tests.engines.vllm.trainer import Trainer
+from tests.engines.vllm.truth import sharded
+
+
+class Replica:
+    """A server with plain linears and vLLM's development routes, and the trainer of its chain.
+
+    Args:
+        trainer: Of a chain in a folder, unless only what needs no folder is used.
+        server: Started.
+        tp: Its ranks.
+        strikes: The file by which its ranks are made to fail.
+    """
+
+    def __init__(self, trainer: Trainer, server: Server, tp: int, strikes: Path) -> None:
+        self.trainer, self.server, self.tp, self.strikes = trainer, server, tp, strikes
+
+    @property
+    def store(self) -> Path:
+        """The folder that the chain lies in."""
+        return Path(urlsplit(self.trainer.url).path)
+
+    def payload(self, version: int) -> Path:
+        """The first part of the delta of a version."""
+        return next((self.store / "deltas").glob(f"{version:020d}-*")) / "00000.safetensors"
+
+    def strike(self, at: str, **how: Any) -> None:
+        """Let the last rank fail; see :func:`tests.engines.vllm.strikes.order`."""
+        strikes.order(self.strikes, at, rank=self.tp - 1, **how)
+
+    def is_struck(self) -> bool:
+        """Whether it has failed as often as it should."""
+        return not self.strikes.exists()
+
+    def holds(self, version: int) -> bool:
+        """Whether every bit of every rank, and what the server says of it, is of a version."""
+        info = self.server.client.get("/weight_info").json()
+        return (
+            self.server.status()["version"] == version
+            and info == {"weight_version": str(version)}
+            and self.server.checksums() == sharded(self.trainer.pulled(version), self.tp)
+        )
+
+    def serves(self, version: int) -> bool:
+        """Whether it is ready, and generates with what it holds."""
+        return self.server.get("ready").status_code == 200 and self.generates_with(version)
+
+    def generates_with(self, version: int) -> bool:
+        """Whether tokens come, and are said to be of a version."""
+        return self.server.generate([5, 6, 7], 4).spans == ((0, 4, str(version)),)
+
+    def stands_still(self) -> bool:
+        """Whether it is not ready, is paused, and can not be resumed."""
+        paused = self.server.client.get("/is_paused").json()["is_paused"]
+        codes = (self.server.get("ready").status_code, self.server.post("resume").status_code)
+        still = self.server.client.get("/is_paused").json()["is_paused"]
+        return paused and still and codes == (503, 409)
+
+    def reset(self) -> None:
+        """Overwrite all weights behind deltachain's back."""
+        answer = self.server.client.post("/weight_checker", json={"action": "reset"})
+        assert answer.status_code == 200, answer.text
+
+    def is_settled(self) -> bool:
+        """Bring it to the head; whether it then holds and serves that, and nothing is left over."""
+        self.strikes.unlink(missing_ok=True)
+        self.server.post("release")
+        self.server.update()
+        self.server.post("resume")
+        head = self.trainer.head
+        status = self.server.status()
+        return (
+            self.holds(head)
+            and self.serves(head)
+            and status["trouble"] == ""
+            and not status["poisoned"]
+            and self.server.post("scrub").json()["version"] == head
+        )
+
+
+@contextmanager
+def replicas(folder: Path, tp: int = 1, *, url: str = "", **options: Any) -> Iterator[Replica]:
+    """One whose server has loaded version 0 and follows only when it is told to."""
+    with Trainer(folder, url) as trainer, serving(trainer, folder, tp, **options) as replica:
+        yield replica
+
+
+@contextmanager
+def serving(trainer: Trainer, folder: Path, tp: int = 1, **options: Any) -> Iterator[Replica]:
+    """A server for a chain that is there already."""
+    order = folder / "strike"
+    settings = {"plain": True, "dev": True, "strikes": order, **options}
+    base = settings.pop("base", trainer.base)
+    with Server(base, folder / "server", trainer.url, tp=tp, **settings) as server:
+        yield Replica(trainer, server, tp, order)
+
+
+def error_of(response: httpx.Response, code: int) -> dict[str, Any]:
+    """The error of a response that must have one."""
+    assert response.status_code == code, response.text
+    error = response.json()["error"]
+    assert error["message"]
+    return dict(error)

@@ -1,0 +1,222 @@
+"""What takes a server's store, its processes or its model from it; each test starts its own."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deltachain.testing.seaweed import Seaweed
+from tests.engines.vllm.load import prompt
+from tests.engines.vllm.replica import Replica, error_of, replicas, serving
+from tests.engines.vllm.trainer import Trainer
+from tests.engines.vllm.truth import Judge, sharded
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+AWAY_S = 30.0
+
+FOLLOWING = {"DELTACHAIN_FOLLOW": "1", "DELTACHAIN_POLL_S": "0.2"}
+
+
+@pytest.fixture
+def s3(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Seaweed:
+    """A server of objects, which every process of a test finds."""
+    for name, value in seaweed.env().items():
+        monkeypatch.setenv(name, value)
+    return seaweed
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    with Trainer(tmp_path) as trainer:
+        yield trainer
+
+
+def test_a_follower_outlives_a_folder_that_is_away(tmp_path: Path) -> None:
+    with replicas(tmp_path, environment=FOLLOWING) as replica:
+        arrive(replica)
+        away = replica.store.with_name("away")
+        shutil.move(replica.store, away)
+        serves_without_a_store(replica)
+        shutil.move(away, replica.store)
+        arrive(replica)
+
+
+def test_a_follower_outlives_a_server_that_is_down(tmp_path: Path, s3: Seaweed) -> None:
+    url = s3.url(f"outage/{tmp_path.name}")
+    with replicas(tmp_path, url=url, environment=FOLLOWING) as replica:
+        arrive(replica)
+        s3.kill()
+        serves_without_a_store(replica)
+        error = error_of(replica.server.post("update"), 503)  # after as long as the store retries
+        assert (error["type"], error["retryable"]) == ("StoreUnavailableError", True)
+        assert replica.server.status()["trouble"]
+        assert replica.serves(replica.trainer.head)
+        s3.restart()
+        arrive(replica)
+        assert replica.server.status()["trouble"] == ""
+
+
+def test_a_follower_may_start_before_its_store(tmp_path: Path, s3: Seaweed) -> None:
+    with Trainer(tmp_path, s3.url(f"early/{tmp_path.name}")) as trainer:
+        trainer.step()
+        s3.kill()
+        with serving(trainer, tmp_path, environment=FOLLOWING) as replica:
+            status = replica.server.status()
+            assert (status["version"], status["ready"]) == (None, False)
+            assert status["trouble"]
+            assert replica.server.checksums() == sharded(trainer.base)
+            s3.restart()
+            replica.server.wait_for(lambda status: status["ready"])
+            assert replica.holds(1)
+            arrive(replica)
+
+
+def test_a_server_shuts_down_though_its_store_never_answers(tmp_path: Path, s3: Seaweed) -> None:
+    url = s3.url(f"hangs/{tmp_path.name}")
+    with replicas(tmp_path, url=url, environment=FOLLOWING) as replica:
+        arrive(replica)
+        os.kill(s3.pid, signal.SIGSTOP)
+        try:
+            with suppress(httpx.TimeoutException):
+                replica.server.client.post("/v1/deltachain/update", timeout=2)
+            assert replica.serves(1)
+            replica.server.stop()  # threads of the store's own end with its deadline, not before
+            assert "Application shutdown complete" in replica.server.log()
+        finally:
+            os.kill(s3.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_worker_is_killed_in_the_middle_of_a_swap(
+    trainer: Trainer, tmp_path: Path, tp: int
+) -> None:
+    with serving(trainer, tmp_path, tp) as replica:
+        server = replica.server
+        trainer.step()
+        replica.strike("write", nth=4, kill=True)
+        with suppress(httpx.TransportError):
+            assert server.post("update").status_code >= 400
+        assert replica.is_struck()
+        deadline = time.monotonic() + 60
+        while server.alive and time.monotonic() < deadline:
+            with suppress(httpx.TransportError):
+                assert server.get("ready").status_code == 503
+                body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
+                assert server.client.post("/v1/completions", json=body).status_code >= 500
+            time.sleep(0.5)
+        assert not server.alive
+    with serving(trainer, tmp_path, tp) as replica:
+        assert replica.server.status()["last"]["previous"] == 0
+        assert replica.holds(1)
+        assert replica.serves(1)
+
+
+def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+    with (
+        Trainer(tmp_path / "other", family="llama") as other,
+        serving(trainer, tmp_path, base=other.base, environment=FOLLOWING) as replica,
+    ):
+        status = replica.server.status()
+        assert (status["version"], status["ready"], status["following"]) == (None, False, False)
+        assert "the engine loaded another model" in status["trouble"]
+        error = error_of(replica.server.post("update"), 409)
+        assert error["type"] == "TensorMismatchError"
+        assert error["hint"] == "the target is not the model of this chain"
+        assert replica.server.checksums() == sharded(other.base)
+        assert replica.server.generate([5, 6, 7], 4).spans == ((0, 4, "default"),)
+
+
+def test_other_weights_of_the_same_model_are_replaced(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.step()
+    with (
+        Trainer(tmp_path / "other", seed=1) as other,
+        serving(trainer, tmp_path, 2, base=other.base) as replica,
+    ):
+        assert replica.server.status()["last"]["previous"] is None
+        assert replica.holds(1)
+        assert replica.serves(1)
+
+
+def test_a_late_joiner_finds_an_object_gone(trainer: Trainer, tmp_path: Path) -> None:
+    for _ in range(3):
+        trainer.step()
+    payload = next((tmp_path / "chain/deltas").glob(f"{2:020d}-*"))
+    shutil.move(payload, tmp_path / "payload")
+    with serving(trainer, tmp_path, environment=FOLLOWING) as replica:
+        status = replica.server.status()
+        assert (status["version"], status["head"], status["ready"]) == (0, 3, False)
+        assert status["reason"]
+        assert f"{2:020d}" in status["trouble"]
+        assert replica.server.get("ready").status_code == 503
+        assert replica.holds(0)
+        assert replica.generates_with(0)
+        assert replica.server.update(1)["version"] == 1
+        assert replica.holds(1)
+        shutil.move(tmp_path / "payload", payload)
+        replica.server.wait_for(lambda status: status["version"] == 3)
+        assert replica.holds(3)
+        assert replica.serves(3)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_that_fails_to_load_is_taken_back(
+    trainer: Trainer, tmp_path: Path, tp: int
+) -> None:
+    """Stock linears: packed by the kernels, so that whole layers are loaded and packed again."""
+    with serving(trainer, tmp_path, tp, plain=False) as replica:
+        assert "reloaded" in replica.server.status()["classes"]
+        replica.server.update(trainer.step())
+        goes_on_as(replica, 1)
+        trainer.step()
+        replica.strike("load", nth=5)
+        error = error_of(replica.server.post("update"), 409)
+        assert (error["type"], replica.is_struck()) == ("PartialApplyError", True)
+        assert replica.server.status()["version"] == 1
+        goes_on_as(replica, 1)
+        replica.strike("load", nth=5, lasting=True)
+        assert error_of(replica.server.post("update"), 409)["type"] == "PoisonedError"
+        assert replica.stands_still()
+        replica.strikes.unlink()
+        assert replica.server.update()["version"] == 2
+        goes_on_as(replica, 2)
+
+
+def arrive(replica: Replica) -> None:
+    """Let a version arrive by itself, and hold every bit against it."""
+    version = replica.trainer.step()
+    replica.server.wait_for(lambda status: status["version"] == version)
+    assert replica.holds(version)
+    assert replica.serves(version)
+
+
+def serves_without_a_store(replica: Replica) -> None:
+    """It serves what it holds for as long as its store is away."""
+    version = replica.trainer.head
+    deadline = time.monotonic() + AWAY_S
+    while time.monotonic() < deadline:
+        assert replica.serves(version)
+        time.sleep(0.5)
+    assert replica.holds(version)
+
+
+def goes_on_as(replica: Replica, version: int) -> None:
+    """Every token is that of a version, and some are not those of its neighbours."""
+    dice = random.Random(version)
+    answers = [replica.server.generate(prompt(dice), 24) for _ in range(8)]
+    assert {answer.spans for answer in answers} == {((0, 24, str(version)),)}
+    judges = {v: Judge(replica.trainer.pulled(v)) for v in range(replica.trainer.head + 1)}
+    wrong = {
+        v: sum(len(judge.wrong(a.prompt, a.tokens, range(24))) for a in answers)
+        for v, judge in judges.items()
+    }
+    assert [v for v, count in wrong.items() if count == 0] == [version]

@@ -1,0 +1,191 @@
+"""One rank on a device: staged while it computes, swapped under its graphs, and taken back.
+
+Needs neither pytest nor an engine; ``cpu`` tries the checks themselves, without graphs.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.delta import TensorDelta, changes
+from deltachain.fetch import Fetched
+from deltachain.subscribe.classes import agree
+from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.rank import Rank
+from deltachain.subscribe.spool import Spool
+from deltachain.testing.engine import FakeModel
+from deltachain.testing.models import train_
+from deltachain.testing.sharding import Shape, full_of, save, trained
+from deltachain.types import StateDigest
+
+BUDGET = 1 << 30
+
+
+class Graph:
+    """A forward pass of a rank: captured where a device has graphs, called again where not."""
+
+    def __init__(self, model: FakeModel, tokens: Tensor) -> None:
+        self._model, self._tokens = model, tokens
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if tokens.is_cuda:
+            self._capture()
+
+    def _capture(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._model.forward(self._tokens)  # libraries set themselves up on their first call
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._output = self._model.forward(self._tokens)
+
+    def replay(self) -> Tensor:
+        """What it computes from the weights as they are now, on the host."""
+        if self._graph is None:
+            return self._model.forward(self._tokens).cpu()
+        self._graph.replay()
+        return self._output.cpu()
+
+
+@dataclass
+class Bench:
+    """A rank that holds one version, and the plan that leads to the next.
+
+    Attributes:
+        where: A torch device.
+        kind: Of the plan: ``step``, ``mixed``, or ``dense`` for one from nothing.
+    """
+
+    where: str
+    kind: str
+    folder: Path
+    shape: Shape = field(default_factory=Shape)
+
+    def __post_init__(self) -> None:
+        model = trained(self.shape)
+        self.old = full_of(model)
+        self.before = Checkpoint(save(model, self.folder / "old"))
+        for seed in range(4):
+            train_(model, seed, share=0.05)
+        self.new = full_of(model)
+        self.after = Checkpoint(save(model, self.folder / "new"))
+        self.model = FakeModel(self.shape, 0, self.folder / "old", self.where)
+        self.rank = Rank(self.model, self.before.specs.values(), {"head.weight": "embed.weight"})
+        agreement = agree(self.before.specs.values(), [self.rank.report()])
+        assert set(agreement.classes.values()) == {"in_place"}, agreement.reasons
+        holders = {name: labels[0] for name, labels in agreement.holders.items()}
+        self.rank.agree(agreement.classes, holders)
+        self.spool = Spool.write(self.folder / "spool", self._plan())
+        self.tokens = torch.arange(7, device=self.where)
+        self.addresses = {n: t.data_ptr() for n, t in self.model.tensors().items()}
+
+    def _plan(self) -> Fetched:
+        whole = self.kind == "dense"
+        return cast("Fetched", SimpleNamespace(deltas=self._deltas, from_nothing=whole, nbytes=0))
+
+    def _deltas(self) -> Iterator[TensorDelta]:
+        for name, spec in self.before.specs.items():
+            step = changes(spec, self.before.bits(name), self.after.bits(name))
+            if self.kind == "dense":
+                step = TensorDelta.dense(spec, self.after.bits(name))
+            elif self.kind == "mixed" and step.indices is not None:
+                mask = np.arange(step.nnz) % 2 == 0
+                values = np.where(mask, self.after.bits(name)[step.indices], step.values)
+                step = TensorDelta(spec=spec, indices=step.indices, values=values, absolute=mask)
+            yield step
+
+    def state(self) -> StateDigest:
+        """State digest of the live weights."""
+        return sum(self.rank.state().values(), StateDigest())
+
+    def stage(self, ticket: int, budget: int = BUDGET) -> Effect:
+        """Stage the plan; what it would do."""
+        staged = self.rank.stage(ticket, self.spool.folder, budget)
+        return sum(staged.effects.values(), Effect())
+
+
+def check_digest(bench: Bench) -> None:
+    """What a device says of its windows is what the host says of the files."""
+    assert bench.state() == bench.before.state(bench.before.specs)
+
+
+def check_stage_beside_a_graph(bench: Bench) -> None:
+    """Staging writes nothing, whatever is computed meanwhile, and tells the next state."""
+    graph = Graph(bench.model, bench.tokens)
+    output = graph.replay()
+    with ThreadPoolExecutor(1) as pool:
+        staging = pool.submit(bench.stage, 1)
+        while not staging.done():
+            assert torch.equal(graph.replay(), output), "staging changed what is computed"
+        effect = staging.result()
+    assert bench.model.holds(bench.old)
+    state = bench.before.state(bench.before.specs) + effect.change
+    assert state == bench.after.state(bench.after.specs)
+    if bench.kind == "dense":
+        assert effect.written == state
+
+
+def check_swap_under_a_graph(bench: Bench) -> None:
+    """A captured graph computes from the new weights, at the old addresses; and back."""
+    graph = Graph(bench.model, bench.tokens)
+    fresh = FakeModel(bench.shape, 0, bench.folder / "new", bench.where)
+    old, new = graph.replay(), Graph(fresh, bench.tokens).replay()
+    assert not torch.equal(old, new)
+    bench.stage(1)
+    bench.rank.swap(1, 1, back=False)
+    assert bench.model.holds(bench.new)
+    assert torch.equal(graph.replay(), new)
+    assert bench.state() == bench.after.state(bench.after.specs)
+    bench.rank.swap(1, 0, back=True)
+    assert bench.model.holds(bench.old)
+    assert torch.equal(graph.replay(), old)
+    assert {n: t.data_ptr() for n, t in bench.model.tensors().items()} == bench.addresses
+
+
+def check_swap_without_a_budget(bench: Bench) -> None:
+    """What does not fit is read from the spool again while it is written."""
+    graph = Graph(bench.model, bench.tokens)
+    bench.stage(1, budget=0)
+    assert not bench.rank.staged[1].placed
+    bench.spool.close()
+    bench.rank.swap(1, 1, back=False)
+    assert bench.model.holds(bench.new)
+    fresh = FakeModel(bench.shape, 0, bench.folder / "new", bench.where)
+    assert torch.equal(graph.replay(), Graph(fresh, bench.tokens).replay())
+
+
+CHECKS: tuple[Callable[[Bench], None], ...] = (
+    check_digest,
+    check_stage_beside_a_graph,
+    check_swap_under_a_graph,
+    check_swap_without_a_budget,
+)
+
+KINDS = ("step", "mixed", "dense")
+
+
+def checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every check with every kind of plan, by name."""
+    for kind in KINDS:
+        for check in CHECKS:
+            yield f"{kind}.{check.__name__}", _on(where, kind, check)
+
+
+def _on(where: str, kind: str, check: Callable[[Bench], None]) -> Callable[[], None]:
+    def run() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            check(Bench(where, kind, Path(folder)))
+
+    return run

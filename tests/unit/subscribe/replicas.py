@@ -1,0 +1,98 @@
+"""A trainer, its chain, and an engine of any shape that follows it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltachain.errors import DeltaChainError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import MemoryStore
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.subscribe.replica import ReplicaTarget
+from deltachain.testing.faults import FaultyStore
+from deltachain.testing.models import train_
+from deltachain.testing.ranks import FakeEngine
+from deltachain.testing.sharding import Full, Shape, full_of, save, trained
+
+SHAPES = {
+    "tp1": Shape(),
+    "tp2": Shape(tp=2),
+    "tp4": Shape(tp=4),
+    "pp2": Shape(pp=2),
+    "tp2pp2": Shape(tp=2, pp=2),
+    "untied": Shape(untied=True),
+    "untied tp2": Shape(tp=2, untied=True),
+}
+
+
+class Followed:
+    """A model that is trained, and an engine whose ranks hold version 0 of it.
+
+    Args:
+        shape: Of the engine.
+        folder: For the checkpoint and for spools.
+        settings: Of the subscriber.
+    """
+
+    def __init__(self, shape: Shape, folder: Path, **settings: Any) -> None:
+        self.shape, self.folder = shape, folder
+        self.model = trained(shape)
+        self.store = MemoryStore()
+        config = PublishConfig(url=self.store.url, anchor_factor=1e6)
+        self.publisher = Publisher(config, store=self.store).attach(self.model)
+        self.truth: list[Full] = [full_of(self.model)]
+        self.spool = folder / "spool"
+        self.engine = FakeEngine(shape, save(self.model, folder / "model"), self.spool)
+        self.faulty = FaultyStore(self.store)
+        self.subscriber = self.subscribe(**settings)
+
+    @property
+    def target(self) -> ReplicaTarget:
+        """The engine, as a target."""
+        target = self.subscriber.target
+        assert isinstance(target, ReplicaTarget)
+        return target
+
+    def subscribe(self, **settings: Any) -> Subscriber:
+        """Another subscriber to the same ranks."""
+        config = SubscribeConfig(url=self.store.url, poll_s=0.001, **settings)
+        target = ReplicaTarget(self.engine, self.store.url, self.spool)
+        return Subscriber(config, target, store=self.faulty)
+
+    def publish(self, *seeds: int, share: float = 0.05) -> None:
+        """Train and publish: one version for each seed."""
+        for seed in seeds:
+            train_(self.model, seed, share=share)
+            self.publisher.publish(step=seed)
+            self.publisher.flush()
+            self.truth.append(full_of(self.model))
+
+    def anchor(self) -> None:
+        """Put an anchor behind the newest version."""
+        session = self.publisher._session
+        assert session is not None
+        session.writer.newcomer_cost = 1 << 62
+        assert session.add_anchor() is not None
+
+    def holds(self, version: int) -> bool:
+        """Whether every rank computes from exactly the bits of a version."""
+        return self.engine.holds(self.truth[version])
+
+    def scribble(self, rank: int, name: str, at: int = 0) -> None:
+        """Somebody else writes: one bit of one element of a parameter of one rank."""
+        live = self.engine.models[rank].root.get_parameter(name)
+        live.data.view(-1).view(torch.int16)[at] ^= 1
+
+    def spools(self) -> list[Path]:
+        """Spools that are still there."""
+        return sorted(self.spool.iterdir()) if self.spool.exists() else []
+
+    def close(self) -> None:
+        """End the publisher and the subscriber."""
+        self.subscriber.close()
+        with suppress(DeltaChainError):
+            self.publisher.close()

@@ -1,0 +1,311 @@
+"""Ways into one rank: which are found, what proves them, and what an attempt leaves behind."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import TensorMismatchError
+from deltachain.subscribe import windows
+from deltachain.subscribe.attach import Attached, Source, attach, attach_again
+from deltachain.testing.engine import FakeModel
+from deltachain.testing.sharding import ODD, Shape, full_of, save, trained
+from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
+
+ARMS = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
+
+Make = Callable[..., tuple[OneLayer, Source]]
+
+
+@pytest.fixture
+def one_layer(tmp_path: Path) -> Make:
+    """Makes an engine of one layer that has loaded a checkpoint of one tensor, or of more."""
+
+    def make(
+        loader: Loader, dtype: torch.dtype = torch.bfloat16, **more: Tensor
+    ) -> tuple[OneLayer, Source]:
+        full = {"w": torch.randn(SIZE).to(torch.bfloat16), **more}
+        save_file(full, tmp_path / "model.safetensors")
+        model = OneLayer(loader, dtype)
+        model.checkpoint = tmp_path
+        model.load((name, tensor.clone()) for name, tensor in full.items())
+        checkpoint = Checkpoint(tmp_path)
+        return model, Source(checkpoint, checkpoint.specs, {})
+
+    return make
+
+
+def bits(model: OneLayer) -> dict[str, bytes]:
+    """A copy of every live bit."""
+    return {n: t.detach().view(torch.uint8).numpy().tobytes() for n, t in model.tensors().items()}
+
+
+def untouched(model: OneLayer, source: Source) -> Attached:
+    """Attach, and see that the model is what it was."""
+    before, tensors = bits(model), dict(model.tensors())
+    at = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    attached = attach(model, source)
+    after = model.tensors()
+    assert bits(model) == before
+    assert all(after[name] is tensor for name, tensor in tensors.items())
+    assert {name: tensor.data_ptr() for name, tensor in after.items()} == at
+    return attached
+
+
+# Each class
+
+
+@pytest.mark.parametrize("style", sorted(set(PLANNED) - {"padded"}))
+def test_views_are_written_in_place(one_layer: Make, style: str) -> None:
+    model, source = one_layer(PLANNED[style])
+    if style == "buffer":
+        model.derived = ("p",)
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "in_place"}
+    assert not attached.reasons
+    report = attached.report()["w"]
+    assert sum(torch.Size(size).numel() for _, size, _ in report.windows) == 24
+
+
+LOADED = {"clone", "compute", "cast and copy", "concatenate", "edit", "index", "temporary"}
+
+
+@pytest.mark.parametrize("style", [*sorted(LOADED), "copy and double", "fill first"])
+def test_what_is_computed_is_loaded(one_layer: Make, style: str) -> None:
+    model, source = one_layer(REFUSED[style][0])
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "loaded"}
+    assert REFUSED[style][1] in attached.reasons["w"]
+    assert attached.places == {}
+
+
+def test_what_is_served_in_another_dtype_is_loaded(one_layer: Make) -> None:
+    model, source = one_layer(PLANNED["copy"], torch.float32)
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "loaded"}
+    assert attached.reasons["w"] == "the engine serves it as F32"
+
+
+def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
+    def flipped(model: OneLayer, w: Tensor) -> None:
+        model.p.data.copy_(w.flip(0))
+
+    model, source = one_layer(PLANNED["copy"])
+    model.p.data.copy_(model.p.data.flip(0))
+    model.reloader = flipped
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "reloaded"}
+    assert "changed its bits after loading" in attached.reasons["w"]
+
+
+def test_a_layer_with_a_hidden_copy_is_reloaded(one_layer: Make) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    model.hidden = {"": "it computes from a copy"}
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "reloaded"}
+    assert attached.reasons["w"] == "it computes from a copy"
+    assert attached.places == {}
+
+
+def test_what_a_rank_does_not_load_is_absent(one_layer: Make) -> None:
+    model, source = one_layer(lambda _, __: None)
+    model.derived = ("p", "b")
+    assert untouched(model, source).classes == {"w": "absent"}
+
+
+# What is refused, and leaves nothing behind
+
+
+def accumulate(model: OneLayer, w: Tensor) -> None:
+    model.p.data.add_(w)
+
+
+def quiet(model: OneLayer, w: Tensor) -> None:
+    """Loads once, and never again."""
+    if not getattr(model, "done", False) and not w.is_meta:
+        model.p.data.copy_(w)
+        model.done = True  # type: ignore[assignment]
+    elif w.is_meta:
+        model.p.data.copy_(w.clone())
+
+
+def replacing(model: OneLayer, w: Tensor) -> None:
+    model.p = nn.Parameter(w.clone(), requires_grad=False)
+
+
+def swapping_data(model: OneLayer, w: Tensor) -> None:
+    model.p.data = w.clone()
+
+
+def half_then_raise(model: OneLayer, w: Tensor) -> None:
+    model.p.data[:2] = w[2:]
+    raise OSError("device lost")
+
+
+@ARMS
+@pytest.mark.parametrize(
+    ("reloader", "why"),
+    [
+        (accumulate, "p changed"),
+        (replacing, "p was replaced"),
+        (swapping_data, "p was replaced"),
+        (half_then_raise, "device lost"),
+        (lambda _, __: None, "does not follow"),
+    ],
+)
+def test_a_reload_that_fails_its_trial_is_refused_and_undone(
+    one_layer: Make, reloader: Loader, why: str, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    if not on_host:
+        monkeypatch.setattr(windows, "on_host", lambda _: False)
+    model.hidden = {"": "it computes from a copy"}
+    model.reloader = reloader
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "refused"}
+    assert why in attached.reasons["w"]
+
+
+@pytest.mark.parametrize("loader", [accumulate, quiet])
+def test_a_loader_that_fails_its_trial_is_refused_and_undone(
+    one_layer: Make, loader: Loader
+) -> None:
+    model, source = one_layer(loader)
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "refused"}
+
+
+def test_tensors_at_the_same_elements_are_not_written_in_place(one_layer: Make) -> None:
+    same = torch.zeros(SIZE, dtype=torch.bfloat16)
+    model, source = one_layer(PLANNED["copy"], w=same, v=same.clone())
+    attached = untouched(model, source)
+    assert set(attached.classes.values()) == {"refused"}
+    assert any("shares live elements" in reason for reason in attached.reasons.values())
+
+
+# Coverage
+
+
+def test_a_live_weight_that_no_tensor_fills_is_refused(one_layer: Make) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    model.derived = ()
+    before = bits(model)
+    with pytest.raises(TensorMismatchError, match="b comes from no tensor") as caught:
+        attach(model, source)
+    assert caught.value.tensor == "b"
+    assert bits(model) == before
+
+
+@pytest.mark.parametrize("extra", [torch.zeros(3, dtype=torch.int64), torch.zeros(1)])
+def test_counters_and_scalars_need_no_source(one_layer: Make, extra: Tensor) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    model.register_buffer("extra", extra)
+    assert untouched(model, source).classes == {"w": "in_place"}
+
+
+# A checkpoint that is not the chain's
+
+
+@pytest.mark.parametrize(
+    ("have", "why"),
+    [
+        ({"v": torch.zeros(SIZE, dtype=torch.bfloat16)}, "has no 'w'"),
+        ({"w": torch.zeros(SIZE)}, r"is F32\(4, 6\)"),
+        ({"w": torch.zeros(6, 4, dtype=torch.bfloat16)}, r"is BF16\(6, 4\)"),
+    ],
+)
+def test_another_models_checkpoint_is_refused(
+    one_layer: Make, tmp_path: Path, have: dict[str, Tensor], why: str
+) -> None:
+    _, source = one_layer(PLANNED["copy"])
+    (tmp_path / "other").mkdir()
+    save_file(have, tmp_path / "other" / "model.safetensors")
+    with pytest.raises(TensorMismatchError, match=why) as caught:
+        Source(Checkpoint(tmp_path / "other"), source.specs, {})
+    assert caught.value.tensor == "w"
+
+
+# Whole engines
+
+
+@ARMS
+@pytest.mark.parametrize("shape", [Shape(odd=tuple(ODD)), Shape(tp=2, odd=tuple(ODD))])
+def test_every_awkward_tensor_gets_the_class_it_should(
+    shape: Shape, tmp_path: Path, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not on_host:
+        monkeypatch.setattr(windows, "on_host", lambda _: False)
+    model = trained(shape)
+    folder = save(model, tmp_path)
+    checkpoint = Checkpoint(folder)
+    for rank in range(shape.ranks):
+        engine = FakeModel(shape, rank, folder)
+        attached = attach(engine, Source(checkpoint, checkpoint.specs, {}))
+        assert engine.holds(full_of(model)), "attaching changed it"
+        found = {
+            name.split(".")[2]: kind for name, kind in attached.classes.items() if "0." in name
+        }
+        assert {name: found[name] for name in ODD} == {
+            "conv": "in_place",
+            "sliced": "in_place",
+            "cast": "loaded",
+            "decay": "loaded",
+            "bias": "refused" if rank else "in_place",  # zeros there: nothing follows it
+            "indexed": "loaded",
+            "flipped": "reloaded",
+            "packed": "reloaded",
+            "shadow": "reloaded",
+            "stuck": "refused",
+        }
+        experts = Counter(kind for n, kind in attached.classes.items() if "experts" in n)
+        assert experts["in_place"] == 8 // shape.tp
+        assert experts["absent"] == 8 - 8 // shape.tp
+
+
+def test_both_names_of_a_tied_weight_are_one_place_where_they_are_one(tmp_path: Path) -> None:
+    for untied in (False, True):
+        shape = Shape(untied=untied)
+        engine = FakeModel(shape, 0, save(trained(shape), tmp_path))
+        checkpoint = Checkpoint(tmp_path)
+        source = Source(checkpoint, checkpoint.specs, {"head.weight": "embed.weight"})
+        attached = attach(engine, source)
+        assert len(attached.places["embed.weight"]) == 1 + untied
+        one, *others = (place.window for place in attached.places["embed.weight"])
+        assert all(other == one for other in others)
+
+
+def test_replaced_tensors_are_found_again(tmp_path: Path) -> None:
+    shape = Shape(odd=("conv", "cast", "packed"))
+    engine = FakeModel(shape, 0, save(trained(shape), tmp_path))
+    checkpoint = Checkpoint(tmp_path)
+    source = Source(checkpoint, checkpoint.specs, {})
+    before = attach(engine, source)
+    for name in ("layers.0.qkv.weight", "layers.1.conv.weight"):
+        live = engine.root.get_parameter(name)
+        live.data = torch.zeros_like(live.data)
+    after = attach_again(engine, source, before)
+    assert after.report() == before.report()
+    moved = {
+        name
+        for name, places in before.places.items()
+        for one, other in zip(places, after.places[name], strict=True)
+        if one.live.data_ptr() != other.live.data_ptr()
+    }
+    assert moved == {"layers.1.conv.weight", *(f"layers.0.{n}.weight" for n in "qkv")}
+
+
+def test_another_layout_is_not_followed(tmp_path: Path) -> None:
+    shape = Shape(tp=2)
+    folder = save(trained(shape), tmp_path)
+    checkpoint = Checkpoint(folder)
+    source = Source(checkpoint, checkpoint.specs, {})
+    before = attach(FakeModel(shape, 0, folder), source)
+    with pytest.raises(TensorMismatchError, match="laid its weights out anew"):
+        attach_again(FakeModel(shape, 1, folder), source, before)

@@ -1,0 +1,198 @@
+"""The leader of a replica: ready or not, in trouble, poisoned and healed, paused by hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from deltachain.errors import ChainError, ConfigError, PoisonedError
+from deltachain.subscribe import SubscribeConfig
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+from tests.unit.subscribe.replicas import Followed
+
+Build = Callable[..., Followed]
+
+NORM = "layers.0.norm.weight"
+
+
+@contextmanager
+def led(here: Followed, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[Leader]:
+    """A leader of the engine, not started."""
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(here.spool))
+    subscribe = SubscribeConfig(url=here.store.url, poll_s=0.001)
+    leader = Leader(
+        ReplicaSettings(subscribe=subscribe, **settings),  # type: ignore[arg-type]
+        here.engine,
+        store=here.faulty,
+    )
+    yield leader
+    leader.stop()
+
+
+def eventually(check: Callable[[], object]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_it_catches_up_before_it_is_ready(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = followed()
+    here.publish(1, 2)
+    with led(here, monkeypatch) as leader:
+        assert not leader.status().ready
+        leader.start()
+        status = leader.status()
+        assert (status.ready, status.reason, status.version, status.head) == (True, "", 2, 2)
+        assert here.holds(2)
+        assert here.engine.events[-1] == "resume"
+        assert "name 2" in here.engine.events
+        assert sum(row["tensors"] for row in status.classes.values()) > 3
+
+
+def test_what_is_held_at_the_head_is_named(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    with led(here, monkeypatch) as leader:
+        leader.start()
+        assert leader.status().ready
+        assert here.engine.events == ["name 0"]
+
+
+def test_what_is_held_behind_the_head_is_named_too(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1)
+    for info in list(here.store.list("deltas/")):
+        here.store.delete(info.key)
+    with led(here, monkeypatch) as leader:
+        leader.start()
+        assert (leader.status().version, leader.status().ready) == (0, False)
+        assert leader.status().trouble
+        assert here.engine.events == ["name 0"]
+
+
+def test_it_follows_and_says_what_goes_wrong(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    with led(here, monkeypatch, follow=True) as leader:
+        leader.start()
+        here.publish(1)
+        eventually(lambda: leader.status().version == 1)
+        here.faulty.down = True
+        eventually(lambda: leader.status().trouble)
+        assert leader.status().ready  # it serves what it has
+        here.faulty.down = False
+        here.publish(2)
+        leader.notify()
+        eventually(lambda: leader.status().version == 2 and not leader.status().trouble)
+        assert here.holds(2)
+
+
+def test_a_replica_behind_what_it_may_be_is_not_ready(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1, 2, 3)
+    with led(here, monkeypatch, max_lag=1) as leader:
+        leader.update(1)
+        assert leader.status().lag_versions == 2
+        assert leader.status().reason == "2 versions behind"
+        leader.update()
+        assert leader.status().ready
+
+
+def test_a_scrub_that_finds_something_heals(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1, 2)
+    with led(here, monkeypatch) as leader:
+        leader.update()
+        assert leader.scrub()
+        here.scribble(0, NORM)
+        assert not leader.scrub()
+        assert here.holds(2)
+        assert leader.status().ready
+        assert not here.engine.paused
+
+
+def test_a_replica_in_doubt_does_not_resume(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1)
+    with led(here, monkeypatch) as leader:
+        leader.update(1)
+        here.scribble(0, NORM)
+        here.faulty.down = True
+        with pytest.raises(Exception, match="is down"):
+            leader.scrub()
+        status = leader.status()
+        assert (status.poisoned, status.ready, status.version) == (True, False, None)
+        assert here.engine.paused
+        with pytest.raises(PoisonedError, match="stays paused"):
+            leader.resume()
+        assert here.engine.paused
+        here.faulty.down = False
+        leader.update()
+        assert here.holds(1)
+        assert not here.engine.paused
+
+
+def test_who_paused_it_resumes_it(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = followed()
+    here.publish(1)
+    with led(here, monkeypatch) as leader:
+        leader.update(0)
+        leader.pause()
+        leader.update(1)
+        assert here.engine.events[-1] != "resume"
+        assert leader.status().reason == "paused"
+        leader.resume()
+        assert here.engine.events[-1] == "resume"
+        assert leader.status().ready
+
+
+def test_a_rollback_stays_until_it_is_released(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1, 2)
+    with led(here, monkeypatch) as leader:
+        leader.start()
+        assert leader.rollback(1).version == 1
+        assert leader.update() is None
+        assert (leader.status().version, leader.status().pinned) == (1, True)
+        assert leader.status().ready
+        with pytest.raises(ChainError, match="can not roll back"):
+            leader.rollback(2)
+        leader.release()
+        leader.update()
+        assert here.holds(2)
+
+
+def test_settings_come_from_the_environment() -> None:
+    assert ReplicaSettings.of({}) is None
+    found = ReplicaSettings.of(
+        {
+            "DELTACHAIN_URL": "s3://bucket/run",
+            "DELTACHAIN_FOLLOW": "yes",
+            "DELTACHAIN_MAX_LAG": "3",
+            "DELTACHAIN_STAGE_BUDGET": "0",
+            "DELTACHAIN_POLL_S": "0.5",
+        }
+    )
+    assert found is not None
+    assert (found.follow, found.max_lag, found.keep_cache) == (True, 3, False)
+    assert (found.subscribe.stage_budget, found.subscribe.poll_s) == (0, 0.5)
+    with pytest.raises(ConfigError, match="DELTACHAIN_MAX_LAG is 'many'"):
+        ReplicaSettings.of({"DELTACHAIN_URL": "x", "DELTACHAIN_MAX_LAG": "many"})

@@ -1,0 +1,139 @@
+"""One rank by itself: what it keeps, what it defers, and what it does when told twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deltachain.errors import (
+    BaseMismatchError,
+    PartialApplyError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.subscribe import target
+from deltachain.subscribe.patch import Patch, write
+from deltachain.subscribe.rank import Rank
+from deltachain.types import TensorSpec
+from tests.gpu.ranks import Bench
+
+ALIASES = {"head.weight": "embed.weight"}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    """A rank that holds one version, and the plan to the next."""
+    return Bench("cpu", "step", tmp_path)
+
+
+def test_what_fits_the_budget_is_kept_and_the_rest_is_deferred(bench: Bench) -> None:
+    bench.stage(1)
+    whole = bench.rank.staged[1]
+    assert whole.deferred == ()
+    bench.stage(2, budget=whole.nbytes // 2)
+    staged = bench.rank.staged[2]
+    assert 0 < staged.nbytes <= whole.nbytes // 2
+    assert staged.deferred
+    assert staged.placed
+    assert staged.names == whole.names
+    assert staged.effects == whole.effects
+    bench.rank.swap(2, 1, back=False)
+    assert bench.model.holds(bench.new)
+
+
+def test_telling_it_twice_changes_nothing(bench: Bench) -> None:
+    bench.stage(1)
+    assert bench.rank.swap(1, 0, back=True) == 0.0
+    assert bench.model.holds(bench.old)
+    for _ in range(2):
+        bench.rank.swap(1, 1, back=False)
+        assert bench.model.holds(bench.new)
+    for _ in range(2):
+        bench.rank.swap(1, 0, back=True)
+        assert bench.model.holds(bench.old)
+
+
+def test_a_ticket_that_is_given_again_is_written_again(bench: Bench) -> None:
+    """As by another leader, that counts from one as well."""
+    bench.stage(1)
+    bench.rank.swap(1, 1, back=False)
+    with torch.no_grad():
+        bench.model.load((name, tensor.clone()) for name, tensor in bench.old.items())
+    bench.stage(1)
+    bench.rank.swap(1, 1, back=False)
+    assert bench.model.holds(bench.new)
+
+
+def test_only_tickets_that_are_kept_can_be_swapped(bench: Bench) -> None:
+    bench.stage(1)
+    bench.stage(2)
+    bench.rank.keep([2])
+    with pytest.raises(PartialApplyError, match="nothing is staged under ticket 1"):
+        bench.rank.swap(1, 1, back=False)
+    assert bench.model.holds(bench.old)
+    bench.rank.swap(2, 1, back=False)
+    assert bench.model.holds(bench.new)
+
+
+def test_a_plan_for_a_refused_tensor_is_refused(bench: Bench) -> None:
+    report = bench.rank.report()
+    classes = {name: one.kind for name, one in report.items()}
+    classes["norm.weight"] = "refused"
+    holders = {name: ("0",) * len(one.windows) for name, one in report.items()}
+    bench.rank.agree(classes, holders)
+    with pytest.raises(TensorMismatchError, match=r"'norm\.weight' can not be written"):
+        bench.stage(1)
+    assert bench.rank.staged == {}
+    assert bench.model.holds(bench.old)
+
+
+def test_replaced_tensors_void_what_was_staged(bench: Bench) -> None:
+    bench.stage(1)
+    live = bench.model.root.get_parameter("norm.weight")
+    live.data = live.data.clone()
+    with pytest.raises(BaseMismatchError, match="what they hold is not"):
+        bench.rank.swap(1, 1, back=False)
+    assert bench.rank.staged == {}
+    assert bench.model.holds(bench.old)
+    bench.stage(2)  # where they are now
+    bench.rank.swap(2, 1, back=False)
+    assert bench.model.holds(bench.new)
+
+
+@pytest.mark.parametrize(("budget", "error"), [(1 << 30, PartialApplyError), (0, PoisonedError)])
+def test_a_failed_write_is_taken_back_if_the_old_bits_are_there(
+    bench: Bench, budget: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.stage(1, budget=budget)
+    written: list[str] = []
+
+    def fail_third(live: object, patch: Patch) -> None:
+        written.append(patch.spec.name)
+        if len(written) == 3:
+            raise OSError("device lost")
+        write(live, patch)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(target, "write_patch", fail_third)
+        with pytest.raises(error):
+            bench.rank.swap(1, 1, back=False)
+    assert bench.model.holds(bench.old) == (error is PartialApplyError)
+
+
+def test_it_knows_whom_it_was_attached_for(bench: Bench) -> None:
+    specs = list(bench.before.specs.values())
+    assert bench.rank.is_for(specs, ALIASES)
+    assert not bench.rank.is_for(specs, {})
+    assert not bench.rank.is_for(specs[1:], ALIASES)
+    assert not bench.rank.is_for([TensorSpec("w", "BF16", (3,)), *specs[1:]], ALIASES)
+
+
+def test_a_rank_is_made_of_a_model_that_holds_its_checkpoint(bench: Bench) -> None:
+    bench.stage(1)
+    bench.rank.swap(1, 1, back=False)
+    again = Rank(bench.model, bench.before.specs.values(), ALIASES)
+    kinds = {one.kind for one in again.report().values()}
+    assert kinds == {"refused"}, "it holds something else"
+    assert bench.model.holds(bench.new), "and holds it still"

@@ -1,0 +1,344 @@
+"""Engines of every shape that follow a chain: forward, back, from nothing, and healed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from deltachain.errors import (
+    BaseMismatchError,
+    ConfigError,
+    DigestMismatchError,
+    TensorMismatchError,
+)
+from deltachain.subscribe import windows
+from deltachain.subscribe.replica import Ticket
+from deltachain.testing.faults import Fault
+from deltachain.testing.sharding import HOSTED, Shape
+from tests.unit.subscribe.replicas import SHAPES, Followed
+
+Build = Callable[..., Followed]
+EVERY = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+@EVERY
+def test_versions_are_followed_folded_and_taken_back(followed: Build, shape: Shape) -> None:
+    here = followed(shape)
+    here.publish(1, 2, 3)
+    receipt = here.subscriber.update(1)
+    assert receipt is not None
+    assert (receipt.previous, receipt.version) == (0, 1)
+    assert here.holds(1)
+    receipt = here.subscriber.update()  # two versions in one apply
+    assert receipt is not None
+    assert (receipt.previous, receipt.version) == (1, 3)
+    assert here.holds(3)
+    assert here.subscriber.scrub()
+    here.faulty.down = True
+    assert here.subscriber.rollback(1).version == 1
+    assert here.holds(1)
+    assert here.subscriber.scrub()
+    assert here.subscriber.rollback(0).version == 0
+    assert here.holds(0)
+
+
+@EVERY
+def test_a_rollback_that_is_not_remembered_comes_from_the_store(
+    followed: Build, shape: Shape
+) -> None:
+    here = followed(shape, undo_applies=0)
+    here.publish(1, 2)
+    here.subscriber.update()
+    assert here.subscriber.rollback(1).version == 1
+    assert here.holds(1)
+    assert here.subscriber.scrub()
+
+
+@EVERY
+def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Shape) -> None:
+    here = followed(shape)
+    here.publish(1)
+    here.anchor()
+    here.subscriber.open()
+    here.subscriber.poisoned = True
+    here.engine.events.clear()
+    receipt = here.subscriber.update()
+    assert receipt is not None
+    assert receipt.previous is None
+    assert here.holds(1)
+    assert here.engine.events == ["pause", "write", "name 1", "resume"]
+    assert here.subscriber.scrub()
+
+
+@EVERY
+def test_without_a_budget_everything_is_written_as_it_is_decoded(
+    followed: Build, shape: Shape
+) -> None:
+    here = followed(shape, stage_budget=0)
+    here.publish(1)
+    staged = here.subscriber.stage()
+    assert staged is not None
+    assert isinstance(staged.prepared, Ticket)
+    assert not staged.prepared.can_undo
+    assert all(not rank.rank.staged[staged.prepared.number].placed for rank in here.engine.verbs)
+    here.subscriber.swap(staged)
+    assert here.holds(1)
+    here.publish(2, share=1.0)
+    here.subscriber.update()
+    assert here.holds(2)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(followed: Build, tp: int) -> None:
+    odd = tuple(name for name in HOSTED if tp == 1 or name != "bias")  # zeros on one rank of two
+    here = followed(Shape(tp=tp, odd=odd))
+    here.publish(1, 2, 3)
+    here.subscriber.update(1)
+    classes = here.target.classes()
+    assert {"in_place", "loaded", "reloaded"} == set(classes)
+    assert here.holds(1)
+    here.subscriber.update()
+    assert here.holds(3)
+    assert here.subscriber.scrub()
+    here.subscriber.rollback()
+    assert here.holds(1)
+    here.subscriber.release()
+    here.subscriber.poisoned = True
+    here.subscriber.update()
+    assert here.holds(3)
+
+
+@pytest.mark.parametrize("shape", [Shape(tp=2), Shape(odd=HOSTED), Shape(tp=2, untied=True)])
+def test_bits_of_a_device_take_the_same_way(
+    followed: Build, shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits of a device are torch tensors: the same ranks, forced onto that path."""
+    monkeypatch.setattr(windows, "on_host", lambda _: False)
+    here = followed(shape)
+    here.publish(1, 2, 3)
+    here.subscriber.update(1)
+    here.subscriber.update()
+    assert here.holds(3)
+    assert here.subscriber.scrub()
+    here.subscriber.rollback()
+    assert here.holds(1)
+    here.subscriber.release()
+    here.subscriber.poisoned = True
+    here.subscriber.update()
+    assert here.holds(3)
+
+
+def test_one_tensor_without_a_way_refuses_the_chain(followed: Build) -> None:
+    here = followed(Shape(tp=2, odd=("stuck",)))
+    here.publish(1)
+    before = here.engine.bits()
+    with pytest.raises(TensorMismatchError, match=r"2 of \d+ tensors have no proven way") as caught:
+        here.subscriber.update()
+    assert caught.value.tensor == "layers.0.stuck.weight"
+    assert here.engine.bits() == before
+    assert "write" not in here.engine.events
+
+
+@EVERY
+def test_addresses_never_change(followed: Build, shape: Shape) -> None:
+    here = followed(shape)
+    addresses = [
+        {name: tensor.data_ptr() for name, tensor in model.tensors().items()}
+        for model in here.engine.models
+    ]
+    here.publish(1, 2)
+    here.subscriber.update()
+    here.subscriber.rollback()
+    assert addresses == [
+        {name: tensor.data_ptr() for name, tensor in model.tensors().items()}
+        for model in here.engine.models
+    ]
+
+
+# What somebody else wrote
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_steps_from_different_bits_are_refused_and_then_healed(followed: Build, rank: int) -> None:
+    """Both ranks have the norm; a step would take one of them to other bits than the other."""
+    here = followed()
+    here.publish(1, 2)
+    here.subscriber.update(1)
+    one, two = (here.truth[version]["norm.weight"].view(torch.int16) for version in (1, 2))
+    here.scribble(rank, "norm.weight", int((one != two).nonzero()[0]))
+    before = here.engine.bits()
+    with pytest.raises(BaseMismatchError, match="ranks 0,1 hold different bits"):
+        here.subscriber.update()
+    assert here.engine.bits() == before
+    here.subscriber.update()
+    assert here.holds(2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ("tp1", "layers.0.o.weight"),
+        ("tp2", "layers.1.qkv.weight"),
+        ("tp2", "norm.weight"),  # both ranks have it
+        ("tp4", "layers.0.norm.weight"),
+        ("pp2", "head.weight"),  # tied to what the first rank has
+        ("untied", "head.weight"),
+    ],
+)
+def test_a_foreign_write_is_refused_and_then_healed(followed: Build, shape: str, name: str) -> None:
+    here = followed(SHAPES[shape])
+    here.publish(1)
+    here.subscriber.update()
+    here.publish(2, share=1.0)
+    here.scribble(here.shape.ranks - 1, name)
+    before = here.engine.bits()
+    with pytest.raises(BaseMismatchError):
+        here.subscriber.update()
+    assert here.engine.bits() == before
+    assert here.subscriber.version is None
+    receipt = here.subscriber.update()
+    assert receipt is not None
+    assert receipt.previous is None
+    assert here.holds(2)
+    assert here.subscriber.scrub()
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [("tp2", "layers.0.o.weight"), ("tp2", "norm.weight"), ("untied", "head.weight")],
+)
+def test_a_scrub_finds_a_foreign_write(followed: Build, shape: str, name: str) -> None:
+    here = followed(SHAPES[shape])
+    here.publish(1)
+    here.subscriber.update()
+    assert here.subscriber.scrub()
+    here.scribble(0, name)
+    assert not here.subscriber.scrub()
+    assert here.subscriber.poisoned
+    here.engine.events.clear()
+    here.subscriber.update()
+    assert here.holds(1)
+    assert here.engine.events == ["pause", "write", "name 1", "resume"], "its caches are void"
+    assert here.subscriber.scrub()
+
+
+@pytest.mark.parametrize("tell", ["stage", "scrub"])
+def test_tensors_that_the_engine_replaced_are_found_again_and_healed(
+    followed: Build, tell: str
+) -> None:
+    here = followed(Shape(tp=2))
+    here.publish(1)
+    here.subscriber.update()
+    for name in ("layers.0.o.weight", "norm.weight"):
+        live = here.engine.models[1].root.get_parameter(name)
+        live.data = torch.zeros_like(live.data)
+    if tell == "scrub":
+        assert not here.subscriber.scrub()
+    else:
+        here.publish(2)
+        with pytest.raises(BaseMismatchError, match="rank 1: the engine replaced live tensors"):
+            here.subscriber.update()
+    assert here.subscriber.version is None
+    here.subscriber.update()
+    assert here.holds(len(here.truth) - 1)
+    assert here.subscriber.scrub()
+
+
+# What is kept
+
+
+def test_spools_are_gone_once_they_are_written(followed: Build) -> None:
+    here = followed()
+    here.publish(1, 2)
+    staged = here.subscriber.stage(1)
+    assert staged is not None
+    (spool,) = here.spools()
+    assert {file.name for file in spool.iterdir()} == {"data", "index.json"}
+    here.subscriber.swap(staged)
+    assert here.spools() == []
+    staged = here.subscriber.stage()
+    assert len(here.spools()) == 1
+    del staged
+    gc.collect()
+    assert here.spools() == [], "staged, and never written"
+
+
+def test_ranks_forget_what_nobody_can_ask_for(followed: Build) -> None:
+    here = followed(undo_applies=1)
+    for version in range(1, 5):
+        here.publish(version)
+        here.subscriber.stage()  # thrown away
+        here.subscriber.update()
+    tickets = [set(rank.rank.staged) for rank in here.engine.verbs]
+    assert tickets[0] == tickets[1]
+    assert len(tickets[0]) <= 3, "the undo log, what it pushed out, and the newest"
+    assert here.subscriber.rollback().version == 3
+    assert here.holds(3)
+
+
+def test_the_host_and_not_the_network_is_asked_for_spools(followed: Build) -> None:
+    here = followed()
+    here.publish(1)
+    here.spool.parent.mkdir(parents=True, exist_ok=True)
+    here.spool.write_bytes(b"not a folder")
+    with pytest.raises(ConfigError, match="could not be decoded there") as caught:
+        here.subscriber.update()
+    assert "DELTACHAIN_SPOOL" in caught.value.hint
+    assert here.holds(0)
+    here.spool.unlink()
+    here.subscriber.update()
+    assert here.holds(1)
+
+
+def test_a_version_that_changes_nothing_is_followed(followed: Build) -> None:
+    here = followed()
+    here.subscriber.open()
+    here.publisher.publish(step=9)
+    here.publisher.flush()
+    here.truth.append(here.truth[0])
+    if here.subscriber.update() is not None:
+        assert here.subscriber.version == 1
+    assert here.holds(0)
+
+
+def test_an_engine_that_holds_something_else_than_it_loaded_is_refused(followed: Build) -> None:
+    here = followed()
+    here.publish(1)
+    here.engine.models[1].root.get_parameter("norm.weight").data.zero_()
+    with pytest.raises(TensorMismatchError, match="no proven way"):
+        here.subscriber.open()
+
+
+def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:
+    here = followed()
+    here.publish(1)
+    here.subscriber.open()
+    here.faulty.add(Fault("corrupt", "deltas/", times=None))
+    with pytest.raises(DigestMismatchError):
+        here.subscriber.update()
+    assert here.holds(0)
+    assert here.engine.events == []
+    assert all(not rank.rank.staged for rank in here.engine.verbs)
+    here.faulty.mend()
+    here.subscriber.update()
+    assert here.holds(1)
+
+
+def test_another_subscriber_finds_what_the_last_one_left(followed: Build) -> None:
+    """The ways into the weights are those that were found while the checkpoint was in them."""
+    here = followed(Shape(tp=2, odd=("cast", "packed")))
+    here.publish(1, 2)
+    here.subscriber.update(1)
+    again = here.subscribe()
+    again.open()
+    assert again.version == 1
+    receipt = again.update()
+    assert receipt is not None
+    assert receipt.previous == 1
+    assert here.holds(2)
+    assert again.scrub()
+    again.rollback()
+    assert here.holds(1)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deltachain.errors import ConfigError
+from deltachain.subscribe import SubscribeConfig
+from deltachain.subscribe.settings import ReplicaSettings, spool_folder
+
+URL = {"DELTACHAIN_URL": "s3://bucket/run"}
+
+
+def test_without_a_chain_there_are_no_settings() -> None:
+    assert ReplicaSettings.of({}) is None
+    assert ReplicaSettings.of({"DELTACHAIN_URL": "", "DELTACHAIN_FOLLOW": "1"}) is None
+
+
+def test_the_defaults_are_those_of_the_subscriber() -> None:
+    settings = ReplicaSettings.of(URL)
+    assert settings is not None
+    assert settings == ReplicaSettings(subscribe=SubscribeConfig(url="s3://bucket/run"))
+
+
+def test_every_variable_is_read() -> None:
+    settings = ReplicaSettings.of(
+        URL
+        | {
+            "DELTACHAIN_BASE": "/models/base",
+            "DELTACHAIN_POLL_S": "0.5",
+            "DELTACHAIN_STAGE_BUDGET": "1e9",
+            "DELTACHAIN_FOLLOW": "Yes",
+            "DELTACHAIN_PAUSE": "wait",
+            "DELTACHAIN_KEEP_CACHE": "on",
+            "DELTACHAIN_TOKEN": "secret",
+            "DELTACHAIN_MAX_LAG": "3",
+            "OTHER": "x",
+        }
+    )
+    assert settings == ReplicaSettings(
+        subscribe=SubscribeConfig(
+            url="s3://bucket/run", base=Path("/models/base"), poll_s=0.5, stage_budget=10**9
+        ),
+        follow=True,
+        pause="wait",
+        keep_cache=True,
+        token="secret",  # noqa: S106
+        max_lag=3,
+    )
+
+
+def test_no_budget_is_a_budget() -> None:
+    settings = ReplicaSettings.of(URL | {"DELTACHAIN_STAGE_BUDGET": "0"})
+    assert settings is not None
+    assert settings.subscribe.stage_budget == 0
+
+
+@pytest.mark.parametrize("name", ["POLL_S", "STAGE_BUDGET", "MAX_LAG"])
+@pytest.mark.parametrize("value", ["often", "1s", "nan", "inf", "-inf", "0x10"])
+def test_what_is_no_number_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"DELTACHAIN_{name} is '{value}', not a number"):
+        ReplicaSettings.of(URL | {f"DELTACHAIN_{name}": value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("POLL_S", "0"), ("POLL_S", "-1"), ("STAGE_BUDGET", "-1")]
+)
+def test_what_a_subscriber_refuses_is_refused(name: str, value: str) -> None:
+    with pytest.raises(ConfigError):
+        ReplicaSettings.of(URL | {f"DELTACHAIN_{name}": value})
+
+
+def test_the_spool_is_named_or_the_users_own() -> None:
+    assert spool_folder({"DELTACHAIN_SPOOL": "/spools"}) == Path("/spools")
+    assert spool_folder({}) == spool_folder({"DELTACHAIN_SPOOL": ""})
+    assert spool_folder({}).name.startswith("deltachain-")
