@@ -252,17 +252,29 @@ class _Finding:
         self.broken.update(name for name in doubtful if name not in self.classes)
 
     def try_reloading(self) -> None:
-        """Reload the layers of what is left, whole."""
-        for names in self._whole_layers():
-            layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
-            weights = partial(self.source.clones, names)
+        """Reload the layers of what is left, whole.
+
+        All of them at a time, as a swap does: a reload goes over the whole model, however few
+        layers it is about. Each group has a trial of its own only if that fails.
+        """
+        groups = self._whole_layers()
+        sound = [names for names in groups if self.shared.isdisjoint(names)]
+        together = [name for name in self.source.specs if any(name in names for names in sound)]
+        fine = len(sound) > 1 and not self._try_reload(together)
+        for names in groups:
             why = "the one that is loaded last would win"
             if self.shared.isdisjoint(names):
-                why = try_reload(self.model, weights, _with_tied(self.model, layers))
+                why = "" if fine else self._try_reload(names)
             for name in names:
                 self.classes[name] = "refused" if why else "reloaded"
                 reason = self.reasons.get(name, "its layer is packed")
                 self.reasons[name] = f"{reason}; {why}" if why else reason
+
+    def _try_reload(self, names: list[str]) -> str:
+        """Why the layers of these tensors can not be reloaded; empty when they can."""
+        layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
+        weights = partial(self.source.clones, names)
+        return try_reload(self.model, weights, _with_tied(self.model, layers))
 
     def _whole_layers(self) -> list[list[str]]:
         """Groups of tensors that must be reloaded together: everything that shares a layer."""

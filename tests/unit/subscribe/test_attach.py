@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -267,6 +267,26 @@ def test_every_awkward_tensor_gets_the_class_it_should(
         experts = Counter(kind for n, kind in attached.classes.items() if "experts" in n)
         assert experts["in_place"] == 8 // shape.tp
         assert experts["absent"] == 8 - 8 // shape.tp
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_a_trial_goes_over_the_model_as_often_however_many_layers_it_has(
+    layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = Shape(layers=layers, odd=("packed", "flipped"))
+    folder = save(trained(shape), tmp_path)
+    checkpoint = Checkpoint(folder)
+    reloads = []
+    reload = FakeModel.reload
+
+    def counted(model: FakeModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        reloads.append(1)
+        reload(model, tensors)
+
+    monkeypatch.setattr(FakeModel, "reload", counted)
+    attached = attach(FakeModel(shape, 0, folder), Source(checkpoint, checkpoint.specs, {}))
+    assert Counter(attached.classes.values())["reloaded"] == 2 * layers
+    assert len(reloads) == 3  # the same, others, the same
 
 
 def test_both_names_of_a_tied_weight_are_one_place_where_they_are_one(tmp_path: Path) -> None:
