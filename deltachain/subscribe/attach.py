@@ -41,11 +41,13 @@ class Attached:
         classes: Of every tensor of the chain.
         reasons: Of those that are not in place.
         places: Of those that are, aliases included.
+        layers: Those that the others are loaded into.
     """
 
     classes: Mapping[str, TensorClass]
     reasons: Mapping[str, str]
     places: Mapping[str, tuple[Place, ...]]
+    layers: frozenset[str]
 
     def report(self) -> dict[str, Classified]:
         """What the leader is told."""
@@ -252,17 +254,23 @@ class _Finding:
         self.broken.update(name for name in doubtful if name not in self.classes)
 
     def try_reloading(self) -> None:
-        """Reload the layers of what is left, whole."""
-        for names in self._whole_layers():
-            layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
-            weights = partial(self.source.clones, names)
-            why = "the one that is loaded last would win"
-            if self.shared.isdisjoint(names):
-                why = try_reload(self.model, weights, _with_tied(self.model, layers))
+        """Reload the layers of what is left, whole: all at once, and one by one if that fails."""
+        groups = self._whole_layers()
+        together = [name for name in self.source.specs if any(name in names for names in groups)]
+        for names in [together] if together and not self._can_not_reload(together) else groups:
+            why = "" if names is together else self._can_not_reload(names)
             for name in names:
                 self.classes[name] = "refused" if why else "reloaded"
                 reason = self.reasons.get(name, "its layer is packed")
                 self.reasons[name] = f"{reason}; {why}" if why else reason
+
+    def _can_not_reload(self, names: list[str]) -> str:
+        """Why some whole layers can not be reloaded; empty if they can."""
+        if not self.shared.isdisjoint(names):
+            return "the one that is loaded last would win"
+        layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
+        weights = partial(self.source.clones, names)
+        return try_reload(self.model, weights, _with_tied(self.model, layers))
 
     def _whole_layers(self) -> list[list[str]]:
         """Groups of tensors that must be reloaded together: everything that shares a layer."""
@@ -291,7 +299,9 @@ class _Finding:
                 self.classes[name] = "in_place" if self.places[name] else "absent"
         kept = {n: tuple(p) for n, p in self.places.items() if self.classes[n] == "in_place"}
         reasons = {n: r for n, r in self.reasons.items() if self.classes[n] != "in_place"}
-        return Attached(self.classes, reasons, kept)
+        on_host = {n for n, kind in self.classes.items() if kind in ("loaded", "reloaded")}
+        layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in on_host))
+        return Attached(self.classes, reasons, kept, _with_tied(self.model, layers))
 
 
 def _distinct(places: Iterable[Place]) -> list[Place]:
