@@ -23,8 +23,8 @@ DENSITIES: Final = (0.001, 0.01, 0.05)
 ROUNDS: Final = 6
 LOST_SIZE: Final = "170M"
 LOST_DENSITY: Final = 0.01
-LOST_WINDOWS: Final = 10
-LOST_TIMES: Final = 3
+LOST_WINDOWS: Final = 12
+LOST_TIMES: Final = 2
 
 _T = TypeVar("_T")
 
@@ -62,19 +62,20 @@ def _apply(size: str, rounds: int) -> list[tuple[Drawn, Applied]]:
 
 
 def _lose(size: str, windows: int) -> tuple[Drawn, list[Lost]]:
-    """Follow one chain while generating on all cores, and on all but one."""
+    """Follow one chain while generating on all cores but one, which staging then has.
+
+    As a machine with an accelerator does: the cores of its host are not what generates.
+    """
     from tests.engines.vllm.bench.chains import draw
     from tests.engines.vllm.bench.losing import measure
 
-    cores = multiprocessing.cpu_count()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        drawn = _alone(draw, size, folder, [LOST_DENSITY] * (1 + LOST_TIMES * windows))
+        drawn = _alone(draw, size, folder, [LOST_DENSITY] * (1 + 2 * LOST_TIMES * windows))
         spool = folder / "spool"
-        return drawn, [
-            _alone(measure, drawn, spool, plain=True, threads=threads, times=LOST_TIMES)
-            for threads in sorted({max(1, cores - 1), cores})
-        ]
+        threads = max(1, multiprocessing.cpu_count() - 1)
+        found = _alone(measure, drawn, spool, plain=True, threads=threads, times=LOST_TIMES)
+        return drawn, [found]
 
 
 def _alone(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:

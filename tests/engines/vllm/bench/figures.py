@@ -106,6 +106,7 @@ class Lost:
         times: Updates a window.
         staging_s: By window, seconds of generation lost to staging a version once.
         updating_s: By window, seconds of generation lost to one update, its staging included.
+        keeping_s: The same, of updates after which cached prefixes stay.
         rates: Tokens a second of every quiet window.
         stage_s: Seconds that staging took, of every update.
         swap_s: Seconds of writing, of every update.
@@ -118,6 +119,7 @@ class Lost:
     times: int
     staging_s: list[float] = field(default_factory=list)
     updating_s: list[float] = field(default_factory=list)
+    keeping_s: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     stage_s: list[float] = field(default_factory=list)
     swap_s: list[float] = field(default_factory=list)

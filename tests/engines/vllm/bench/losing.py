@@ -2,10 +2,10 @@
 
 The engine is the one of a server, in a process of its own with its scheduler and its worker, driven
 by its own asynchronous client; only HTTP is left out. A fixed number of greedy requests is always
-running, and every token is counted when it arrives. Windows of a few seconds alternate: a quiet
-one, one in which versions are staged again and again, a quiet one, one with as many updates. What a
-window lost is the time that its missing tokens would have taken at the rate of the two quiet
-windows next to it.
+running, and every token is counted when it arrives. Quiet windows of a few seconds alternate with
+others: in one versions are staged again and again, in one there are as many updates, in one there
+are updates after which requests go on with what they had cached. What a window lost is the time
+that its missing tokens would have taken at the rate of the two quiet windows next to it.
 """
 
 # ruff: noqa: PLC0415 - vLLM reads its environment when it is imported
@@ -16,7 +16,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -28,7 +28,7 @@ PROMPT: Final = 16
 LENGTH: Final = 192
 """Tokens that each request asks for, whatever the model says."""
 
-WINDOW_S: Final = 4.0
+WINDOW_S: Final = 3.0
 
 
 def measure(drawn: Drawn, spool: Path, *, plain: bool, threads: int, times: int) -> Lost:
@@ -85,28 +85,39 @@ async def _with_clients(client: Any, drawn: Drawn, lost: Lost) -> Lost:
 
     loop = asyncio.get_running_loop()
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url, base=drawn.base))
-    leader = Leader(settings, ServerEngine(client, loop, settings))
+    clearing = ServerEngine(client, loop, settings)
+    keeping = ServerEngine(client, loop, replace(settings, keep_cache=True))
+    leader = Leader(settings, clearing)
     await asyncio.to_thread(leader.subscriber.open)
     load = _Load(client, lost.times)
     load.start()
-    versions = count(1)
 
     def stage() -> None:
         leader.subscriber.stage((leader.subscriber.version or 0) + 1)
 
     def update() -> None:
-        receipt = leader.update(next(versions))
+        receipt = leader.update((leader.subscriber.version or 0) + 1)
         if receipt is not None:
             lost.stage_s.append(receipt.stage_s)
             lost.swap_s.append(receipt.swap_s)
             lost.pause_s.append(receipt.pause_s)
 
+    def update_keeping() -> None:
+        leader.target.engine = keeping
+        update()
+        leader.target.engine = clearing
+
+    kinds = (
+        (stage, lost.staging_s),
+        (update, lost.updating_s),
+        (update_keeping, lost.keeping_s),
+    )
     await asyncio.to_thread(update)  # the first of everything
     await load.window(None)
     quiet = await load.window(None)
-    for number in range((len(drawn.densities) - 1) // lost.times):
+    for number in range((len(drawn.densities) - 1) // (2 * lost.times)):
         say(f"{drawn.size} in {lost.threads} threads: window {number}")
-        for action, seconds in ((stage, lost.staging_s), (update, lost.updating_s)):
+        for action, seconds in kinds:
             busy = await load.window(action)
             after = await load.window(None)
             rate = (quiet.rate + after.rate) / 2

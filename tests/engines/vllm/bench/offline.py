@@ -11,7 +11,9 @@ from tests.engines.vllm.bench.figures import ENVIRONMENT, EXTENSIONS, Applied, D
 def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     """See :func:`applying.follow`."""
     os.dup2(2, 1)  # vLLM's lines are no results
-    os.environ.update({**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    # One core a candidate: two threads that wait for each other would measure who else is here.
+    one = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ.update({**ENVIRONMENT, **one})
     from vllm import LLM
 
     llm = LLM(

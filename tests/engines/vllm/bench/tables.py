@@ -110,6 +110,7 @@ def _lost(drawn: Drawn, lost: Sequence[Lost]) -> Table:
         ("tokens a second, quiet", [f"{median(one.rates):.0f}" for one in lost]),
         ("lost to staging, ms", [_spread(one.staging_s) for one in lost]),
         ("lost to the update, ms", [_spread(one.updating_s) for one in lost]),
+        ("lost, cached prefixes kept, ms", [_spread(one.keeping_s) for one in lost]),
         ("stage, ms", [_spread(one.stage_s) for one in lost]),
         ("swap, ms", [_spread(one.swap_s) for one in lost]),
         ("pause, ms", [_spread(one.pause_s) for one in lost]),
