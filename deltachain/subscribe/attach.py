@@ -41,11 +41,13 @@ class Attached:
         classes: Of every tensor of the chain.
         reasons: Of those that are not in place.
         places: Of those that are, aliases included.
+        layers: Those that the others are loaded into.
     """
 
     classes: Mapping[str, TensorClass]
     reasons: Mapping[str, str]
     places: Mapping[str, tuple[Place, ...]]
+    layers: frozenset[str]
 
     def report(self) -> dict[str, Classified]:
         """What the leader is told."""
@@ -252,26 +254,20 @@ class _Finding:
         self.broken.update(name for name in doubtful if name not in self.classes)
 
     def try_reloading(self) -> None:
-        """Reload the layers of what is left, whole.
-
-        All of them at a time, as a swap does: a reload goes over the whole model, however few
-        layers it is about. Each group has a trial of its own only if that fails.
-        """
+        """Reload the layers of what is left, whole: all at once, and one by one if that fails."""
         groups = self._whole_layers()
-        sound = [names for names in groups if self.shared.isdisjoint(names)]
-        together = [name for name in self.source.specs if any(name in names for names in sound)]
-        fine = len(sound) > 1 and not self._try_reload(together)
-        for names in groups:
-            why = "the one that is loaded last would win"
-            if self.shared.isdisjoint(names):
-                why = "" if fine else self._try_reload(names)
+        together = [name for name in self.source.specs if any(name in names for names in groups)]
+        for names in [together] if together and not self._can_not_reload(together) else groups:
+            why = "" if names is together else self._can_not_reload(names)
             for name in names:
                 self.classes[name] = "refused" if why else "reloaded"
                 reason = self.reasons.get(name, "its layer is packed")
                 self.reasons[name] = f"{reason}; {why}" if why else reason
 
-    def _try_reload(self, names: list[str]) -> str:
-        """Why the layers of these tensors can not be reloaded; empty when they can."""
+    def _can_not_reload(self, names: list[str]) -> str:
+        """Why some whole layers can not be reloaded; empty if they can."""
+        if not self.shared.isdisjoint(names):
+            return "the one that is loaded last would win"
         layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
         weights = partial(self.source.clones, names)
         return try_reload(self.model, weights, _with_tied(self.model, layers))
@@ -303,7 +299,9 @@ class _Finding:
                 self.classes[name] = "in_place" if self.places[name] else "absent"
         kept = {n: tuple(p) for n, p in self.places.items() if self.classes[n] == "in_place"}
         reasons = {n: r for n, r in self.reasons.items() if self.classes[n] != "in_place"}
-        return Attached(self.classes, reasons, kept)
+        on_host = {n for n, kind in self.classes.items() if kind in ("loaded", "reloaded")}
+        layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in on_host))
+        return Attached(self.classes, reasons, kept, _with_tied(self.model, layers))
 
 
 def _distinct(places: Iterable[Place]) -> list[Place]:

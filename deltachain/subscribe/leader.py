@@ -161,7 +161,8 @@ class Leader:
 
     def pause(self) -> None:
         """Generate nothing until ``resume``, whatever is applied meanwhile."""
-        self.target.pause()
+        with self.subscriber.alone():
+            self.target.pause()
 
     def resume(self) -> None:
         """Generate again.
@@ -169,9 +170,10 @@ class Leader:
         Raises:
             PoisonedError: The replica can not prove what it holds.
         """
-        if self.subscriber.poisoned:
-            raise PoisonedError("this replica can not prove what it holds; it stays paused")
-        self.target.resume()
+        with self.subscriber.alone():  # never in the middle of a swap
+            if self.subscriber.poisoned:
+                raise PoisonedError("this replica can not prove what it holds; it stays paused")
+            self.target.resume()
 
     def scrub(self) -> bool:
         """Recompute the state of the live weights; heal the replica if it is not what it should be.

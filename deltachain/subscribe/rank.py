@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_a
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.spool import SpoolReader
 from deltachain.subscribe.target import Write, take_back, write_all
+from deltachain.subscribe.trial import bits_on_host
 from deltachain.subscribe.windows import Place, Window
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -257,6 +259,29 @@ class Rank:
                 self.model.load(self._clones(loaded))
             if names.intersection(reloaded):
                 self.model.reload(self._clones(reloaded))
+
+    def loads_the_same(self) -> bool:
+        """Load every host copy again; whether the engine held and computed just that before.
+
+        Blocks the engine. Afterwards it does, whoever wrote to it.
+        """
+        before = self._seen()
+        self._load(set(self._copies))
+        after = self._seen()
+        return before.keys() == after.keys() and all(
+            np.array_equal(bits, after[name]) for name, bits in before.items()
+        )
+
+    def _seen(self) -> dict[str, npt.NDArray[Any]]:
+        """Live bits, and what is computed from those that are hidden, of all that is loaded."""
+        layers = self._attached.layers
+        found = {
+            name: bits_on_host(tensor)
+            for name, tensor in self.model.tensors().items()
+            if name.rpartition(".")[0] in layers and not self.model.is_derived(name)
+        }
+        computed = self.model.compute(layers)
+        return found | {f"{name}()": y.float().cpu().numpy() for name, y in computed.items()}
 
     def _load_old(self, names: set[str], version: Version) -> None:
         try:

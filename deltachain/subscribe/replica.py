@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -105,6 +106,7 @@ class ReplicaTarget:
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers = itertools.count(1)
         self._turns = itertools.count(1)
+        self._leader = uuid.uuid4().hex
         self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
         self._held: Held | None = None
         self.paused = self._stopped = False
@@ -150,6 +152,9 @@ class ReplicaTarget:
             row["nbytes"] += self._specs[name].nbytes
         return found
 
+    def _agreed(self) -> Mapping[str, str]:
+        return self.agreement.classes if self.agreement else {}
+
     def on_host(self) -> dict[str, str]:
         """Some tensors that are not written in place, and why."""
         reasons = self.agreement.reasons if self.agreement else {}
@@ -182,6 +187,10 @@ class ReplicaTarget:
 
     def state(self) -> StateDigest | None:
         """Recomputed from live bits on every rank; see :class:`Target`."""
+        if any(kind in ("loaded", "reloaded") for kind in self._agreed().values()):
+            checks = self._ask("check")
+            if not all(verdict["same"] for verdict in checks):
+                return None  # somebody else wrote to what the engine loads
         number = next(self._numbers)
         self._ask("state", ticket=number)
         try:
@@ -292,7 +301,7 @@ class ReplicaTarget:
         return verdicts
 
     def _answers(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
-        turn = next(self._turns)
+        turn = f"{self._leader}:{next(self._turns)}"
         verdicts = self.engine.call(verb, turn=turn, **arguments)
         count = len(self.ranks) or len(verdicts)
         expected = [(rank, turn) for rank in range(count)]

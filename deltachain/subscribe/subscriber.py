@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event, RLock
 from types import TracebackType
@@ -269,13 +270,18 @@ class Subscriber:
 
         Nobody may write to the target meanwhile.
         """
-        held = self.held
-        if held is None:
-            return False
-        if str(self.target.state()) != held.state:
-            logger.error("somebody else wrote to the target: it does not hold %d", held.version)
-            self._poison()
-        return not self.poisoned
+        with self._writing:
+            held = self.held
+            if held is None:
+                return False
+            if str(self.target.state()) != held.state:
+                logger.error("somebody else wrote to the target: not %d is held", held.version)
+                self._poison()
+            return not self.poisoned
+
+    def alone(self) -> AbstractContextManager[bool]:
+        """A lock under which nothing is written to the target."""
+        return self._writing
 
     def status(self) -> Status:
         """What the target holds and how far behind it is, for people and probes."""
@@ -323,8 +329,9 @@ class Subscriber:
                 budget=self.config.stage_budget,
             )
         except BaseMismatchError:
-            if generation == self._generation and not fetched.from_nothing:
-                self._poison()
+            with self._writing:
+                if generation == self._generation and not fetched.from_nothing:
+                    self._poison()
             raise
         staged_at = time.perf_counter()
         newest = self.chain.newest(committed.version)

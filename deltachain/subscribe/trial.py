@@ -85,7 +85,7 @@ class _Trial:
         self.layers = layers
         self.tensors = dict(model.tensors())
         self.live = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        self.saved = {name: _on_host(tensor).copy() for name, tensor in self.live.items()}
+        self.saved = {name: bits_on_host(tensor) for name, tensor in self.live.items()}
         self.computed = dict(model.compute(layers))
 
     def expect_same(self) -> None:
@@ -95,7 +95,7 @@ class _Trial:
             TensorMismatchError: One did.
         """
         for name, tensor in self._current():
-            if not same_bits(_on_host(tensor), self.saved[name]):
+            if not same_bits(bits_on_host(tensor), self.saved[name]):
                 raise TensorMismatchError(f"{name} changed", tensor=name)
         for layer, output in self.model.compute(self.layers).items():
             if not torch.equal(output, self.computed[layer]):
@@ -109,7 +109,7 @@ class _Trial:
         """
         for live, tensor in self._current():
             layer, _, _ = live.rpartition(".")
-            if layer in layers and _share(_on_host(tensor), self.saved[live]):
+            if layer in layers and _share(bits_on_host(tensor), self.saved[live]):
                 return
         raise TensorMismatchError(f"nothing follows {name}", tensor=name)
 
@@ -123,7 +123,7 @@ class _Trial:
             layer, _, _ = name.rpartition(".")
             if layer not in self.layers or not tensor.is_floating_point():
                 continue
-            if _share(_on_host(tensor), self.saved[name]) < ENOUGH:
+            if _share(bits_on_host(tensor), self.saved[name]) < ENOUGH:
                 raise TensorMismatchError(f"{name} does not follow what is loaded", tensor=name)
         for layer, output in self.model.compute(self.layers).items():
             if float((output != self.computed[layer]).float().mean()) < ENOUGH:
@@ -160,10 +160,10 @@ def _changed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
             yield name, tensor ^ 1
 
 
-def _on_host(tensor: Tensor) -> npt.NDArray[Any]:
-    """Bits of a tensor's storage on the host: a device has no room for a second model."""
+def bits_on_host(tensor: Tensor) -> npt.NDArray[Any]:
+    """A copy of a tensor's storage on the host: a device has no room for a second model."""
     bits = storage_bits(tensor)
-    return bits.cpu().numpy() if isinstance(bits, Tensor) else bits
+    return bits.to("cpu", copy=True).numpy() if isinstance(bits, Tensor) else bits.copy()
 
 
 def _share(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:

@@ -22,6 +22,7 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     DigestMismatchError,
+    PartialApplyError,
 )
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
@@ -36,7 +37,7 @@ Verdict: TypeAlias = dict[str, Any]
 REMEMBERED: Final = 16
 """Tickets for which a rank remembers its answer."""
 
-VERBS: Final = ("attach", "agree", "state", "stage", "poll", "swap", "verdict", "status")
+VERBS: Final = ("attach", "agree", "check", "state", "stage", "poll", "swap", "verdict", "status")
 
 
 class RankVerbs:
@@ -59,6 +60,7 @@ class RankVerbs:
         self._rank: Rank | None = None
         self._version: int | None = None
         self._last: Verdict = {}
+        self._leader = ""
         self._jobs: dict[int, Future[Verdict]] = {}
         self._thread = ThreadPoolExecutor(1, "deltachain-stage")
 
@@ -72,7 +74,13 @@ class RankVerbs:
     def do(self, verb: str, arguments: Mapping[str, Any]) -> Verdict:
         """Answer one verb; never raises. The number of the call comes back with its answer."""
         asked = {name: value for name, value in arguments.items() if name != "turn"}
-        answer = self._answer(verb, asked)
+        leader = str(arguments.get("turn", "")).partition(":")[0]
+        if verb == "attach":
+            self._leader = leader
+        if leader == self._leader:
+            answer = self._answer(verb, asked)
+        else:
+            answer = self._refusal(PartialApplyError("another leader has attached this rank since"))
         if "turn" in arguments:
             answer.setdefault("turn", arguments["turn"])  # a verdict has that of its swap
         if verb == "swap":
@@ -111,6 +119,9 @@ class RankVerbs:
         mine = {name: tuple(labels) for name, labels in holders[self.number].items()}
         self.rank.agree(classes, mine)
         return {}
+
+    def _check(self) -> Verdict:
+        return {"same": self.rank.loads_the_same()}
 
     def _state(self, ticket: int) -> Verdict:
         def job() -> Verdict:

@@ -113,7 +113,7 @@ def test_memory_is_lost_and_its_successor_joins_again(
     killed: Callable[..., None], chain: tuple[str, list[State]], tmp_path: Path, kind: str
 ) -> None:
     url, truth = chain
-    kill = [TARGET, "write", 3, "before"]
+    kill = [TARGET, "write_patch", 3, "before"]
     nowhere = tmp_path / "unused"
     killed(role="follow", url=url, kind=kind, folder=str(nowhere), versions=[1, 2], kill=kill)
     assert not nowhere.exists()

@@ -36,7 +36,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     ticket: int
     version: int
-    turn: int = 0
+    turn: str = ""
     back: bool = False
 
 

@@ -46,6 +46,10 @@ class WorkerExtension:
         """Begin to recompute the state digest of the live weights."""
         return self._deltachain_do("state", arguments)
 
+    def deltachain_check(self, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Load what is on the host again, and say whether that changed anything."""
+        return self._deltachain_do("check", arguments)
+
     def deltachain_stage(self, **arguments: Any) -> Verdict:  # noqa: ANN401
         """Begin to stage a spooled plan."""
         return self._deltachain_do("stage", arguments)

@@ -89,12 +89,12 @@ def test_body_that_is_always_cut_at_once_ends_at_the_deadline(
     connect: Connect, proxy: Proxy
 ) -> None:
     connect(direct=True).put("a", pattern(1_000_000))
-    store = connect(deadline_s=0.5)
+    store = connect(deadline_s=2)
     proxy.cut_after(2000, times=1_000_000)
     began = time.monotonic()
     with pytest.raises(StoreUnavailableError):
         store.read("a", nbytes=1_000_000)
-    assert 0.4 < time.monotonic() - began < 10
+    assert 1.9 < time.monotonic() - began < 20
     assert proxy.cuts >= 2
 
 
