@@ -190,7 +190,8 @@ class Leader:
     def status(self) -> ReplicaStatus:
         """What the replica knows of itself."""
         subscriber, target = self.subscriber, self.target
-        held, head, chain = subscriber.held, subscriber.head_seen, subscriber.opened
+        held, chain = subscriber.held, subscriber.opened
+        head = chain.latest if chain else None
         last = subscriber.last
         reason = self._unready()
         return ReplicaStatus(
@@ -230,7 +231,8 @@ class Leader:
     def _behind(self, held: Held) -> str:
         if not self._caught_up:
             return "it has not caught up yet"
-        behind = (self.subscriber.head_seen or 0) - held.version
+        chain = self.subscriber.opened
+        behind = ((chain.latest if chain else None) or 0) - held.version
         most = self.settings.max_lag
         return "" if most is None or behind <= most else f"{behind} versions behind"
 

@@ -103,11 +103,6 @@ class Subscriber:
         return self._chain
 
     @property
-    def head_seen(self) -> Version | None:
-        """The newest version seen so far; asks nobody."""
-        return self._chain.latest if self._chain else None
-
-    @property
     def held(self) -> Held | None:
         """What the target holds; ``None`` for nothing that can be proven.
 
