@@ -78,7 +78,8 @@ class ServerEngine:
         # Every question of its own is a round trip in which nobody generates.
         verdicts: Sequence[Mapping[str, Any]]
         verdicts, _ = await asyncio.gather(
-            self._ask("verdict", {}), self._client.finish_weight_update()
+            self._ask("verdict", {"turn": arguments["turn"]}),
+            self._client.finish_weight_update(),
         )
         return verdicts
 
