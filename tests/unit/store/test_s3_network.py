@@ -65,7 +65,8 @@ def test_read_is_resumed_where_it_was_cut(connect: Connect, proxy: Proxy, reset:
     assert bytes(store.read("a", nbytes=LARGE)) == data
     assert proxy.cuts == 2
     # Two cuts at three quarters of a range: reading those again would take 12 MiB more.
-    assert LARGE < proxy.received < LARGE + (6 << 20)
+    # The proxy counts a piece after it has passed it on: the last ones may not be counted yet.
+    assert LARGE - (1 << 20) < proxy.received < LARGE + (6 << 20)
     assert store.requests == 3 + 2
 
 
