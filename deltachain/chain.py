@@ -122,6 +122,19 @@ class Chain:
             raise MalformedError(f"{keys.TABLE_KEY}: {exc}", key=keys.TABLE_KEY) from exc
         return cls(store, identity, table, seen)
 
+    def check_present(self) -> None:
+        """Tell a chain that has nothing new from one that is no longer where it was.
+
+        Raises:
+            ObjectNotFoundError: Its store answers, and has no chain.
+        """
+        if self.store.find(keys.CHAIN_KEY) is None:
+            raise ObjectNotFoundError(
+                f"the chain that was at {self.store.url} is gone",
+                key=keys.CHAIN_KEY,
+                hint="a folder that is not mounted, a bucket that was emptied?",
+            )
+
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The small files of the checkpoint, verified."""
         for ref in self.identity.assets:

@@ -35,6 +35,9 @@ NEEDS_A_PERSON: Final = (
 )
 """What waiting does not cure: these end the loop."""
 
+LOOK_BACK: Final = 16
+"""Looks in a row that found nothing, after which one makes sure that the chain is still there."""
+
 MOST_POLLS: Final = 32
 """Polls' worth of waiting after repeated failures, at most."""
 
@@ -52,12 +55,15 @@ def follow(
     each is logged once and tried again, ever more slowly, and from nothing where the target's state
     is in doubt. What only a person can resolve is raised: a fork, another model, a newer format.
     """
-    failures = 0
+    failures = idle = 0
     logged = ""
     while not stop.is_set():
         receipt = None
         try:
             receipt = _step(subscriber, every_version=every_version)
+            idle = idle + 1 if receipt is None else 0
+            if idle and (failures or idle % LOOK_BACK == 0):
+                subscriber.chain.check_present()
             failures, logged = 0, ""
             looked(None)
         except NEEDS_A_PERSON:

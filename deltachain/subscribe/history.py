@@ -78,6 +78,7 @@ def require(chain: Chain, version: Version | None) -> Committed:
     """The manifest of a version, or of the head.
 
     Raises:
+        ObjectNotFoundError: The whole chain is gone.
         BrokenChainError: It is not there although later ones are.
         ChainError: It is not committed.
     """
@@ -86,6 +87,7 @@ def require(chain: Chain, version: Version | None) -> Committed:
         return committed
     head = chain.head()
     if head is None:
+        chain.check_present()
         raise ChainError(
             f"{chain.store.url} has no version yet", hint="wait for the publisher's first commit"
         )

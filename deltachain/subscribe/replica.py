@@ -187,10 +187,11 @@ class ReplicaTarget:
 
     def state(self) -> StateDigest | None:
         """Recomputed from live bits on every rank; see :class:`Target`."""
+        self._ask("status")  # what another leader holds is not ours to judge
         if any(kind in ("loaded", "reloaded") for kind in self._agreed().values()):
-            checks = self._ask("check")
-            if not all(verdict["same"] for verdict in checks):
-                return None  # somebody else wrote to what the engine loads
+            checks = self._answers("check")
+            if not all(verdict["ok"] and verdict["same"] for verdict in checks):
+                return None  # somebody else wrote to what the engine loads, or it can not load
         number = next(self._numbers)
         self._ask("state", ticket=number)
         try:
@@ -238,14 +239,19 @@ class ReplicaTarget:
     def swap(self, prepared: Prepared, held: Held) -> float:
         """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.
 
-        A replica that is poisoned stays paused.
+        A replica that is poisoned stays paused. One that another leader has attached since is
+        neither paused nor resumed: the other may be writing.
         """
         if not isinstance(prepared, Ticket):
             raise TypeError(f"a replica can not swap {type(prepared).__name__}")
+        leads = False
         try:
+            self._ask("status")
+            leads = True
             self.engine.pause()
         except ApplyError as exc:
-            self._serve()
+            if leads:
+                self._serve()
             raise PartialApplyError(
                 f"the engine did not pause, and nothing was written: {exc.args[0]}",
                 version=held.version,

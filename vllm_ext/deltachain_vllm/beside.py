@@ -11,12 +11,11 @@ from typing import Any, Final
 
 import httpx
 
-from deltachain.errors import ApplyError, ConfigError
+from deltachain.errors import ApplyError
+from deltachain_vllm.compat import pause_mode
 
 WAIT_S: Final = 3600.0
 """Longest wait for an answer: attaching reads a whole model, and a pause may wait for requests."""
-
-PAUSES: Final = ("keep", "wait", "abort")
 
 
 class BesideEngine:
@@ -29,10 +28,8 @@ class BesideEngine:
     """
 
     def __init__(self, url: str, *, pause: str = "keep", keep_cache: bool = False) -> None:
-        self._mode = pause or PAUSES[0]
+        self._mode = pause_mode(pause)
         self._clear = not keep_cache
-        if self._mode not in PAUSES:
-            raise ConfigError(f"pause mode {pause!r} is none of {', '.join(PAUSES)}")
         self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401

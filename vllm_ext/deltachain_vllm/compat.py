@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from deltachain.errors import EngineVersionError
+from deltachain.errors import ConfigError, EngineVersionError
 
 FIRST: Final = (0, 32)
 BEYOND: Final = (0, 33)
 """The tested range: from FIRST up to, not including, BEYOND."""
+
+PAUSES: Final = ("keep", "wait", "abort")
+"""Pause modes: running requests go on afterwards, are waited for, or end early."""
 
 DERIVED: Final = re.compile(
     r"(^|\.)(cos_sin_cache|\w*inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
@@ -59,6 +62,17 @@ def linears() -> tuple[type, ...]:
     )
 
     return LinearBase, VocabParallelEmbedding
+
+
+def pause_mode(named: str) -> str:
+    """The pause mode of a name; the default for none.
+
+    Raises:
+        ConfigError: vLLM has no such mode.
+    """
+    if named and named not in PAUSES:
+        raise ConfigError(f"pause mode {named!r} is none of {', '.join(PAUSES)}")
+    return named or PAUSES[0]
 
 
 async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401 - vLLM's client

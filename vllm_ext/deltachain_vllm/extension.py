@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from importlib import import_module
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from deltachain.subscribe.settings import spool_folder
 from deltachain.subscribe.verbs import RankVerbs, Verdict
 from deltachain_vllm.model import VllmModel
+
+EXTENSION: Final = "deltachain_vllm.WorkerExtension"
 
 _VERBS: WeakKeyDictionary[nn.Module, RankVerbs] = WeakKeyDictionary()
 
@@ -74,3 +77,10 @@ class WorkerExtension:
         worker: Any = self
         model = worker.model_runner.get_model()
         return verbs_of(model, worker.vllm_config, worker.rank).do(verb, arguments)
+
+
+def knows_us(named: str) -> bool:
+    """Whether a worker extension is ours, or built upon it."""
+    module, _, name = named.rpartition(".")
+    found = getattr(import_module(module), name, None) if module else None
+    return isinstance(found, type) and issubclass(found, WorkerExtension)

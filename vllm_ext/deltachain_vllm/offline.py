@@ -10,6 +10,7 @@ from deltachain.errors import ApplyError, ConfigError
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.subscribe.replica import ReplicaTarget
 from deltachain.subscribe.settings import spool_folder
+from deltachain_vllm.extension import EXTENSION, knows_us
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -55,10 +56,10 @@ def subscribe(llm: LLM, config: SubscribeConfig | str) -> Subscriber:
         ConfigError: The ``LLM`` was made without the extension.
     """
     parallel = llm.llm_engine.vllm_config.parallel_config
-    if not parallel.worker_extension_cls:
+    if not knows_us(parallel.worker_extension_cls):
         raise ConfigError(
             "this LLM has no deltachain in its workers",
-            hint='make it with worker_extension_cls="deltachain_vllm.WorkerExtension"',
+            hint=f'make it with worker_extension_cls="{EXTENSION}"',
         )
     url = config if isinstance(config, str) else config.url
     target = ReplicaTarget(OfflineEngine(llm), url, spool_folder(os.environ))

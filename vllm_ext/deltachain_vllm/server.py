@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
-from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
@@ -13,13 +12,8 @@ from vllm.engine.protocol import EngineClient
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import BACKEND
-from deltachain_vllm.compat import check_version, pause
-from deltachain_vllm.extension import WorkerExtension
-
-PAUSES: Final = ("keep", "wait", "abort")
-"""vLLM's pause modes: running requests go on afterwards, are waited for, or end early."""
-
-EXTENSION: Final = "deltachain_vllm.WorkerExtension"
+from deltachain_vllm.compat import check_version, pause, pause_mode
+from deltachain_vllm.extension import EXTENSION, knows_us
 
 
 class ServerEngine:
@@ -39,8 +33,8 @@ class ServerEngine:
         self, client: EngineClient, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
         check_version()
-        self.mode = settings.pause or PAUSES[0]
-        _check(client, self.mode)
+        self.mode = pause_mode(settings.pause)
+        _check(client)
         transfer = client.vllm_config.weight_transfer_config
         self._in_session = transfer is not None and transfer.backend == BACKEND
         self._client = client
@@ -107,18 +101,9 @@ class ServerEngine:
             raise ApplyError(f"the engine did not answer: {exc}") from exc
 
 
-def _knows_us(named: str) -> bool:
-    """Whether a worker extension is ours, or built upon it."""
-    module, _, name = named.rpartition(".")
-    found = getattr(import_module(module), name, None) if module else None
-    return isinstance(found, type) and issubclass(found, WorkerExtension)
-
-
-def _check(client: EngineClient, mode: str) -> None:
+def _check(client: EngineClient) -> None:
     parallel = client.vllm_config.parallel_config
-    if mode not in PAUSES:
-        raise ConfigError(f"DELTACHAIN_PAUSE is {mode!r}, none of {', '.join(PAUSES)}")
-    if not _knows_us(parallel.worker_extension_cls):
+    if not knows_us(parallel.worker_extension_cls):
         raise ConfigError(
             "the workers of this server know nothing of deltachain",
             hint=f"start it with --worker-extension-cls {EXTENSION}",

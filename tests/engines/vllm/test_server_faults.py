@@ -249,8 +249,9 @@ def test_a_store_that_is_away_changes_nothing(replica: Replica) -> None:
     away = replica.store.with_name("away")
     shutil.move(replica.store, away)
     try:
-        error = error_of(replica.server.post("update", version=head + 1), 409)
-        assert error["type"] == "ChainError"
+        error = error_of(replica.server.post("update", version=head + 1), 503)
+        assert error["type"] == "ObjectNotFoundError"
+        assert "is gone" in error["message"]
         assert replica.serves(head)
     finally:
         shutil.move(away, replica.store)

@@ -19,6 +19,7 @@ from deltachain.keys import manifest_key
 from deltachain.manifest import Manifest, seal, unseal
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, Subscriber, follow
+from deltachain.subscribe.follow import LOOK_BACK
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, same, tensors_of
 
@@ -181,6 +182,33 @@ def test_a_store_that_is_down_for_a_while(
     base = subscriber.poll_s
     assert clock.waits[0] < 1.5 * base < clock.waits[4]  # ever more slowly
     assert clock.waits[-1] < 1.5 * base  # and back
+
+
+def test_a_chain_that_is_gone_for_a_while(
+    subscriber: Subscriber, publish: Publish, clock: Clock, store: MemoryStore
+) -> None:
+    """Its store answers: a folder that is not mounted looks like one where nothing is new."""
+    publish(1)
+    away = {info.key: store.get(info.key) for info in store.list("")}
+    troubles: list[str] = []
+
+    def vanish() -> None:
+        for key in away:
+            store.delete(key)
+
+    def come_back() -> None:
+        for key, data in away.items():
+            store.put(key, data)
+        publish(2)
+
+    clock.happens = [vanish, *[lambda: None] * (LOOK_BACK + 3), come_back]
+    looks = subscriber.follow(
+        stop=clock.stop, looked=lambda exc: troubles.append(str(exc) if exc else "")
+    )
+    assert versions(list(looks)) == [(None, 1), (1, 2)]
+    told = ["is gone" in trouble for trouble in troubles]
+    assert told == [False] * LOOK_BACK + [True] * 5 + [False]
+    assert troubles[-1] == ""
 
 
 def test_an_object_that_is_corrupt_for_a_while(

@@ -195,6 +195,20 @@ def test_a_chain_without_versions_is_waited_for(
     assert "wait" in caught.value.hint
 
 
+def test_a_chain_that_is_gone_is_said_to_be(
+    store: MemoryStore, subscribe: Subscribe, publish: Publish, model: TinyModel
+) -> None:
+    publish(1)
+    subscriber = subscribe(tensors_of(model))
+    subscriber.update()
+    for info in list(store.list("")):
+        store.delete(info.key)
+    for version in (None, 2):
+        with pytest.raises(ObjectNotFoundError, match="the chain that was at memory:"):
+            subscriber.update(version)
+    assert subscriber.version == 1
+
+
 def test_a_folder_that_followed_another_chain_joins_from_nothing(
     subscribe: Subscribe, publish: Publish, model: TinyModel, replica: Replica
 ) -> None:

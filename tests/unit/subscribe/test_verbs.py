@@ -229,3 +229,16 @@ def of_every_kind() -> list[str]:
 def test_every_error_of_the_tree_can_be_told(kind: str) -> None:
     error = error_of({"ok": False, "rank": 0, "error": kind, "message": "no"})
     assert isinstance(error, errors.DeltaChainError)
+
+
+def test_only_the_leader_that_attached_last_is_obeyed(rank: RankVerbs, model: FakeModel) -> None:
+    specs = [[s.name, s.dtype, list(s.shape)] for s in Checkpoint(model.checkpoint).specs.values()]
+    asked = {"url": URL, "specs": specs, "aliases": {}}
+    assert rank.do("attach", {**asked, "turn": "one:1"})["ok"]
+    assert rank.do("attach", {**asked, "turn": "two:1"})["ok"]
+    for verb in sorted(set(VERBS) - {"attach"}):
+        refused = rank.do(verb, {"turn": "one:2"})
+        assert (refused["ok"], refused["error"]) == (False, "PartialApplyError"), verb
+        assert "another leader has attached this rank since" in refused["message"]
+        assert refused["turn"] == "one:2"
+    assert rank.do("status", {"turn": "two:2"})["ok"]

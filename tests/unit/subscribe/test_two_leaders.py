@@ -1,0 +1,130 @@
+"""Two leaders of one engine, and two callers of one leader: one leads, one thing at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Event
+
+import pytest
+
+from deltachain.errors import PartialApplyError
+from deltachain.subscribe import Subscriber
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.testing.sharding import HOSTED, Shape
+from tests.unit.subscribe.replicas import Followed
+
+Build = Callable[..., Followed]
+
+
+@pytest.fixture
+def here(followed: Build) -> Followed:
+    """Two ranks that hold version 1 of 2, led by the subscriber."""
+    here = followed(Shape(tp=2))
+    here.publish(1)
+    here.subscriber.update()
+    here.publish(2)
+    return here
+
+
+@pytest.fixture
+def later(here: Followed) -> Subscriber:
+    """Leads the same ranks from now on."""
+    later = here.subscribe()
+    later.open()
+    return later
+
+
+@pytest.fixture
+def leader(here: Followed, monkeypatch: pytest.MonkeyPatch) -> Leader:
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(here.spool))
+    settings = ReplicaSettings(subscribe=here.subscriber.config)
+    leader = Leader(settings, here.engine, store=here.faulty)
+    leader.subscriber.open()
+    return leader
+
+
+def test_a_leader_that_was_replaced_touches_neither_weights_nor_scheduler(
+    here: Followed,
+) -> None:
+    staged = here.subscriber.stage()
+    assert staged is not None
+    later = here.subscribe()
+    later.open()
+    here.engine.pause()  # the other is in the middle of a swap
+    here.engine.events.clear()
+    with pytest.raises(PartialApplyError, match="another leader has attached this rank since"):
+        here.subscriber.swap(staged)
+    assert here.engine.events == []
+    assert here.engine.paused
+    assert not here.subscriber.poisoned
+    assert here.holds(1)
+    here.engine.resume()
+    later.update()
+    assert here.holds(2)
+
+
+def test_a_leader_that_was_replaced_stages_nothing(here: Followed, later: Subscriber) -> None:
+    here.engine.events.clear()
+    with pytest.raises(PartialApplyError, match="another leader"):
+        here.subscriber.update()
+    assert here.engine.events == []
+    assert all(not rank.rank.staged for rank in here.engine.verbs)
+    later.update()
+    assert here.holds(2)
+
+
+def test_what_another_leader_wrote_poisons_nobody(here: Followed, later: Subscriber) -> None:
+    later.update()
+    with pytest.raises(PartialApplyError, match="another leader"):
+        here.subscriber.scrub()
+    assert not here.subscriber.poisoned
+    assert later.scrub()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_can_not_load_again_is_not_believed(followed: Build, rank: int) -> None:
+    """A scrub lets the engine load its host copies again; one that fails may be half loaded."""
+    odd = tuple(name for name in HOSTED if name != "bias")  # zeros on one rank of two
+    here = followed(Shape(tp=2, odd=odd))
+    here.publish(1)
+    here.subscriber.update()
+
+    def fail(_: str) -> None:
+        raise OSError("device lost")
+
+    here.engine.models[rank].failing = fail
+    assert not here.subscriber.scrub()
+    assert here.subscriber.poisoned
+    here.engine.models[rank].failing = lambda _: None
+    here.subscriber.update()
+    assert here.holds(1)
+    assert here.subscriber.scrub()
+
+
+def test_nobody_resumes_in_the_middle_of_a_swap(
+    here: Followed, leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, go_on = Event(), Event()
+    call = here.engine.call
+
+    def slow(verb: str, **arguments: object) -> object:
+        if verb == "swap":
+            writing.set()
+            assert go_on.wait(20)
+        return call(verb, **arguments)
+
+    monkeypatch.setattr(here.engine, "call", slow)
+    here.engine.events.clear()
+    with ThreadPoolExecutor(4) as pool:
+        update = pool.submit(leader.update)
+        assert writing.wait(20)
+        others = [pool.submit(action) for action in (leader.resume, leader.pause, leader.scrub)]
+        assert not wait(others, timeout=0.2).done
+        assert here.engine.events == ["pause"]
+        go_on.set()
+        assert update.result() is not None
+        assert others[2].result() is True
+    assert here.engine.events[:4] == ["pause", "write", "name 2", "resume"]
+    assert here.holds(2)
