@@ -103,16 +103,16 @@ def train(
     base, dumps = folder / "base", folder / "dumps"
     dumps.mkdir(parents=True)
     url = (folder / "chain").resolve().as_uri()
-    with _one_thread():
-        batches = _batches(seed)
-        _pretrain(family, base, batches, seed)
-        model = _masters(base)
+    with one_thread():
+        batches = make_batches(seed)
+        pretrain(family, base, batches, seed)
+        model = masters_of(base)
         dump_bits(model, dumps / "0.npz")
         densities, losses = [], []
         config = PublishConfig(url=url, when_busy="wait", anchor_factor=anchor_factor)
         with Publisher(config) as publisher:
             publisher.attach(model)
-            steps = _steps(model, batches, rate)
+            steps = optimizer_steps(model, batches, rate)
             for step, loss in enumerate(islice(steps, versions), 1):
                 receipt = publisher.publish(step=step).result()
                 if receipt.version != step:
@@ -146,7 +146,7 @@ def pulled(trained: Trained, version: int, folder: Path) -> Path:
     return folder
 
 
-def _pretrain(family: str, base: Path, batches: Iterator[Tensor], seed: int) -> None:
+def pretrain(family: str, base: Path, batches: Iterator[Tensor], seed: int) -> None:
     """Write a checkpoint whose weights look like trained ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -154,13 +154,13 @@ def _pretrain(family: str, base: Path, batches: Iterator[Tensor], seed: int) -> 
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             configuration, dtype=torch.float32
         )
-    for _ in islice(_steps(model, batches, _PRETRAINING_RATE), _PRETRAINING_STEPS):
+    for _ in islice(optimizer_steps(model, batches, _PRETRAINING_RATE), _PRETRAINING_STEPS):
         pass
     model.bfloat16().save_pretrained(base)
     with_tokenizer(base)
 
 
-def _masters(base: Path) -> PreTrainedModel:
+def masters_of(base: Path) -> PreTrainedModel:
     """The checkpoint as fp32: its cast to bf16 has exactly the bits of the file."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         base, dtype=torch.float32, local_files_only=True
@@ -168,7 +168,7 @@ def _masters(base: Path) -> PreTrainedModel:
     return model
 
 
-def _steps(model: nn.Module, batches: Iterator[Tensor], rate: float) -> Iterator[float]:
+def optimizer_steps(model: nn.Module, batches: Iterator[Tensor], rate: float) -> Iterator[float]:
     """Take an optimizer step a batch, without end, and yield the loss before each."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
@@ -181,7 +181,7 @@ def _steps(model: nn.Module, batches: Iterator[Tensor], rate: float) -> Iterator
         yield loss.item()
 
 
-def _batches(seed: int) -> Iterator[Tensor]:
+def make_batches(seed: int) -> Iterator[Tensor]:
     """Token ids, int64 (_BATCH, _LENGTH), cut from one stream of documents."""
     tokenizer, wanted = make_tokenizer(), _BATCH * _LENGTH
     stream: list[int] = []
@@ -193,7 +193,7 @@ def _batches(seed: int) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Sums are then in one order, whatever the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

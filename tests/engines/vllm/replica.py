@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.engines.vllm import strikes
+from tests.engines.vllm.load import prompt
 from tests.engines.vllm.server import Server
 from tests.engines.vllm.trainer import Trainer
-from tests.engines.vllm.truth import sharded
+from tests.engines.vllm.truth import Judge, sharded
 
 
 class Replica:
@@ -62,6 +64,26 @@ class Replica:
     def generates_with(self, version: int) -> bool:
         """Whether tokens come, and are said to be of a version."""
         return self.server.generate([5, 6, 7], 4).spans == ((0, 4, str(version)),)
+
+    def goes_on_as(self, version: int, *, label: int | None = None) -> bool:
+        """Whether new prompts get the tokens of a version, and some are not its neighbours'.
+
+        Args:
+            version: Which.
+            label: What its tokens are said to be of, if that is another one.
+        """
+        said = str(version if label is None else label)
+        dice = random.Random(version)
+        answers = [self.server.generate(prompt(dice), 24) for _ in range(8)]
+        assert {answer.spans for answer in answers} == {((0, 24, said),)}
+        right = [
+            v
+            for v in range(self.trainer.head + 1)
+            if not any(
+                Judge(self.trainer.pulled(v)).wrong(a.prompt, a.tokens, range(24)) for a in answers
+            )
+        ]
+        return right == [version]
 
     def stands_still(self) -> bool:
         """Whether it is not ready, is paused, and can not be resumed."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import time
@@ -15,10 +14,9 @@ import httpx
 import pytest
 
 from deltachain.testing.seaweed import Seaweed
-from tests.engines.vllm.load import prompt
 from tests.engines.vllm.replica import Replica, error_of, replicas, serving
 from tests.engines.vllm.trainer import Trainer
-from tests.engines.vllm.truth import Judge, sharded
+from tests.engines.vllm.truth import sharded
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -176,19 +174,19 @@ def test_an_engine_that_fails_to_load_is_taken_back(
     with serving(trainer, tmp_path, tp, plain=False) as replica:
         assert "reloaded" in replica.server.status()["classes"]
         replica.server.update(trainer.step())
-        goes_on_as(replica, 1)
+        assert replica.goes_on_as(1)
         trainer.step()
         replica.strike("load", nth=5)
         error = error_of(replica.server.post("update"), 409)
         assert (error["type"], replica.is_struck()) == ("PartialApplyError", True)
         assert replica.server.status()["version"] == 1
-        goes_on_as(replica, 1)
+        assert replica.goes_on_as(1)
         replica.strike("load", nth=5, lasting=True)
         assert error_of(replica.server.post("update"), 409)["type"] == "PoisonedError"
         assert replica.stands_still()
         replica.strikes.unlink()
         assert replica.server.update()["version"] == 2
-        goes_on_as(replica, 2)
+        assert replica.goes_on_as(2)
 
 
 def arrive(replica: Replica) -> None:
@@ -207,16 +205,3 @@ def serves_without_a_store(replica: Replica) -> None:
         assert replica.serves(version)
         time.sleep(0.5)
     assert replica.holds(version)
-
-
-def goes_on_as(replica: Replica, version: int) -> None:
-    """Every token is that of a version, and some are not those of its neighbours."""
-    dice = random.Random(version)
-    answers = [replica.server.generate(prompt(dice), 24) for _ in range(8)]
-    assert {answer.spans for answer in answers} == {((0, 24, str(version)),)}
-    judges = {v: Judge(replica.trainer.pulled(v)) for v in range(replica.trainer.head + 1)}
-    wrong = {
-        v: sum(len(judge.wrong(a.prompt, a.tokens, range(24))) for a in answers)
-        for v, judge in judges.items()
-    }
-    assert [v for v, count in wrong.items() if count == 0] == [version]

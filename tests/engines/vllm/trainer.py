@@ -10,7 +10,7 @@ import torch
 
 from deltachain.cli.pull import pull
 from deltachain.publish import PublishConfig, Publisher
-from tests.engines.chains import _batches, _masters, _one_thread, _pretrain, _steps
+from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
 
 RATE: Final = 1e-2
 """Far more than a real one: tokens must differ from one version to the next, to be told apart."""
@@ -33,11 +33,11 @@ class Trainer:
         self.url = url or (folder / "chain").resolve().as_uri()
         self.head = 0
         self._pulled = folder / "pulled"
-        with _one_thread():
-            batches = _batches(seed)
-            _pretrain(family, self.base, batches, seed)
-            self._model = _masters(self.base)
-        self._steps = _steps(self._model, batches, RATE)
+        with one_thread():
+            batches = make_batches(seed)
+            pretrain(family, self.base, batches, seed)
+            self._model = masters_of(self.base)
+        self._steps = optimizer_steps(self._model, batches, RATE)
         config = PublishConfig(url=self.url, when_busy="wait", anchor_factor=1e9)
         self._publisher = Publisher(config).attach(self._model)
 
@@ -54,7 +54,7 @@ class Trainer:
 
     def step(self) -> int:
         """Take a step and commit it; the version."""
-        with _one_thread(), torch.enable_grad():
+        with one_thread(), torch.enable_grad():
             next(self._steps)
         self.head = self._publisher.publish(step=self.head + 1).result().version
         return self.head

@@ -1,0 +1,167 @@
+"""Several callers at once, a second leader, and weights that are loaded behind our back."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from typing import Final, Self
+
+import pytest
+
+from tests.engines.vllm.load import clients
+from tests.engines.vllm.replica import error_of, replicas, serving
+from tests.engines.vllm.server import ROOT, Server
+from tests.engines.vllm.trainer import Trainer
+from tests.engines.vllm.truth import Judge
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+VERSIONS = 12
+
+LENGTH = 24
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    with Trainer(tmp_path) as trainer:
+        yield trainer
+
+
+class Callers:
+    """Everybody who may tell a replica something, each on a thread of its own, again and again.
+
+    Args:
+        server: Whom they tell it.
+
+    Attributes:
+        answered: How often each path was answered with each status.
+        failures: Whatever should not have been answered.
+    """
+
+    PATHS: Final = ("update", "rollback", "release", "scrub")
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.answered: Counter[tuple[str, int]] = Counter()
+        self.failures: list[str] = []
+        self._stop = Event()
+        alone = [partial(self._tell, path) for path in self.PATHS]
+        actions = [*alone, partial(self._tell, "pause", "resume"), self._look]
+        self._threads = [Thread(target=self._loop, args=(action,)) for action in actions]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _loop(self, action: Callable[[], None]) -> None:
+        while not self._stop.is_set():
+            try:
+                action()
+            except Exception as exc:  # noqa: BLE001 - the test reads them
+                self.failures.append(repr(exc))
+                return
+
+    def _tell(self, *paths: str) -> None:
+        for path in paths:
+            response = self.server.post(path)
+            self.answered[path, response.status_code] += 1
+            if response.status_code != 200:  # there may be nothing to go back to
+                error = error_of(response, 409)
+                assert (path, error["type"]) == ("rollback", "ChainError"), error
+
+    def _look(self) -> None:
+        status = self.server.status()
+        assert not status["poisoned"]
+        assert status["trouble"] == "" or "can not roll back" in status["trouble"]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_callers_at_once_never_make_a_mixture(tmp_path: Path, tp: int) -> None:
+    """Forward, back, scrubbed, paused and resumed by as many callers, under load."""
+    with replicas(tmp_path, tp) as replica:
+        server, trainer = replica.server, replica.trainer
+        with (
+            clients(server, streams=2, labelled=2, length=LENGTH, applied=lambda: 0) as seen,
+            Callers(server) as callers,
+        ):
+            for _ in range(VERSIONS):
+                trainer.step()
+                time.sleep(0.5)
+        assert callers.failures + seen.failures == []
+        told = (*callers.PATHS, "pause", "resume")
+        assert all(callers.answered[path, 200] for path in told), callers.answered
+        assert replica.is_settled()
+        judges = [Judge(trainer.pulled(version)) for version in range(VERSIONS + 1)]
+        spans = [(answer, *span) for _, answer in seen.generated for span in answer.spans]
+        assert len({label for *_, label in spans}) > 2
+        for answer, start, end, label in spans:
+            judge = judges[int(label)]
+            assert judge.wrong(answer.prompt, answer.tokens, range(start, end)) == []
+
+
+def test_a_second_leader_takes_over_and_the_first_stands_back(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """``python -m deltachain_vllm`` beside a server that has a leader of its own."""
+    with serving(trainer, tmp_path, 2) as replica:
+        server = replica.server
+        server.update(trainer.step())
+        trainer.step()
+        beside = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "DELTACHAIN_URL": trainer.url,
+            "DELTACHAIN_BASE": str(trainer.base),
+            "DELTACHAIN_SPOOL": str(server.spool),
+        }
+        command = [sys.executable, "-m", "deltachain_vllm", str(server.client.base_url)]
+        done = subprocess.run(
+            [*command, "--version", "2"],
+            env=beside,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert (done.returncode, done.stdout) == (0, "version 2\n"), done.stderr
+        trainer.step()
+        for path in ("update", "scrub"):
+            error = error_of(server.post(path), 409)
+            assert error["type"] == "PartialApplyError"
+            assert "another leader has attached this rank since" in error["message"]
+        assert server.client.get("/weight_info").json() == {"weight_version": "2"}
+        assert not server.client.get("/is_paused").json()["is_paused"]
+        assert not server.status()["poisoned"]
+        assert server.generate([5, 6, 7], 4).spans == ((0, 4, "2"),)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_weights_that_somebody_loads_over_packed_ones_are_found_by_scrubbing(
+    trainer: Trainer, tmp_path: Path, tp: int
+) -> None:
+    """Stock linears: their live bits are nowhere to be seen, and are found out all the same."""
+    with serving(trainer, tmp_path, tp, plain=False) as replica:
+        server = replica.server
+        server.update(trainer.step())
+        assert server.post("scrub").json()["last"]["previous"] == 0
+        assert replica.goes_on_as(1)
+        other = {"method": "reload_weights", "kwargs": {"weights_path": str(trainer.base)}}
+        assert server.client.post("/collective_rpc", json=other).status_code == 200
+        assert replica.goes_on_as(0, label=1)
+        status = server.post("scrub").json()
+        found = (status["version"], status["poisoned"], status["last"]["previous"])
+        assert found == (1, False, None), "healed from nothing"
+        assert replica.goes_on_as(1)
