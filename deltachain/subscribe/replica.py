@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final
 
 import msgspec
@@ -107,6 +108,7 @@ class ReplicaTarget:
         self._numbers = itertools.count(1)
         self._turns = itertools.count(1)
         self._leader = uuid.uuid4().hex
+        self._asking = Lock()
         self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
         self._held: Held | None = None
         self.paused = self._stopped = False
@@ -211,15 +213,17 @@ class ReplicaTarget:
         """Decode once, stage on every rank, and prove the sum; see :class:`Target`."""
         check_whole(fetched)
         version = fetched.plan.target
-        alive = _Alive(next(self._numbers), Spool.write(self._spool, fetched))
-        self._alive.add(alive)
-        self._ask(
-            "stage",
-            ticket=alive.number,
-            spool=alive.spool.folder.name,
-            budget=budget,
-            keep=[one.number for one in self._alive],
-        )
+        spool = Spool.write(self._spool, fetched)
+        with self._asking:  # ranks must not be told to forget what another stage asks them for
+            alive = _Alive(next(self._numbers), spool)
+            self._alive.add(alive)
+            self._ask(
+                "stage",
+                ticket=alive.number,
+                spool=spool.folder.name,
+                budget=budget,
+                keep=[one.number for one in self._alive],
+            )
         verdicts = self._await(alive.number, version)
         effect, alike = _add_up(verdicts, fetched)
         if effect.nnz != alive.spool.nnz:

@@ -17,24 +17,17 @@ from torch import Tensor, nn
 from deltachain.chain import Chain, Committed
 from deltachain.errors import (
     BaseMismatchError,
-    BrokenChainError,
     ChainError,
-    ConfigError,
     DeltaChainError,
-    FormatError,
-    ObjectNotFoundError,
     PartialApplyError,
 )
-from deltachain.fetch import Fetched, fetch
-from deltachain.keys import version_of
-from deltachain.manifest import EdgeSummary
-from deltachain.plan import Plan
 from deltachain.store import Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.folder import FolderTarget
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
+from deltachain.subscribe.route import fetch_around
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status
 from deltachain.subscribe.target import Held, Prepared, Target
@@ -150,22 +143,24 @@ class Subscriber:
             StoreError: The store failed.
         """
         chain = self.chain
-        if version is None and self.pinned:
-            if self.held is not None or self._held is None:
+        with self._writing:  # a rollback may come at any time: these belong together
+            last, held, generation, pinned = self._held, self.held, self._generation, self.pinned
+        if version is None and pinned:
+            if held is not None or last is None:
                 return None
-            version = self._held.version  # heals, and stays
+            version = last.version  # heals, and stays
         committed = require(chain, version)
-        if self._held is not None:  # poisoned or not: healing does not go back either
-            check_history(chain, self._held, committed)
-            if committed.version < self._held.version:
+        if last is not None:  # poisoned or not: healing does not go back either
+            check_history(chain, last, committed)
+            if committed.version < last.version:
                 raise ChainError(
-                    f"version {committed.version} lies behind {self._held.version}",
+                    f"version {committed.version} lies behind {last.version}",
                     version=committed.version,
                     hint="a subscriber goes back only by rollback()",
                 )
-            if committed.version == self.version:
+            if held is not None and committed.version == held.version:
                 return None
-        return self._stage(committed, self.held)
+        return self._stage(committed, held, generation)
 
     def swap(self, staged: Staged) -> ApplyReceipt:
         """Write a staged apply into the target. Nobody else may write to it, or read it, meanwhile.
@@ -177,11 +172,7 @@ class Subscriber:
         """
         with self._writing:
             if staged.generation != self._generation:
-                raise BaseMismatchError(
-                    f"version {staged.to.version} was staged before another swap",
-                    version=staged.to.version,
-                    hint="stage again",
-                )
+                raise _overtaken(staged.to.version)
             start = time.perf_counter()
             swap_s = self._write(staged.prepared, staged.to)
             pause_s = time.perf_counter() - start
@@ -226,9 +217,10 @@ class Subscriber:
                 self._write(undo.prepared, undo.held)
                 self._undo.pop()
         else:
-            self.swap(self._stage(require(chain, goal), None))
+            self.swap(self._stage(require(chain, goal), None, self._generation))
             self._undo.clear()
         self.pinned = True
+        self._generation += 1  # nothing that was staged before leads away from here
         logger.info("rolled back from version %d to %d and pinned", held.version, goal)
         return self._held or held
 
@@ -310,11 +302,10 @@ class Subscriber:
     ) -> None:
         self.close()
 
-    def _stage(self, committed: Committed, held: Held | None) -> Staged:
-        """Stage the way from ``held`` to a committed version."""
-        generation = self._generation
+    def _stage(self, committed: Committed, held: Held | None, generation: int) -> Staged:
+        """Stage the way to a committed version from what was held at a generation."""
         start = time.perf_counter()
-        fetched = self._fetch(committed, held)
+        fetched = fetch_around(self.chain, held, committed, base=self.config.base)
         fetched_at = time.perf_counter()
         try:
             prepared = self.target.stage(
@@ -325,7 +316,9 @@ class Subscriber:
             )
         except BaseMismatchError:
             with self._writing:
-                if generation == self._generation and not fetched.from_nothing:
+                if generation != self._generation:
+                    raise _overtaken(committed.version) from None
+                if not fetched.from_nothing:
                     self._poison()
             raise
         staged_at = time.perf_counter()
@@ -342,27 +335,6 @@ class Subscriber:
             fetch_s=fetched_at - start,
             stage_s=staged_at - fetched_at,
         )
-
-    def _fetch(self, committed: Committed, held: Held | None) -> Fetched:
-        """Fetch the cheapest plan that works: one with an unusable object is planned around."""
-        avoid: list[EdgeSummary] = []
-        failure: DeltaChainError | None = None
-        while True:
-            try:
-                plan = self.chain.plan(held.version if held else None, committed, avoid=avoid)
-            except BrokenChainError:
-                if failure is not None:
-                    raise failure from None
-                raise
-            try:
-                return fetch(self.chain, plan, target=committed, base=self.config.base)
-            except (FormatError, ObjectNotFoundError, ConfigError) as exc:
-                bad = _unusable(plan, exc)
-                if not bad:
-                    raise
-                logger.warning("planning around %s->%d: %s", bad[0].kind, bad[0].version, exc)
-                avoid += bad
-                failure = exc
 
     def _write(self, prepared: Prepared, to: Held) -> float:
         self._generation += 1
@@ -390,10 +362,6 @@ def as_target(thing: TargetLike) -> Target:
     return FolderTarget(Path(thing)) if isinstance(thing, str | os.PathLike) else thing
 
 
-def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
-    """The edge of a plan that an error is about."""
-    if isinstance(exc, ConfigError):
-        return [edge for edge in plan.edges if edge.kind == "base"]
-    key = exc.key if isinstance(exc, FormatError | ObjectNotFoundError) else ""
-    found = [edge for edge in plan.edges if edge.version == version_of(key)]
-    return found or [edge for edge in plan.edges if edge.kind == "base"]
+def _overtaken(version: Version) -> BaseMismatchError:
+    message = f"version {version} was staged before another swap"
+    return BaseMismatchError(message, version=version, hint="stage again")

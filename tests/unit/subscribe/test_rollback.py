@@ -1,13 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from deltachain.errors import ChainError, PartialApplyError, PoisonedError, StoreUnavailableError
+from deltachain.errors import (
+    BaseMismatchError,
+    ChainError,
+    PartialApplyError,
+    PoisonedError,
+    StoreUnavailableError,
+)
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
+from deltachain.subscribe import subscriber as module
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import (
     Replica,
@@ -152,6 +160,49 @@ def test_a_rollback_to_what_is_held_pins_alone(
     subscriber = at_head(subscribe(replica))
     assert subscriber.rollback(4).version == 4
     assert subscriber.pinned
+    assert same(replica.bits(), truth[4])
+
+
+def test_what_was_staged_before_a_pin_does_not_lead_away_from_it(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    subscriber = subscribe(replica)
+    subscriber.update(2)
+    staged = subscriber.stage()
+    assert staged is not None
+    subscriber.rollback(2)
+    with pytest.raises(BaseMismatchError, match="version 4 was staged before another swap"):
+        subscriber.swap(staged)
+    assert same(replica.bits(), truth[2])
+
+
+@pytest.mark.parametrize("moment", ["require", "fetch_around"])
+def test_a_rollback_in_the_middle_of_a_stage_poisons_nobody(
+    replica: Replica,
+    subscribe: Subscribe,
+    truth: list[State],
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+) -> None:
+    """What is staged is then compared with bits that it was not meant for."""
+    subscriber = subscribe(replica)
+    for version in range(3):
+        subscriber.update(version)
+    original = getattr(module, moment)
+
+    def overtaken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        assert subscriber.rollback().version == 1
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, moment, overtaken)
+    with pytest.raises(BaseMismatchError, match="version 4 was staged before another swap"):
+        subscriber.update()
+    assert not subscriber.poisoned
+    assert subscriber.pinned
+    assert same(replica.bits(), truth[1])
+    subscriber.release()
+    subscriber.update()
     assert same(replica.bits(), truth[4])
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
+from typing import Any
 
 import pytest
 
 from deltachain.errors import PartialApplyError
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.replica import Ticket
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain.testing.sharding import HOSTED, Shape
 from tests.unit.subscribe.replicas import Followed
@@ -128,3 +130,29 @@ def test_nobody_resumes_in_the_middle_of_a_swap(
         assert others[2].result() is True
     assert here.engine.events[:4] == ["pause", "write", "name 2", "resume"]
     assert here.holds(2)
+
+
+def test_two_stages_at_once_forget_nothing_of_each_other(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rollback from the store stages beside an update; each tells the ranks what to keep."""
+    first_asks, second_is_done = Event(), Event()
+    call = here.engine.call
+
+    def slow(verb: str, **arguments: Any) -> object:
+        if verb == "stage" and not first_asks.is_set():
+            first_asks.set()
+            second_is_done.wait(0.5)
+        return call(verb, **arguments)
+
+    monkeypatch.setattr(here.engine, "call", slow)
+    with ThreadPoolExecutor(2) as pool:
+        one = pool.submit(here.subscriber.stage)
+        assert first_asks.wait(20)
+        two = pool.submit(here.subscriber.stage)
+        two.add_done_callback(lambda _: second_is_done.set())
+        staged = [one.result(), two.result()]
+    kept = [set(rank.rank.staged) for rank in here.engine.verbs]
+    tickets = {one.prepared.number for one in staged if one and isinstance(one.prepared, Ticket)}
+    assert len(tickets) == 2
+    assert all(tickets <= one for one in kept)
