@@ -1,246 +1,23 @@
-"""``/v1/deltachain/*`` in a vLLM server: what a fleet's engineer and a trainer ask of a replica.
-
-A request names versions of the one chain that the server was started with, never addresses.
-"""
+"""``/v1/deltachain/*`` in a vLLM server."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import replace
-from threading import Thread
-from typing import Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from fastapi import FastAPI
 
-from deltachain.errors import (
-    ApplyError,
-    ChainError,
-    ConfigError,
-    DeltaChainError,
-    FormatError,
-    StoreError,
-)
-from deltachain.subscribe.leader import Leader
+from deltachain.control.routes import LOOPBACK, Led, lead, router
+from deltachain.errors import ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import speak
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from vllm.engine.protocol import EngineClient
 
-LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
-
-LARGEST: Final = 4096
-"""Bytes of a request's body."""
-
-AT_ONCE: Final = 4
-"""Requests that are worked on at once."""
-
-LOOK_S: Final = 0.5
-"""Seconds between two looks whether somebody still waits for an answer."""
-
-_T = TypeVar("_T")
-
-
-class VersionRequest(BaseModel):
-    """Which version; the head, or the one before, when none is named."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    version: Annotated[int | None, Field(ge=0, lt=1 << 53)] = None
-
-
-class Control:
-    """The leader behind the routes, and who may use them.
-
-    Attributes:
-        leader: ``None`` where the server follows no chain.
-        refusal: Why not.
-    """
-
-    def __init__(self, leader: Leader | None, refusal: str, *, token: str, is_open: bool) -> None:
-        self.leader = leader
-        self.refusal = refusal
-        self._token = token.encode()
-        self._is_open = is_open
-        self._free = asyncio.Semaphore(AT_ONCE)
-
-    def authorise(self, request: Request) -> None:
-        """Refuse who does not know the token.
-
-        Raises:
-            HTTPException: 401, or 403 where the server has neither token nor key.
-        """
-        if not self._token:
-            if not self._is_open:
-                raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
-            return
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = request.headers.get("x-deltachain-token", bearer)
-        if not hmac.compare_digest(given.encode(), self._token):
-            raise HTTPException(401, "wrong or missing token")
-
-    async def run(self, action: Callable[[Leader], _T], request: Request) -> _T:
-        """Do something that may take its time, beside the server's event loop.
-
-        Raises:
-            HTTPException: 503 where the server follows no chain, and once nobody waits for the
-                answer: a server that was told to end waits for its requests.
-        """
-        if self.leader is None:
-            raise HTTPException(503, self.refusal)
-        await self._free.acquire()
-        work = asyncio.ensure_future(_aside(action, self.leader))
-        work.add_done_callback(self._end)
-        while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
-            if await request.is_disconnected():
-                raise HTTPException(503, "nobody waits for the answer")
-        return work.result()
-
-    def _end(self, work: asyncio.Future[Any]) -> None:
-        self._free.release()
-        if not work.cancelled():
-            work.exception()  # nobody may be left to ask for it
-
-
-async def _aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
-    """Call in a thread that does not keep the process from ending, as those of executors do."""
-    outcome: Future[_T] = Future()
-    outcome.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            outcome.set_result(action(leader))
-        except BaseException as exc:  # noqa: BLE001 - whoever awaits it gets it
-            outcome.set_exception(exc)
-
-    Thread(target=run, name="deltachain-control", daemon=True).start()
-    return await asyncio.wrap_future(outcome)
-
-
-def _control(request: Request) -> Control:
-    control: Control | None = getattr(request.app.state, "deltachain", None)
-    if control is None:
-        raise HTTPException(503, "the engine is not up yet")
-    control.authorise(request)
-    return control
-
-
-Allowed = Annotated[Control, Depends(_control)]
-
-
-async def _asked(control: Allowed, request: Request) -> VersionRequest:
-    """The body, which is small: nobody is let in by its size, nor before the token."""
-    del control
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > LARGEST:
-            raise HTTPException(413, f"a body of more than {LARGEST} bytes")
-    try:
-        return VersionRequest.model_validate_json(body or b"{}")
-    except ValidationError as exc:
-        raise HTTPException(422, 'the body must be {"version": N} or {}') from exc
-
-
-Asked = Annotated[VersionRequest, Depends(_asked)]
-
-router = APIRouter(prefix="/v1/deltachain", tags=["deltachain"])
-
-
-@router.get("/status")
-async def status(control: Allowed) -> Response:
-    """What the replica holds, and how."""
-    if control.leader is None:
-        raise HTTPException(503, control.refusal)
-    return _json(msgspec.to_builtins(control.leader.status()))
-
-
-@router.get("/ready")
-async def ready(control: Allowed) -> Response:
-    """200 when the replica should be sent requests, else 503 and why."""
-    if control.leader is None:
-        return _json({"ready": False, "reason": control.refusal}, 503)
-    found = control.leader.status()
-    body = {"ready": found.ready, "reason": found.reason, "version": found.version}
-    return _json(body, 200 if found.ready else 503)
-
-
-@router.post("/update")
-async def update(control: Allowed, asked: Asked, request: Request) -> Response:
-    """Bring the replica to a version and answer when it is there; again is allowed."""
-    return await _do(control, request, lambda leader: leader.update(asked.version))
-
-
-@router.post("/rollback")
-async def rollback(control: Allowed, asked: Asked, request: Request) -> Response:
-    """Go back to a version and stay there."""
-    return await _do(control, request, lambda leader: leader.rollback(asked.version))
-
-
-@router.post("/release")
-async def release(control: Allowed, request: Request) -> Response:
-    """Follow the head again after a rollback."""
-    return await _do(control, request, Leader.release)
-
-
-@router.post("/pause")
-async def pause(control: Allowed, request: Request) -> Response:
-    """Generate nothing until ``resume``."""
-    return await _do(control, request, Leader.pause)
-
-
-@router.post("/resume")
-async def resume(control: Allowed, request: Request) -> Response:
-    """Generate again; refused when the replica can not prove what it holds."""
-    return await _do(control, request, Leader.resume)
-
-
-@router.post("/scrub")
-async def scrub(control: Allowed, request: Request) -> Response:
-    """Recompute the state of the live weights, to find out whether somebody else wrote to them."""
-    return await _do(control, request, Leader.scrub)
-
-
-async def _do(control: Control, request: Request, action: Callable[[Leader], object]) -> Response:
-    try:
-        await control.run(action, request)
-    except DeltaChainError as exc:
-        return _json(
-            {
-                "error": {
-                    "type": type(exc).__name__,
-                    "message": str(exc.args[0]),
-                    "hint": exc.hint,
-                    "retryable": exc.retryable,
-                }
-            },
-            _status_of(exc),
-        )
-    assert control.leader is not None  # noqa: S101 - run() has refused
-    return _json(msgspec.to_builtins(control.leader.status()))
-
-
-def _status_of(exc: DeltaChainError) -> int:
-    kinds = (
-        (ConfigError, 400),
-        (ChainError, 409),
-        (ApplyError, 409),
-        (FormatError, 502),
-        (StoreError, 503),
-    )
-    return next((code for kind, code in kinds if isinstance(exc, kind)), 500)
-
-
-def _json(body: Any, code: int = 200) -> Response:  # noqa: ANN401
-    return JSONResponse(body, code)
+PREFIX: Final = "/v1/deltachain"
 
 
 class EndpointPlugin:
@@ -251,26 +28,27 @@ class EndpointPlugin:
 
     def attach_router(self, app: FastAPI) -> None:
         """Called once, after the server's own routes are on its ``app``."""
-        app.include_router(router)
+        app.include_router(router, prefix=PREFIX)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
         """Called once when the engine is up: catch up, before the server takes requests."""
         speak()
-        leader, refusal, token = None, "DELTACHAIN_URL is not set: this server follows no chain", ""
-        try:
-            settings = ReplicaSettings.of(os.environ)
-            if settings is not None and engine_client is not None:
-                token = settings.token
-                leader = await _start(engine_client, settings, args)
-        except DeltaChainError as exc:
-            refusal = str(exc)
-            logger.warning("deltachain follows nothing: %s", exc)
-        is_open = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
-        is_open = is_open or getattr(args, "host", None) in LOOPBACK
-        state.deltachain = Control(leader, refusal, token=token, is_open=is_open)
+        loop = asyncio.get_running_loop()
+        has_key = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
+        state.deltachain = await lead(
+            lambda settings: _engine(engine_client, loop, settings, args),
+            is_open=has_key or getattr(args, "host", None) in LOOPBACK,
+        )
 
 
-async def _start(client: Any, settings: ReplicaSettings, args: Namespace) -> Leader:  # noqa: ANN401
+def _engine(
+    client: EngineClient | None,
+    loop: asyncio.AbstractEventLoop,
+    settings: ReplicaSettings,
+    args: Namespace,
+) -> Led:
+    if client is None:
+        raise ConfigError("this server has no engine of its own")
     if (getattr(args, "api_server_count", None) or 1) > 1:
         raise ConfigError(
             "this server has several front ends, a replica has one leader",
@@ -279,10 +57,5 @@ async def _start(client: Any, settings: ReplicaSettings, args: Namespace) -> Lea
     from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
     from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
 
-    loop = asyncio.get_running_loop()
-    if settings.subscribe.base is None:  # a chain that begins with what this server has loaded
-        base = replace(settings.subscribe, base=checkpoint_of(client.vllm_config))
-        settings = replace(settings, subscribe=base)
-    leader = Leader(settings, ServerEngine(client, loop, settings))
-    await _aside(Leader.start, leader)
-    return leader
+    engine = ServerEngine(client, loop, settings)
+    return Led(engine, checkpoint_of(client.vllm_config))

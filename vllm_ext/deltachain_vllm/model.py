@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 
+from deltachain.subscribe.probe import Members, follows, output_of, restoring
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_vllm.compat import DERIVED, check_version, layerwise, linears
 
@@ -119,7 +120,7 @@ class VllmModel:
     def _as_before_loading(self) -> Iterator[dict[int, str]]:
         """Every layer as it was before loading, most of it on the meta device; whose is what."""
         reload = layerwise()
-        kept = [(layer, *_members(layer)) for layer in self.model.modules()]
+        kept = [Members.of(layer) for layer in self.model.modules()]
         owner: dict[int, str] = {}
         try:
             for name, layer in self.model.named_modules():
@@ -132,15 +133,15 @@ class VllmModel:
                     owner[_storage(tensor)] = name
             yield owner
         finally:
-            for layer, attributes, parameters, buffers in kept:
-                _restore(layer, attributes, parameters, buffers)
+            for members in kept:
+                members.put_back()
 
     def packed(self) -> Mapping[str, str]:
         """Try every linear layer: does its output follow a write to its weight?"""
         found = {}
         with set_current_vllm_config(self.config), torch.no_grad():
             for name, layer in self.model.named_modules():
-                if isinstance(layer, linears()) and not _follows(layer):
+                if isinstance(layer, linears()) and not follows(layer):
                     found[name] = "its layer computes from a packed copy"
         return found
 
@@ -150,27 +151,16 @@ class VllmModel:
         with set_current_vllm_config(self.config), torch.no_grad():
             for name, layer in self.model.named_modules():
                 if name in layers and isinstance(layer, linears()):
-                    found[name] = _output(layer)
+                    found[name] = output_of(layer)
         return {name: output for name, output in found.items() if output is not None}
 
     def is_derived(self, name: str) -> bool:
         """Whether vLLM makes this tensor itself."""
         return DERIVED.search(name) is not None
 
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
+    def restoring(self) -> AbstractContextManager[None]:
         """See :class:`EngineModel`; the quantisation method of a layer counts as part of it."""
-        layers = [(layer, *_members(layer)) for layer in self.model.modules()]
-        methods = [(m, dict(vars(m))) for layer in self.model.modules() for m in _methods(layer)]
-        try:
-            yield
-        except BaseException:
-            for layer, attributes, parameters, buffers in layers:
-                _restore(layer, attributes, parameters, buffers)
-            for method, attributes in methods:
-                vars(method).clear()
-                vars(method).update(attributes)
-            raise
+        return restoring(self.model)
 
 
 class _Watch(TorchDispatchMode):
@@ -206,66 +196,6 @@ def _try_load(model: nn.Module, tensors: list[tuple[str, Tensor]]) -> None:
             model.load_weights(tensors)  # type: ignore[operator]
     except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer
         logging.getLogger(__name__).debug("no layer for %d tensors: %s", len(tensors), exc)
-
-
-def _follows(layer: Any) -> bool:  # noqa: ANN401 - one of compat.linears()
-    """Whether a layer's output changes when one element of its weight does."""
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return True  # nothing that could be written in place: reading back will tell
-    if not weight.numel() or weight.is_meta:
-        return True
-    probe = torch.zeros(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
-    probe[0, 0] = 1
-    corner = weight.data[0, 0]
-    kept = corner.clone()
-    try:
-        seen = []
-        for value in (1.0, 2.0):
-            corner.fill_(value)
-            seen.append(float(layer.quant_method.apply(layer, probe).view(-1)[0]))
-    except Exception:  # noqa: BLE001 - a layer that can not be tried is not believed
-        return False
-    finally:
-        corner.copy_(kept)
-    return seen == [1.0, 2.0]
-
-
-def _output(layer: Any) -> Tensor | None:  # noqa: ANN401 - one of compat.linears()
-    """What a layer computes from a fixed row of numbers; ``None`` where it takes no such row."""
-    width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
-    weight = getattr(layer, "weight", None)
-    if not width or not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return None
-    row = torch.linspace(0.5, 1.5, width, device=weight.device, dtype=weight.dtype)[None]
-    try:
-        output: Tensor = layer.quant_method.apply(layer, row)
-    except Exception:  # noqa: BLE001 - then its parameters must speak for it
-        return None
-    return output.float()
-
-
-def _methods(layer: nn.Module) -> Iterator[Any]:
-    method = getattr(layer, "quant_method", None)
-    if method is not None and hasattr(method, "__dict__"):
-        yield method
-
-
-def _members(layer: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    return dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)
-
-
-def _restore(
-    layer: nn.Module,
-    attributes: dict[str, Any],
-    parameters: dict[str, Any],
-    buffers: dict[str, Any],
-) -> None:
-    vars(layer).clear()
-    vars(layer).update(attributes)
-    for members, before in ((layer._parameters, parameters), (layer._buffers, buffers)):
-        members.clear()
-        members.update(before)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,0 +1,1 @@
+"""The control plane: what is asked of replicas over HTTP."""

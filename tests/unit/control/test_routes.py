@@ -1,0 +1,179 @@
+"""The routes of a replica: who may use them, and what they answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+from unittest import mock
+
+import pytest
+from fastapi import FastAPI, HTTPException
+from fastapi.testclient import TestClient
+
+from deltachain.control.routes import Control, router
+from deltachain.subscribe import SubscribeConfig
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.testing.sharding import Shape
+from tests.unit.subscribe.replicas import Followed
+
+TOKEN = "one that nobody guesses"  # noqa: S105
+PREFIX = "/v1/deltachain"
+ROUTES = [
+    ("GET", "status"),
+    ("GET", "ready"),
+    ("POST", "update"),
+    ("POST", "rollback"),
+    ("POST", "release"),
+    ("POST", "pause"),
+    ("POST", "resume"),
+    ("POST", "scrub"),
+]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    """An engine of two ranks that holds version 0 of 2."""
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / "spool"))
+    made = Followed(Shape(tp=2), tmp_path)
+    made.publish(1, 2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def leader(here: Followed) -> Iterator[Leader]:
+    subscribe = SubscribeConfig(url=here.store.url)
+    made = Leader(ReplicaSettings(subscribe=subscribe), here.engine, store=here.faulty)
+    yield made
+    made.stop()
+
+
+def client(leader: Leader | None, *, token: str = "", is_open: bool = False) -> TestClient:
+    """A server with our routes."""
+    app = FastAPI()
+    app.include_router(router, prefix=PREFIX)
+    app.state.deltachain = Control(leader, "follows nothing", token=token, is_open=is_open)
+    return TestClient(app)
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+@pytest.mark.parametrize(("method", "route"), ROUTES)
+@pytest.mark.parametrize("headers", [{}, bearer("wrong"), bearer(""), {"X-DeltaChain-Token": "x"}])
+def test_nobody_is_let_in_without_the_token(
+    here: Followed, leader: Leader, method: str, route: str, headers: dict[str, str]
+) -> None:
+    with client(leader, token=TOKEN, is_open=True) as server:
+        answer = server.request(method, f"/v1/deltachain/{route}", headers=headers)
+    assert answer.status_code == 401
+    assert TOKEN not in answer.text
+    assert here.engine.events == []
+
+
+@pytest.mark.parametrize(("method", "route"), ROUTES)
+def test_without_token_key_or_loopback_the_routes_are_shut(
+    leader: Leader, method: str, route: str
+) -> None:
+    with client(leader) as server:
+        answer = server.request(method, f"/v1/deltachain/{route}")
+    assert answer.status_code == 403
+    assert "DELTACHAIN_TOKEN" in answer.text
+
+
+@pytest.mark.parametrize("headers", [bearer(TOKEN), {"X-DeltaChain-Token": TOKEN, **bearer("key")}])
+def test_update_rollback_and_status(
+    here: Followed, leader: Leader, headers: dict[str, str]
+) -> None:
+    with client(leader, token=TOKEN) as server:
+        ready = server.get("/v1/deltachain/ready", headers=headers)
+        assert (ready.status_code, ready.json()["ready"]) == (503, False)
+        answer = server.post("/v1/deltachain/update", json={"version": 1}, headers=headers)
+        assert (answer.status_code, answer.json()["version"]) == (200, 1)
+        again = server.post("/v1/deltachain/update", json={"version": 1}, headers=headers)
+        assert (again.status_code, again.json()["version"]) == (200, 1)
+        assert server.post("/v1/deltachain/update", headers=headers).json()["version"] == 2
+        assert server.get("/v1/deltachain/ready", headers=headers).status_code == 200
+        back = server.post("/v1/deltachain/rollback", json={}, headers=headers).json()
+        assert (back["version"], back["pinned"]) == (1, True)
+        assert server.post("/v1/deltachain/release", headers=headers).status_code == 200
+        status = server.get("/v1/deltachain/status", headers=headers).json()
+        assert (status["version"], status["pinned"], status["head"]) == (1, False, 2)
+    assert here.holds(1)
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b'{"version": -1}', 422),
+        (b'{"version": "1"}', 422),
+        (b'{"version": 1.5}', 422),
+        (b'{"version": 1, "url": "s3://elsewhere"}', 422),
+        (b"[1]", 422),
+        (b"not json", 422),
+        (b" " * 5000, 413),
+        (b'{"version": 99}', 409),
+    ],
+)
+def test_bodies_that_are_refused(here: Followed, leader: Leader, body: bytes, code: int) -> None:
+    leader.update(1)
+    events = list(here.engine.events)
+    with client(leader, is_open=True) as server:
+        answer = server.post("/v1/deltachain/update", content=body)
+    assert answer.status_code == code
+    assert "elsewhere" not in answer.text
+    assert here.engine.events == events
+    assert here.holds(1)
+
+
+def test_errors_say_what_to_do(here: Followed, leader: Leader) -> None:
+    leader.update(1)
+    here.faulty.down = True
+    with client(leader, is_open=True) as server:
+        answer = server.post("/v1/deltachain/update", json={})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["retryable"]) == (503, True)
+        assert error["hint"]
+        status = server.get("/v1/deltachain/status").json()
+        assert status["version"] == 1
+        assert status["trouble"]
+
+
+def test_a_replica_in_doubt_is_not_resumed(here: Followed, leader: Leader) -> None:
+    leader.update(1)
+    here.scribble(0, "layers.0.norm.weight")
+    here.faulty.down = True
+    with client(leader, is_open=True) as server:
+        assert server.post("/v1/deltachain/scrub").status_code == 503
+        refused = server.post("/v1/deltachain/resume")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (409, "PoisonedError")
+        assert server.get("/v1/deltachain/ready").status_code == 503
+    assert here.engine.paused
+
+
+def test_a_server_that_follows_nothing_says_so() -> None:
+    with client(None, is_open=True) as server:
+        for method, route in ROUTES:
+            answer = server.request(method, f"/v1/deltachain/{route}")
+            assert answer.status_code == 503
+            assert "follows nothing" in answer.text
+
+
+def test_a_request_that_nobody_awaits_is_let_go(leader: Leader) -> None:
+    hangs = Event()
+
+    async def ask() -> None:
+        control = Control(leader, "", token="", is_open=True)
+        gone = mock.Mock(is_disconnected=mock.AsyncMock(return_value=True))
+        with pytest.raises(HTTPException, match="nobody waits"):
+            await control.run(lambda _: hangs.wait(60), gone)
+
+    start = time.monotonic()
+    asyncio.run(ask())
+    assert time.monotonic() - start < 30
+    hangs.set()
