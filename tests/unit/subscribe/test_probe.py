@@ -71,11 +71,15 @@ def test_members_are_put_back_if_the_body_raises() -> None:
     layer: Any = model[0]
     weight, packed = layer.weight, torch.ones(1)
     layer.quant_method.packed = packed
-    with pytest.raises(OSError, match="lost"), restoring(model):
+
+    def change() -> None:
         layer.weight = nn.Parameter(torch.zeros(0), requires_grad=False)
         layer.note = 1
         layer.quant_method.packed = None
         raise OSError("device lost")
+
+    with pytest.raises(OSError, match="lost"), restoring(model):
+        change()
     assert layer.weight is weight
     assert not hasattr(layer, "note")
     assert layer.quant_method.packed is packed
