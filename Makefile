@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: bench-vllm clean help
+.PHONY: bench-vllm venv-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -43,6 +43,9 @@ bench: venv  ## speed and size on this CPU
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm
 
+venv-sglang:  ## the same for SGLang: .venv-sglang
+	$(PYTHON) tests/engines/build_venv.py sglang
+
 test-vllm: venv-vllm  ## the tests in a real vLLM
 	.venv-vllm/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile
 
@@ -59,7 +62,7 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-vllm build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-vllm .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

@@ -6,13 +6,20 @@ that multiplies by it, by a packed copy of it, or by whatever else it made of it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deltachain.subscribe.recorder import Load
+
+logger = logging.getLogger(__name__)
 
 
 def follows(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
@@ -50,6 +57,66 @@ def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engi
     except Exception:  # noqa: BLE001 - then its parameters must speak for it
         return None
     return output.float()
+
+
+def layers_of(
+    load: Load, names: Mapping[str, Tensor], owner: Mapping[int, str]
+) -> dict[str, frozenset[str]]:
+    """The layers that each checkpoint tensor is loaded into. No tensor with an owner is written.
+
+    Args:
+        load: The engine's loader.
+        names: Meta tensors in the checkpoint's shapes and dtypes, by name.
+        owner: The layer that each storage of the model belongs to.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    sources = {_storage(tensor): name for name, tensor in names.items()}
+    for group in ([list(names)], [[name] for name in names]):
+        for batch in group:
+            left = [name for name in batch if name not in found]
+            if not left:
+                continue
+            with _Watch(owner, sources, left[0] if len(left) == 1 else "", found):
+                _try_load(load, [(name, names[name]) for name in left])
+    return {name: frozenset(layers) for name, layers in found.items()}
+
+
+class _Watch(TorchDispatchMode):
+    """Notes into which layer each meta tensor is copied; nothing of the model is written."""
+
+    def __init__(
+        self,
+        owner: Mapping[int, str],
+        sources: Mapping[int, str],
+        only: str,
+        found: dict[str, set[str]],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner, self.sources, self.only, self.found = owner, sources, only, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Note a copy; let it through where there is nothing to overwrite."""
+        del types
+        writes = func._schema.is_mutable and args and isinstance(args[0], Tensor)
+        layer = self.owner.get(_storage(args[0])) if writes else None
+        if func is torch.ops.aten.copy_.default:
+            name = self.only or self.sources.get(_storage(args[1]), "")
+            if layer is not None and name:
+                self.found[name].add(layer)
+            if not args[0].is_meta and args[1].is_meta:
+                return args[0]
+        if layer is not None and not args[0].is_meta:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _try_load(load: Load, tensors: list[tuple[str, Tensor]]) -> None:
+    """Load what can be loaded; a tensor that can not is in no layer, and will be refused."""
+    try:
+        with torch.no_grad():
+            load(tensors)
+    except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer
+        logger.debug("no layer for %d tensors: %s", len(tensors), exc)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +171,7 @@ def _methods(layer: nn.Module) -> Iterator[Any]:
 def _fill(members: dict[str, Any], before: dict[str, Any]) -> None:
     members.clear()
     members.update(before)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+from weakref import WeakKeyDictionary
 
 import msgspec
+from torch import nn
 
 from deltachain import errors
 from deltachain.errors import (
@@ -27,6 +29,7 @@ from deltachain.errors import (
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank
+from deltachain.subscribe.settings import spool_folder
 from deltachain.types import StateDigest, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -38,6 +41,23 @@ REMEMBERED: Final = 16
 """Tickets for which a rank remembers its answer."""
 
 VERBS: Final = ("attach", "agree", "check", "state", "stage", "poll", "swap", "verdict", "status")
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, RankVerbs] = WeakKeyDictionary()
+
+
+def verbs_of(model: nn.Module, known: Callable[[], EngineModel], rank: int) -> RankVerbs:
+    """The verbs of the rank that has this model: the same whoever asks, for as long as it lives.
+
+    Args:
+        model: The engine's.
+        known: Makes it known, when it is first asked for.
+        rank: Its number.
+    """
+    if model not in _KNOWN:
+        spool = spool_folder(os.environ)
+        _KNOWN[model] = RankVerbs(known, rank, spool, os.environ.get("DELTACHAIN_URL", ""))
+    return _KNOWN[model]
 
 
 class RankVerbs:

