@@ -10,10 +10,14 @@ under any permutation, so that a test which compares them proves nothing.
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -260,6 +264,17 @@ def make(family: Family | str, folder: Path) -> Path:
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * _SPREAD)
     model.save_pretrained(folder)
     return folder
+
+
+@cache
+def checkpoint(family: str) -> Path:
+    """The checkpoint folder of a family, made once a process.
+
+    vLLM changes the classes of some families as it loads them, and nobody can make them after that.
+    """
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return make(family, folder)
 
 
 def with_tokenizer(folder: Path) -> Path:

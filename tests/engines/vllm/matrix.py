@@ -8,13 +8,10 @@ from before.
 
 from __future__ import annotations
 
-import atexit
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -31,7 +28,7 @@ from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.spool import Spool
 from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain_vllm.model import VllmModel
-from tests.engines.families import FAMILIES, make
+from tests.engines.families import FAMILIES, checkpoint
 from tests.engines.vllm.fresh import copied, differences, live, load_fresh, load_in_context
 from tests.engines.vllm.two_ranks import two_ranks
 
@@ -88,21 +85,13 @@ def examine(
 def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
     """The rows of several families on one of two ranks."""
     for family in families:  # once there are ranks, only the first can save
-        _checkpoint(family)
+        checkpoint(family)
     return [examine(rank, family, 2) for family in families]
-
-
-@cache
-def _checkpoint(family: str) -> Path:
-    """A family's checkpoint, made once: vLLM changes the classes of some when it loads them."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return make(FAMILIES[family], folder)
 
 
 def _examine(family: str, how: Any) -> Row:
     with tempfile.TemporaryDirectory() as scratch:
-        return _compare(family, _checkpoint(family), Path(scratch), how)
+        return _compare(family, checkpoint(family), Path(scratch), how)
 
 
 def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:

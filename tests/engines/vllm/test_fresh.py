@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltachain.checkpoint import WEIGHTS_FILE
-from tests.engines.families import FAMILIES, make
+from tests.engines.families import FAMILIES, checkpoint, make
 from tests.engines.vllm.fresh import copied, differences, live, load_fresh, load_in_context
 from tests.engines.vllm.two_ranks import run, two_ranks
 
@@ -23,8 +23,8 @@ SPLIT_ODDLY = ("gpt_oss", "deepseek_v3", "qwen3_next", "mamba2")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_two_loads_of_a_checkpoint_agree_in_every_bit(name: str, tmp_path: Path) -> None:
-    folder = make(name, tmp_path)
+def test_two_loads_of_a_checkpoint_agree_in_every_bit(name: str) -> None:
+    folder = checkpoint(name)
     assert differences(live(load_fresh(folder)), live(load_fresh(folder))) == []
 
 
