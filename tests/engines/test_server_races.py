@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,11 +12,11 @@ from typing import Final, Self
 
 import pytest
 
-from tests.engines.vllm.load import clients
-from tests.engines.vllm.replica import error_of, replicas, serving
-from tests.engines.vllm.server import ROOT, Server
-from tests.engines.vllm.trainer import Trainer
-from tests.engines.vllm.truth import Judge
+from tests.engines.load import clients
+from tests.engines.replica import error_of, replicas, serving
+from tests.engines.serving import Server
+from tests.engines.trainer import Trainer
+from tests.engines.truth import Judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -117,54 +114,17 @@ def test_callers_at_once_never_make_a_mixture(tmp_path: Path, tp: int) -> None:
             assert judge.wrong(answer.prompt, answer.tokens, range(start, end)) == []
 
 
-def test_a_second_leader_takes_over_and_the_first_stands_back(
-    trainer: Trainer, tmp_path: Path
-) -> None:
-    """``python -m deltachain_vllm`` beside a server that has a leader of its own."""
-    with serving(trainer, tmp_path, 2) as replica:
-        server = replica.server
-        server.update(trainer.step())
-        trainer.step()
-        beside = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "DELTACHAIN_URL": trainer.url,
-            "DELTACHAIN_BASE": str(trainer.base),
-            "DELTACHAIN_SPOOL": str(server.spool),
-        }
-        command = [sys.executable, "-m", "deltachain_vllm", str(server.client.base_url)]
-        done = subprocess.run(
-            [*command, "--version", "2"],
-            env=beside,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=240,
-        )
-        assert (done.returncode, done.stdout) == (0, "version 2\n"), done.stderr
-        trainer.step()
-        for path in ("update", "scrub"):
-            error = error_of(server.post(path), 409)
-            assert error["type"] == "PartialApplyError"
-            assert "another leader has attached this rank since" in error["message"]
-        assert server.client.get("/weight_info").json() == {"weight_version": "2"}
-        assert not server.client.get("/is_paused").json()["is_paused"]
-        assert not server.status()["poisoned"]
-        assert server.generate([5, 6, 7], 4).spans == ((0, 4, "2"),)
-
-
 @pytest.mark.parametrize("tp", [1, 2])
-def test_weights_that_somebody_loads_over_packed_ones_are_found_by_scrubbing(
+def test_weights_that_somebody_loads_are_found_by_scrubbing(
     trainer: Trainer, tmp_path: Path, tp: int
 ) -> None:
-    """Stock linears: their live bits are nowhere to be seen, and are found out all the same."""
+    """Where an engine packs its linears, their live bits are nowhere to be seen."""
     with serving(trainer, tmp_path, tp, plain=False) as replica:
         server = replica.server
         server.update(trainer.step())
         assert server.post("scrub").json()["last"]["previous"] == 0
         assert replica.goes_on_as(1)
-        other = {"method": "reload_weights", "kwargs": {"weights_path": str(trainer.base)}}
-        assert server.client.post("/collective_rpc", json=other).status_code == 200
+        server.load(trainer.base)
         assert replica.goes_on_as(0, label=1)
         status = server.post("scrub").json()
         found = (status["version"], status["poisoned"], status["last"]["previous"])

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.engines.vllm import strikes
-from tests.engines.vllm.load import prompt
-from tests.engines.vllm.server import Server
-from tests.engines.vllm.trainer import Trainer
-from tests.engines.vllm.truth import Judge, sharded
+from tests.engines import strikes
+from tests.engines.load import prompt
+from tests.engines.serving import Server, start
+from tests.engines.trainer import Trainer
+from tests.engines.truth import Judge, sharded
 
 
 class Replica:
@@ -41,7 +41,7 @@ class Replica:
         return next((self.store / "deltas").glob(f"{version:020d}-*")) / "00000.safetensors"
 
     def strike(self, at: str, **how: Any) -> None:
-        """Let the last rank fail; see :func:`tests.engines.vllm.strikes.order`."""
+        """Let the last rank fail; see :func:`tests.engines.strikes.order`."""
         strikes.order(self.strikes, at, rank=self.tp - 1, **how)
 
     def is_struck(self) -> bool:
@@ -50,12 +50,16 @@ class Replica:
 
     def holds(self, version: int) -> bool:
         """Whether every bit of every rank, and what the server says of it, is of a version."""
-        info = self.server.client.get("/weight_info").json()
         return (
             self.server.status()["version"] == version
-            and info == {"weight_version": str(version)}
-            and self.server.checksums() == sharded(self.trainer.pulled(version), self.tp)
+            and self.server.named() == str(version)
+            and self.has(self.trainer.pulled(version))
         )
+
+    def has(self, checkpoint: Path) -> bool:
+        """Whether every bit of every rank is that of a checkpoint."""
+        wanted = sharded(checkpoint, self.tp)
+        return self.server.checksums() == {n: self.server.digest(t) for n, t in wanted.items()}
 
     def serves(self, version: int) -> bool:
         """Whether it is ready, and generates with what it holds."""
@@ -87,15 +91,9 @@ class Replica:
 
     def stands_still(self) -> bool:
         """Whether it is not ready, is paused, and can not be resumed."""
-        paused = self.server.client.get("/is_paused").json()["is_paused"]
+        paused = self.server.paused()
         codes = (self.server.get("ready").status_code, self.server.post("resume").status_code)
-        still = self.server.client.get("/is_paused").json()["is_paused"]
-        return paused and still and codes == (503, 409)
-
-    def reset(self) -> None:
-        """Overwrite all weights behind deltachain's back."""
-        answer = self.server.client.post("/weight_checker", json={"action": "reset"})
-        assert answer.status_code == 200, answer.text
+        return paused and self.server.paused() and codes == (503, 409)
 
     def is_settled(self) -> bool:
         """Bring it to the head; whether it then holds and serves that, and nothing is left over."""
@@ -127,7 +125,7 @@ def serving(trainer: Trainer, folder: Path, tp: int = 1, **options: Any) -> Iter
     order = folder / "strike"
     settings = {"plain": True, "dev": True, "strikes": order, **options}
     base = settings.pop("base", trainer.base)
-    with Server(base, folder / "server", trainer.url, tp=tp, **settings) as server:
+    with start(base, folder / "server", trainer.url, tp=tp, **settings) as server:
         yield Replica(trainer, server, tp, order)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from threading import Event, Thread
 from typing import Final
 
-from tests.engines.vllm.server import MODEL, Generated, Server
+from tests.engines.serving import Generated, Server
 
 VOCABULARY: Final = range(3, 500)
 """Token ids without a meaning of their own."""
@@ -44,8 +43,8 @@ def clients(
 
     Args:
         server: Whom.
-        streams: Clients of ``/v1/completions``, streaming.
-        labelled: Clients of ``/inference/v1/generate``.
+        streams: Clients that are streamed to.
+        labelled: Clients whose tokens are labelled.
         length: Tokens to ask for.
         applied: A version that the server is known to hold by now.
     """
@@ -61,7 +60,7 @@ def clients(
                 stop.wait(0.2)
 
     def stream(dice: random.Random) -> None:
-        seen.finished.append(_stream(server, prompt(dice), length))
+        seen.finished.append(server.stream(prompt(dice), length))
 
     def label(dice: random.Random) -> None:
         known = applied()
@@ -77,31 +76,3 @@ def clients(
         stop.set()
         for thread in threads:
             thread.join()
-
-
-def _stream(server: Server, asked: list[int], length: int) -> tuple[int, str]:
-    """Tokens that came one by one, and why they ended."""
-    body = {
-        "model": MODEL,
-        "prompt": asked,
-        "max_tokens": length,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
-    count, reason, done = 0, "", False
-    with server.client.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {response.read().decode()}")
-        for line in response.iter_lines():
-            data = line.removeprefix("data: ")
-            if data == "[DONE]":
-                done = True
-            elif data != line:
-                (choice,) = json.loads(data)["choices"]
-                count += len(choice["token_ids"] or ())
-                reason = choice["finish_reason"] or reason
-    if not done:
-        raise RuntimeError(f"a stream ended after {count} tokens")
-    return count, reason

@@ -1,0 +1,310 @@
+"""A stock server of either engine on this machine alone, for as long as a test needs it.
+
+::
+
+    with start(checkpoint, folder, url) as server:
+        server.update(3)
+        server.generate([1, 2, 3], 20)
+
+Which engine it is is decided by the environment that the tests run in: each has one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import httpx
+from torch import Tensor
+
+HOST: Final = "127.0.0.1"
+MODEL: Final = "tiny"
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+ENGINE: Final = next((e for e in ("vllm", "sglang") if importlib.util.find_spec(e)), "")
+"""The engine that is installed here; empty where none is."""
+
+START_S: Final = 240.0
+STOP_S: Final = 15.0
+PATIENCE_S: Final = 60.0
+
+_LEASH: Final = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
+"""Ends a server whose test was killed: that closes its end of the pipe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What a request came back with.
+
+    Attributes:
+        prompt: Token ids that were asked with.
+        tokens: Token ids that came.
+        finish: Why there are no more.
+        spans: First token, end and version of each stretch, as the server labels them.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    finish: str
+    spans: tuple[tuple[int, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a server is started.
+
+    Attributes:
+        tp: Ranks of tensor parallelism.
+        environment: More variables.
+        arguments: More of the command line.
+        key: API key.
+        dev: Whether the engine's own development routes are open: an oracle is among them.
+        plain: Whether linear layers keep their weights, where the engine packs them.
+        strikes: The file of :mod:`tests.engines.strikes`, to let ranks fail.
+        requests: Most that run at once.
+    """
+
+    tp: int = 1
+    environment: Mapping[str, str] | None = None
+    arguments: Sequence[str] = ()
+    key: str = ""
+    dev: bool = False
+    plain: bool = False
+    strikes: Path | None = None
+    requests: int = 8
+
+
+class Server(ABC):
+    """One server. It is started by entering it, and gone with all its processes after leaving it.
+
+    Args:
+        checkpoint: What it loads.
+        folder: Gets its log and its spool; made if it is not there.
+        url: The chain it follows; empty for none.
+        options: Everything else.
+
+    Attributes:
+        prefix: Of our routes.
+        pauses: Pause modes: one in which running requests go on, the others.
+        aborted: Why a request ended that was not finished.
+        client: Asks it things.
+    """
+
+    prefix: str
+    pauses: tuple[str, ...]
+    aborted: str = "abort"
+
+    def __init__(self, checkpoint: Path, folder: Path, url: str, options: Options) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log_path = folder / "log"
+        self.spool = folder / "spool"
+        self.port = free_port()
+        given = {"DELTACHAIN_URL": url, "DELTACHAIN_SPOOL": str(self.spool)} if url else {}
+        if options.strikes:
+            given["DELTACHAIN_TEST_STRIKE"] = str(options.strikes)
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("DELTACHAIN_")}
+        self._environment = {
+            **inherited,
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONPATH": str(ROOT),
+            **self.variables(options),
+            **given,
+            **(options.environment or {}),
+        }
+        self._command = [*self.command(checkpoint, options), *options.arguments]
+        headers = {"authorization": f"Bearer {options.key}"} if options.key else {}
+        if token := self._environment.get("DELTACHAIN_TOKEN"):
+            headers["x-deltachain-token"] = token
+        self.client = httpx.Client(
+            base_url=f"http://{HOST}:{self.port}", headers=headers, timeout=120, trust_env=False
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._leash: subprocess.Popen[bytes] | None = None
+
+    @abstractmethod
+    def command(self, checkpoint: Path, options: Options) -> list[str]:
+        """What starts it."""
+
+    @abstractmethod
+    def variables(self, options: Options) -> dict[str, str]:
+        """Of its environment."""
+
+    @abstractmethod
+    def generate(self, prompt: Sequence[int], length: int) -> Generated:
+        """Greedy tokens after a prompt, and the versions that they were made with."""
+
+    @abstractmethod
+    def stream(self, prompt: Sequence[int], length: int) -> tuple[int, str]:
+        """The same one by one: how many came, and why they ended; raises if they never did."""
+
+    @abstractmethod
+    def checksums(self) -> dict[str, str]:
+        """A digest of every parameter by rank and name, as the engine itself computes them."""
+
+    @abstractmethod
+    def digest(self, tensor: Tensor) -> str:
+        """What the engine would say of a parameter."""
+
+    @abstractmethod
+    def named(self) -> str:
+        """The version that the engine has for its weights."""
+
+    @abstractmethod
+    def paused(self) -> bool:
+        """Whether its scheduler stands still."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Overwrite all weights behind deltachain's back."""
+
+    @abstractmethod
+    def load(self, checkpoint: Path) -> None:
+        """Load a checkpoint behind deltachain's back."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Forget cached prefixes."""
+
+    def __enter__(self) -> Self:
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+            )
+        try:
+            leash = [sys.executable, "-S", "-c", _LEASH, str(self._process.pid)]
+            self._leash = subprocess.Popen(leash, stdin=subprocess.PIPE, start_new_session=True)
+            self._wait_until_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.client.close()
+
+    def stop(self) -> float:
+        """Ask the server to end, and end all of its processes; the seconds that asking took."""
+        if self._process is None:
+            return 0.0
+        process, self._process = self._process, None
+        start = time.monotonic()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        took = time.monotonic() - start
+        with suppress(ProcessLookupError):  # nobody is left of its group
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if self._leash is not None:
+            self._leash.kill()
+            self._leash.communicate()
+            self._leash = None
+        return took
+
+    @property
+    def alive(self) -> bool:
+        """Whether its first process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    def log(self) -> str:
+        """Everything that it printed so far."""
+        return self.log_path.read_text(errors="replace")
+
+    def get(self, path: str) -> httpx.Response:
+        """Ask something of deltachain."""
+        return self.client.get(f"{self.prefix}/{path}")
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """Tell deltachain something."""
+        return self.client.post(f"{self.prefix}/{path}", json=body)
+
+    def status(self) -> dict[str, Any]:
+        """What the replica says of itself."""
+        response = self.get("status")
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def update(self, version: int | None = None) -> dict[str, Any]:
+        """Bring it to a version, which must work; the status afterwards."""
+        response = self.post("update", **({} if version is None else {"version": version}))
+        assert response.status_code == 200, response.text
+        return dict(response.json())
+
+    def wait_for(
+        self, what: Callable[[dict[str, Any]], object], within_s: float = PATIENCE_S
+    ) -> Any:
+        """Look at the status again and again until it is as wanted; returns it."""
+        deadline = time.monotonic() + within_s
+        while not what(found := self.status()):
+            assert time.monotonic() < deadline, f"{found}\n{self._tail()}"
+            time.sleep(0.05)
+        return found
+
+    def _wait_until_healthy(self) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            if not self.alive:
+                raise RuntimeError(f"the server ended:\n{self._tail()}")
+            with suppress(httpx.TransportError):
+                if self.client.get("/health").status_code == 200:
+                    return
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not healthy after {START_S:.0f} s:\n{self._tail()}")
+            time.sleep(0.2)
+
+    def _tail(self) -> str:
+        return "\n".join(self.log().splitlines()[-60:])
+
+
+def lines(response: httpx.Response) -> Iterator[Any]:
+    """What a server streams, as JSON; raises if it ends before it is done."""
+    if response.status_code != 200:
+        raise RuntimeError(f"{response.status_code}: {response.read().decode()}")
+    for line in response.iter_lines():
+        data = line.removeprefix("data: ")
+        if data == "[DONE]":
+            return
+        if data != line:
+            yield json.loads(data)
+    raise RuntimeError("a stream ended without being done")
+
+
+def server_class() -> type[Server]:
+    """That of the engine that is installed here."""
+    if ENGINE == "vllm":
+        from tests.engines.vllm.server import VllmServer  # noqa: PLC0415
+
+        return VllmServer
+    from tests.engines.sglang.server import SglangServer  # noqa: PLC0415
+
+    return SglangServer
+
+
+def start(checkpoint: Path, folder: Path, url: str = "", **options: Any) -> Server:
+    """A server of the engine that is installed here, to be entered; see :class:`Options`."""
+    return server_class()(checkpoint, folder, url, Options(**options))
+
+
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as found:
+        found.bind((HOST, 0))
+        return int(found.getsockname()[1])

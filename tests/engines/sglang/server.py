@@ -1,0 +1,110 @@
+"""A stock SGLang server on the CPU; see :class:`tests.engines.serving.Server`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from torch import Tensor
+
+from tests.engines.serving import HOST, MODEL, Generated, Options, Server, lines
+
+
+class SglangServer(Server):
+    """With the plugin, which SGLang finds by itself."""
+
+    prefix = "/deltachain"
+    pauses = ("retract", "in_place", "abort")
+
+    def command(self, checkpoint: Path, options: Options) -> list[str]:
+        """What starts it."""
+        return [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)),
+            *("--host", HOST, "--port", str(self.port), "--served-model-name", MODEL),
+            *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
+            *("--context-length", "512", "--max-total-tokens", "8192"),
+            *("--mem-fraction-static", "0.05", "--max-running-requests", str(options.requests)),
+            *("--disable-cuda-graph", "--skip-server-warmup"),
+            *("--tp-size", str(options.tp)),
+            *(("--api-key", options.key) if options.key else ()),
+        ]
+
+    def variables(self, options: Options) -> dict[str, str]:
+        """Of its environment."""
+        found = {"SGLANG_USE_CPU_ENGINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+        if options.tp > 1:
+            found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options.tp)))
+        return found
+
+    def generate(self, prompt: Sequence[int], length: int) -> Generated:
+        """Greedy tokens after a prompt, and the versions that they were made with."""
+        response = self.client.post("/generate", json=_body(prompt, length))
+        assert response.status_code == 200, response.text
+        found = response.json()
+        meta = found["meta_info"]
+        return Generated(
+            prompt=tuple(prompt),
+            tokens=tuple(found["output_ids"]),
+            finish=meta["finish_reason"]["type"],
+            spans=tuple((s["start"], s["end"], s["version"]) for s in meta["weight_versions"]),
+        )
+
+    def stream(self, prompt: Sequence[int], length: int) -> tuple[int, str]:
+        """The same one by one: how many came, and why they ended; raises if they never did."""
+        count, reason = 0, ""
+        body = {**_body(prompt, length), "stream": True}
+        with self.client.stream("POST", "/generate", json=body) as response:
+            for found in lines(response):
+                count = found["meta_info"]["completion_tokens"]
+                reason = (found["meta_info"]["finish_reason"] or {}).get("type", reason)
+        return count, reason
+
+    def checksums(self) -> dict[str, str]:
+        """SGLang's own hash of every parameter, by rank and name."""
+        response = self.client.post("/weights_checker", json={"action": "checksum"})
+        assert response.status_code == 200, response.text
+        return {
+            f"tp{rank['parallelism_info'][0]['tp_rank']}:{name}": digest
+            for rank in response.json()["ranks"]
+            for name, digest in rank["checksums"].items()
+            if "rotary_emb" not in name
+        }
+
+    def digest(self, tensor: Tensor) -> str:
+        """What the engine would say of a parameter."""
+        from sglang.srt.utils.weight_checker import _hash_tensor  # noqa: PLC0415
+
+        return str(_hash_tensor(tensor.contiguous()))
+
+    def named(self) -> str:
+        """The version that the engine has for its weights."""
+        return str(self.client.get("/model_info").json()["weight_version"])
+
+    def paused(self) -> bool:
+        """Whether its scheduler stands still: it does not say, so a token is asked for."""
+        try:
+            self.client.post("/generate", json=_body([5], 1), timeout=1)
+        except httpx.ReadTimeout:
+            return True
+        return False
+
+    def reset(self) -> None:
+        """Overwrite all weights behind deltachain's back."""
+        answer = self.client.post("/weights_checker", json={"action": "reset_tensors"})
+        assert answer.status_code == 200, answer.text
+
+    def load(self, checkpoint: Path) -> None:
+        """Load a checkpoint behind deltachain's back."""
+        answer = self.client.post("/update_weights_from_disk", json={"model_path": str(checkpoint)})
+        assert answer.status_code == 200, answer.text
+
+    def flush(self) -> None:
+        """Forget cached prefixes."""
+        assert self.client.post("/flush_cache", params={"timeout": 5}).status_code == 200
+
+
+def _body(prompt: Sequence[int], length: int) -> dict[str, object]:
+    sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
+    return {"input_ids": list(prompt), "sampling_params": sampling}

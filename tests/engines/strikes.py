@@ -1,0 +1,82 @@
+"""A worker that fails where and when a test says so, while it runs.
+
+The test writes an order into the file that ``DELTACHAIN_TEST_STRIKE`` names, in the environment of
+the server; one rank finds it at the place it is about, and carries it out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from deltachain.subscribe import patch, target
+from deltachain.subscribe.rank import Rank
+
+VARIABLE: Final = "DELTACHAIN_TEST_STRIKE"
+
+
+def order(
+    path: Path, at: str, *, rank: int = 0, nth: int = 1, kill: bool = False, lasting: bool = False
+) -> None:
+    """Let a rank fail.
+
+    Args:
+        path: The file.
+        at: ``stage``, ``write`` (of one patch) or ``load`` (of one tensor, by the engine).
+        rank: Which.
+        nth: How many times it gets there before it fails.
+        kill: Whether it is gone at once, rather than raising.
+        lasting: Whether it fails every time from then on, until the file is gone.
+    """
+    found = {"at": at, "rank": rank, "nth": nth, "kill": kill, "lasting": lasting}
+    path.with_suffix(".new").write_text(json.dumps(found))
+    path.with_suffix(".new").replace(path)
+
+
+def strike(at: str) -> None:
+    """Carry out an order that is about this rank and this place."""
+    path = Path(os.environ.get(VARIABLE) or os.devnull)
+    if not path.is_file():
+        return
+    found = json.loads(path.read_text())
+    if found["at"] != at or found["rank"] != torch.distributed.get_rank():
+        return
+    if found["nth"] > 1:
+        order(path, **{**found, "nth": found["nth"] - 1})
+        return
+    if not found["lasting"]:
+        path.unlink()
+    if found["kill"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError(f"struck at {at}")
+
+
+def _before(at: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        strike(at)
+        return original(*args, **kwargs)
+
+    return struck
+
+
+def _loading(
+    original: Callable[[Rank, Iterable[str]], Iterator[tuple[str, Tensor]]],
+) -> Callable[[Rank, Iterable[str]], Iterator[tuple[str, Tensor]]]:
+    def struck(rank: Rank, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for pair in original(rank, names):
+            strike("load")
+            yield pair
+
+    return struck
+
+
+Rank.stage = _before("stage", Rank.stage)  # type: ignore[method-assign]
+Rank._clones = _loading(Rank._clones)  # type: ignore[method-assign, assignment]
+vars(target)["write_patch"] = _before("write", patch.write)

@@ -1,0 +1,92 @@
+"""What only a vLLM server has: its backend, workers that are led from beside, packed linears."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.engines.replica import error_of, serving
+from tests.engines.serving import ROOT
+from tests.engines.trainer import Trainer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    with Trainer(tmp_path) as trainer:
+        yield trainer
+
+
+def test_nobody_else_can_write_through_the_backend(trainer: Trainer, tmp_path: Path) -> None:
+    with serving(trainer, tmp_path) as replica:
+        client = replica.server.client
+        assert client.post("/start_weight_update").status_code == 200
+        orders = {"update_info": {"ticket": 10_000, "version": 7}}
+        assert client.post("/update_weights", json=orders).status_code == 200
+        assert client.post("/finish_weight_update").status_code == 200
+        assert replica.holds(0)
+
+
+def test_a_second_leader_takes_over_and_the_first_stands_back(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """``python -m deltachain_vllm`` beside a server that has a leader of its own."""
+    with serving(trainer, tmp_path, 2) as replica:
+        server = replica.server
+        server.update(trainer.step())
+        trainer.step()
+        beside = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "DELTACHAIN_URL": trainer.url,
+            "DELTACHAIN_BASE": str(trainer.base),
+            "DELTACHAIN_SPOOL": str(server.spool),
+        }
+        command = [sys.executable, "-m", "deltachain_vllm", str(server.client.base_url)]
+        done = subprocess.run(
+            [*command, "--version", "2"],
+            env=beside,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=240,
+        )
+        assert (done.returncode, done.stdout) == (0, "version 2\n"), done.stderr
+        trainer.step()
+        for path in ("update", "scrub"):
+            error = error_of(server.post(path), 409)
+            assert error["type"] == "PartialApplyError"
+            assert "another leader has attached this rank since" in error["message"]
+        assert server.named() == "2"
+        assert not server.paused()
+        assert not server.status()["poisoned"]
+        assert server.generate([5, 6, 7], 4).spans == ((0, 4, "2"),)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_that_fails_to_load_is_taken_back(
+    trainer: Trainer, tmp_path: Path, tp: int
+) -> None:
+    """Stock linears: packed by the kernels, so that whole layers are loaded and packed again."""
+    with serving(trainer, tmp_path, tp, plain=False) as replica:
+        assert "reloaded" in replica.server.status()["classes"]
+        replica.server.update(trainer.step())
+        assert replica.goes_on_as(1)
+        trainer.step()
+        replica.strike("load", nth=5)
+        error = error_of(replica.server.post("update"), 409)
+        assert (error["type"], replica.is_struck()) == ("PartialApplyError", True)
+        assert replica.server.status()["version"] == 1
+        assert replica.goes_on_as(1)
+        replica.strike("load", nth=5, lasting=True)
+        assert error_of(replica.server.post("update"), 409)["type"] == "PoisonedError"
+        assert replica.stands_still()
+        replica.strikes.unlink()
+        assert replica.server.update()["version"] == 2
+        assert replica.goes_on_as(2)
