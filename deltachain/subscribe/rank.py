@@ -200,6 +200,7 @@ class Rank:
         self._check_addresses()
         if (ticket in self._written) != back:
             return 0.0
+        _settle()  # what the engine still computes on another stream has read the old bits
         start = time.perf_counter()
         writes = self._undoes(staged) if back else self._writes(staged)
         written = write_all(writes, version)
@@ -214,8 +215,7 @@ class Rank:
                 version=version,
             ) from exc
         (self._written.remove if back else self._written.add)(ticket)
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        _settle()
         return time.perf_counter() - start
 
     def _prepare(self, delta: TensorDelta) -> Iterator[tuple[Slot, Placed]]:
@@ -323,6 +323,12 @@ class Rank:
         raise BaseMismatchError(
             "the engine replaced live tensors; where they are now is known, what they hold is not"
         )
+
+
+def _settle() -> None:
+    """Wait until the device has done what it was told, where there is one."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @contextmanager

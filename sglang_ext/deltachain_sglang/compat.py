@@ -31,9 +31,6 @@ DERIVED: Final = re.compile(
 ABORT_LOOK_S: Final = 0.01
 """Seconds between two looks whether requests that were aborted have ended."""
 
-FLUSH_S: Final = 5.0
-"""Longest wait until nothing keeps SGLang from flushing its caches."""
-
 _SCHEDULER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
@@ -270,8 +267,11 @@ class Server:
         await self._manager.update_weight_version(request)
 
     async def flush(self) -> bool:
-        """Forget all prefixes; whether that was possible."""
-        return bool((await self._manager.flush_cache(timeout_s=FLUSH_S)).success)
+        """Forget all prefixes; whether that was possible.
+
+        With a timeout, SGLang would also wait for requests that wait for it to go on.
+        """
+        return bool((await self._manager.flush_cache(timeout_s=0)).success)
 
 
 def _text(version: Sequence[int]) -> str:

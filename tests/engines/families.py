@@ -109,7 +109,14 @@ _ALL: Final = (
     _family("llama_v500", "llama", vocab_size=500, num_key_value_heads=1),
     _family("mistral", "mistral", _HEADS),
     _family("gemma", "gemma", _HEADS, _TIED),
-    _family("gemma2", "gemma2", _HEADS, _TIED, query_pre_attn_scalar=32),
+    _family(
+        "gemma2",
+        "gemma2",
+        _HEADS,
+        _TIED,
+        query_pre_attn_scalar=32,
+        hidden_act="gelu_pytorch_tanh",  # as real checkpoints say; SGLang reads it
+    ),
     _family("gemma3", "gemma3_text", _HEADS, _TIED, query_pre_attn_scalar=32, sliding_window=64),
     _family("phi3", "phi3"),
     _family("olmo2", "olmo2"),
@@ -153,7 +160,8 @@ _ALL: Final = (
         "qwen3_next",
         _HEADS,
         _MOE,
-        num_hidden_layers=4,  # every fourth has full attention
+        num_hidden_layers=4,
+        full_attention_interval=4,
         num_experts=4,
         shared_expert_intermediate_size=64,
         linear_num_value_heads=4,

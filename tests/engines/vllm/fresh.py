@@ -18,17 +18,11 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
-RENDEZVOUS: Final = "DELTACHAIN_TEST_RENDEZVOUS"
-"""Environment variable with a path at which the ranks of a group find each other."""
-
-NOISE: Final[Mapping[str, str]] = {
-    "_tensor_constant0": "vLLM traces each module class of transformers once a process; the trace "
-    "of phimoe's rotary embedding leaves this copy of its frequencies on the first model only",
-}
-"""Last parts of names that :func:`differences` leaves out, and why."""
+from deltachain.subscribe.engine import EngineModel
+from tests.engines.two_ranks import RENDEZVOUS
 
 _ENVIRONMENT: Final[Mapping[str, str]] = {
     "HF_HUB_OFFLINE": "1",
@@ -38,12 +32,6 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
 }
 _STOCK: Final[Mapping[str, str]] = {"VLLM_PLUGINS": ""}
 """Loading alone is observed: no plugin of this project or of another takes part."""
-
-_HELPERS: Final = ("quant_method", "impl")
-"""Objects beside a module, that are no modules and may keep tensors of their own."""
-
-_DEPTH: Final = 3
-"""How far lists and dicts are followed for tensors."""
 
 
 def load_fresh(
@@ -59,7 +47,7 @@ def load_fresh(
     Args:
         checkpoint: Its folder.
         tp: Ranks of tensor parallelism; with more than one, every rank must call this, each in a
-            process that :mod:`tests.engines.vllm.two_ranks` started.
+            process that :mod:`tests.engines.two_ranks` started.
         rank: Which of them this process is.
         processed: Bring the weights into the layout of the kernels, as serving needs them; else
             they are as the loader of the model left them.
@@ -130,70 +118,11 @@ def unpacked() -> Iterator[None]:
         yield
 
 
-def live(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor with elements that a model has, not copied, tied ones under every name.
+def known(config: Any, model: nn.Module) -> EngineModel:
+    """A model as deltachain asks for it."""
+    from deltachain_vllm.model import VllmModel
 
-    These are parameters and buffers of each module, and whatever else of its attributes is a
-    tensor or holds some, on the module or on what vLLM puts beside it. Out of reach is what only
-    kernels hold: the packed weights of linear layers that were not loaded :func:`unpacked`.
-    """
-    return {
-        path: tensor
-        for name, module in model.named_modules(remove_duplicate=False)
-        for key, value in _parts(module)
-        for path, tensor in _tensors(f"{name}.{key}" if name else key, value, _DEPTH)
-        if tensor.numel()
-    }
-
-
-def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What they hold now, to be compared with what they hold later."""
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-
-def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """Names of tensors that only one side has, or that differ in shape, dtype or any bit.
-
-    NaNs are equal if their bits are. Left out is :data:`NOISE`, and nothing else.
-    """
-    return [
-        name
-        for name in sorted(one.keys() | other.keys())
-        if name.rpartition(".")[2] not in NOISE
-        and not (name in one and name in other and _same(one[name], other[name]))
-    ]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    return one.is_meta or torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _parts(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """What a module has by name, short of the modules in it."""
-    apart = ("_parameters", "_buffers", "_modules")
-    yield from module._parameters.items()
-    yield from module._buffers.items()
-    for key, value in vars(module).items():
-        if key not in apart:
-            yield key, value
-        if key in _HELPERS and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-            yield from ((f"{key}.{inner}", held) for inner, held in vars(value).items())
-
-
-def _tensors(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, which may be a list or dict of them."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif depth and isinstance(value, list | tuple | dict):
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, held in pairs:
-            yield from _tensors(f"{name}[{key}]", held, depth - 1)
+    return VllmModel(model, config)
 
 
 def _load(config: Any, *, processed: bool) -> nn.Module:

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltachain.checkpoint import WEIGHTS_FILE
+from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint, make
-from tests.engines.vllm.fresh import copied, differences, live, load_fresh, load_in_context
-from tests.engines.vllm.two_ranks import run, two_ranks
+from tests.engines.two_ranks import run, two_ranks
+from tests.engines.vllm.fresh import load_fresh, load_in_context
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.engines.families import FAMILIES
-from tests.engines.vllm.matrix import Row, examine
-from tests.engines.vllm.two_ranks import two_ranks
+from tests.engines.matrix import Row, examine
+from tests.engines.two_ranks import two_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -62,12 +62,12 @@ def test_experts_are_planned_before_they_are_packed(family: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks() -> None:
-    for rows in two_ranks("tests.engines.vllm.matrix:examine_two", *TWO, deadline_s=600):
+    for rows in two_ranks("tests.engines.matrix:examine_two", *TWO, deadline_s=600):
         for row in rows:
             assert not right(row).refused
 
 
 def test_one_family_on_two_ranks() -> None:
-    for rows in two_ranks("tests.engines.vllm.matrix:examine_two", "qwen3", "llama_v500"):
+    for rows in two_ranks("tests.engines.matrix:examine_two", "qwen3", "llama_v500"):
         for row in rows:
             assert right(row).classes == {"in_place": row["tensors"]}

@@ -1,6 +1,6 @@
 """Two real processes that are the two ranks of one tensor-parallel group.
 
-``python -m tests.engines.vllm.two_ranks MODULE:FUNCTION ARGUMENT...`` runs one function in both,
+``python -m tests.engines.two_ranks MODULE:FUNCTION ARGUMENT...`` runs one function in both,
 as ``function(rank, *arguments)``, and prints what came of it as a JSON list. What the function
 returns must be JSON.
 """
@@ -22,13 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tests.engines.vllm.fresh import RENDEZVOUS
+RENDEZVOUS: Final = "DELTACHAIN_TEST_RENDEZVOUS"
+"""Environment variable with a path at which the ranks of a group find each other."""
 
 RANKS: Final = 2
 DEADLINE_S: Final = 300.0
 
-_MODULE: Final = "tests.engines.vllm.two_ranks"
-_ROOT: Final = Path(__file__).resolve().parents[3]
+_MODULE: Final = "tests.engines.two_ranks"
+_ROOT: Final = Path(__file__).resolve().parents[2]
 _GRACE_S: Final = 10.0
 """How long a rank may go on when the other has failed: it may wait in a collective for ever."""
 

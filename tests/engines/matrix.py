@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -27,10 +28,10 @@ from deltachain.subscribe.classes import Agreement, agree
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.spool import Spool
 from deltachain.types import Bits, StateDigest, TensorSpec
-from deltachain_vllm.model import VllmModel
+from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint
-from tests.engines.vllm.fresh import copied, differences, live, load_fresh, load_in_context
-from tests.engines.vllm.two_ranks import two_ranks
+from tests.engines.serving import ENGINE
+from tests.engines.two_ranks import two_ranks
 
 SHARE: Final = 0.3
 """Of the elements of each tensor that change."""
@@ -97,11 +98,14 @@ def _examine(family: str, how: Any) -> Row:
 def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
     rank, tp = how["rank"], how["tp"]
     specs = dict(Checkpoint(before).specs)
-    with load_in_context(before, **how) as (config, model):
+    engine = _engine()
+    with engine.load_in_context(before, **how) as (config, model):
         at_first = copied(live(model))
         try:
-            kind = VllmModel if how["processed"] else _Unprocessed
-            mine = Rank(kind(model, config), specs.values(), {})
+            known = engine.known(config, model)
+            if not how["processed"]:  # nothing is packed yet, and no layer can be tried
+                known.packed = dict
+            mine = Rank(known, specs.values(), {})
             refused, report = "", mine.report()
         except DeltaChainError as exc:
             refused, report = str(exc.args[0]), {}
@@ -119,16 +123,14 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
         mine.swap(1, 0, back=True)
         undone_wrong = differences(at_first, copied(live(model)))
         del mine
-    fresh = copied(live(load_fresh(after, **how)))
+    fresh = copied(live(engine.load_fresh(after, **how)))
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
 
 
-class _Unprocessed(VllmModel):
-    """A model as its loader left it: nothing is packed yet, and no layer can be tried."""
-
-    def packed(self) -> Mapping[str, str]:
-        return {}
+def _engine() -> Any:
+    """How checkpoints are loaded by the engine that is installed here."""
+    return import_module(f"tests.engines.{ENGINE}.fresh")
 
 
 class _Change:
@@ -241,7 +243,7 @@ def main() -> None:
     """Print the matrix of all families as Markdown."""
     two = {
         row["family"]: row
-        for row in two_ranks("tests.engines.vllm.matrix:examine_two", *FAMILIES, deadline_s=1800)[1]
+        for row in two_ranks("tests.engines.matrix:examine_two", *FAMILIES, deadline_s=1800)[1]
     }
     print("| family | tensors | plain linears | stock CPU | before packing | TP=2, rank 1 |")  # noqa: T201
     print("|---|---|---|---|---|---|")  # noqa: T201

@@ -1,0 +1,152 @@
+"""What a CPU rank of stock SGLang makes of a checkpoint, without a server around it.
+
+See :mod:`tests.engines.vllm.fresh`, whose words it has. A process is one rank, and is brought up
+for the first checkpoint that it loads as a scheduler would be; later ones are loaded into the same.
+"""
+
+# ruff: noqa: PLC0415 - SGLang reads its environment when it is imported
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from deltachain.subscribe.engine import EngineModel
+from tests.engines.serving import free_port
+from tests.engines.two_ranks import RENDEZVOUS
+
+_ENVIRONMENT: Final[Mapping[str, str]] = {
+    "HF_HUB_OFFLINE": "1",
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+}
+
+_published: dict[str, Any] = {}
+"""What this process was brought up with, once it is."""
+
+
+def load_fresh(
+    checkpoint: Path,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    processed: bool = True,
+    plain_linears: bool = True,
+) -> nn.Module:
+    """Load a checkpoint as a scheduler does."""
+    with load_in_context(
+        checkpoint, tp=tp, rank=rank, processed=processed, plain_linears=plain_linears
+    ) as (_, model):
+        return model
+
+
+@contextmanager
+def load_in_context(
+    checkpoint: Path,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    processed: bool = True,
+    plain_linears: bool = True,
+) -> Iterator[tuple[Any, nn.Module]]:
+    """As :func:`load_fresh`, staying where SGLang's loaders can be called again.
+
+    Args:
+        checkpoint: Its folder.
+        tp: Ranks of tensor parallelism.
+        rank: Which of them this process is.
+        processed: Whether to do what is done after loading.
+        plain_linears: Has no meaning here: without AMX, SGLang packs none.
+
+    Yields:
+        The ``ModelConfig``, and the model.
+    """
+    del plain_linears
+    _bring_up(checkpoint, tp, rank)
+    from sglang.srt.configs.device_config import DeviceConfig
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.model_loader import get_model_loader, loader
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    config = ModelConfig.from_server_args(_arguments(checkpoint, tp), model_path=str(checkpoint))
+    bootstrap.init_layer_runtime(model_config=config)
+    load = LoadConfig()
+    made = get_model_loader(load_config=load, model_config=config)
+    if processed:
+        yield config, made.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+        return
+    with set_default_torch_dtype(torch.bfloat16):
+        quantisation = loader._get_quantization_config(config, load)
+        model: nn.Module = loader._initialize_model(config, load, quantisation)
+        weights = made._get_all_weights(config, model)
+        loader.DefaultModelLoader.load_weights_only(model, weights, torch.device("cpu"))
+    yield config, model
+
+
+def known(config: Any, model: nn.Module) -> EngineModel:
+    """A model as deltachain asks for it."""
+    from deltachain_sglang.model import SglangModel
+
+    return SglangModel(model, config, "cpu")
+
+
+def _arguments(checkpoint: Path, tp: int) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(
+        model_path=str(checkpoint),
+        device="cpu",
+        dtype="bfloat16",
+        attention_backend="torch_native",
+        tp_size=tp,
+        skip_tokenizer_init=True,
+        mem_fraction_static=0.05,
+        max_total_tokens=512,
+        context_length=128,
+        max_running_requests=2,
+        disable_cuda_graph=True,
+    )
+
+
+def _bring_up(checkpoint: Path, tp: int, rank: int) -> None:
+    """Be one rank of a group; the first call of a process decides of which."""
+    if _published:
+        return
+    os.environ.update({**_ENVIRONMENT, **os.environ})
+    if tp > 1:
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(map(str, range(tp))))
+    from sglang.benchmark import one_batch
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
+
+    arguments = _arguments(checkpoint, tp)
+    threads = torch.get_num_threads()
+    ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=rank, pp_rank=0), gpu_id=rank)
+    publish(arguments, role="scheduler", ranks=ranks)
+    one_batch._init_process_global_configs()
+    bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=_port(tp, rank))
+    torch.set_num_threads(threads)
+    _published["rank"] = rank
+
+
+def _port(tp: int, rank: int) -> int:
+    """A port that the ranks of a group agree on: the first writes down a free one."""
+    if tp == 1:
+        return free_port()
+    meeting = Path(os.environ[RENDEZVOUS])
+    if rank == 0:
+        port = free_port()
+        meeting.with_suffix(".new").write_text(str(port))
+        meeting.with_suffix(".new").replace(meeting)
+        return port
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            return int(meeting.read_text())
