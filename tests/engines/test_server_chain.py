@@ -1,0 +1,88 @@
+"""Twenty versions of real training in a real server: exact after each, and exactly back again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltachain.cli.pull import pull
+from tests.engines.chains import Trained, train
+from tests.engines.load import prompt
+from tests.engines.serving import Server, start
+from tests.engines.truth import Judge, sharded
+
+pytestmark = pytest.mark.engine
+
+VERSIONS = 20
+RATE = 3e-5
+"""Ten times the usual one: tokens must tell versions apart."""
+PROMPTS = 4
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train("qwen3", tmp_path_factory.mktemp("chain") / "run", VERSIONS, rate=RATE)
+
+
+@pytest.fixture(scope="module")
+def pulled(chain: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The checkpoint of every version, by ``deltachain pull``."""
+    folder = tmp_path_factory.mktemp("pulled")
+    for version in range(VERSIONS + 1):
+        pull(chain.url, out=folder / str(version), version=version)
+    return {version: folder / str(version) for version in range(VERSIONS + 1)}
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def server(
+    request: pytest.FixtureRequest, chain: Trained, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, int]]:
+    folder = tmp_path_factory.mktemp("server")
+    options = {"tp": request.param, "plain": True, "dev": True}
+    with start(chain.base, folder, chain.url, **options) as server:
+        yield server, request.param
+
+
+def holds(server: Server, tp: int, checkpoint: Path) -> bool:
+    """Whether the digests of every rank are those of a checkpoint that is cut by hand."""
+    wanted = sharded(checkpoint, tp)
+    return server.checksums() == {name: server.digest(one) for name, one in wanted.items()}
+
+
+def test_every_version_is_exact_and_so_is_the_way_back(
+    server: tuple[Server, int], pulled: dict[int, Path]
+) -> None:
+    engine, tp = server
+    dice = random.Random(3)
+    engine.post("rollback", version=0)  # it caught up with the head before it was ready
+    engine.post("release")
+    answers: set[tuple[int, ...]] = set()
+    asked = [prompt(dice, 20) for _ in range(PROMPTS)]
+    for version in range(1, VERSIONS + 1):
+        assert engine.update(version)["version"] == version
+        assert holds(engine, tp, pulled[version])
+        judge = Judge(pulled[version])
+        for tokens in asked:
+            found = engine.generate(tokens, LENGTH)
+            assert found.spans == ((0, LENGTH, str(version)),)
+            assert judge.wrong(found.prompt, found.tokens, range(LENGTH)) == []
+            answers.add(found.tokens)
+    assert len(answers) > PROMPTS
+    for version in (VERSIONS - 1, VERSIONS - 2, 0):
+        assert engine.post("rollback", version=version).json()["version"] == version
+        assert holds(engine, tp, pulled[version])
+        assert engine.post("scrub").json()["version"] == version
+
+
+def test_a_server_that_loads_a_pulled_checkpoint_says_the_same(
+    chain: Trained, pulled: dict[int, Path], tmp_path: Path
+) -> None:
+    """The hand that cuts checkpoints, held against the engine's own loading."""
+    with start(pulled[VERSIONS], tmp_path, chain.url, plain=True, dev=True) as engine:
+        assert engine.status()["last"] is None, "it begins where the chain ends"
+        assert engine.status()["version"] == VERSIONS
+        assert holds(engine, 1, pulled[VERSIONS])
