@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: bench-vllm venv-sglang clean help
+.PHONY: bench-vllm venv-sglang test-sglang test-sglang-long clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -51,6 +51,12 @@ test-vllm: venv-vllm  ## the tests in a real vLLM
 
 test-vllm-long: venv-vllm  ## those of them that take minutes
 	.venv-vllm/bin/pytest tests/engines -m "engine and slow"
+
+test-sglang: venv-sglang  ## the tests in a real SGLang
+	.venv-sglang/bin/pytest tests/engines -m "engine and not slow" -n 2 --dist loadfile
+
+test-sglang-long: venv-sglang  ## those of them that take minutes
+	.venv-sglang/bin/pytest tests/engines -m "engine and slow"
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
 	.venv-vllm/bin/python -m tests.engines.vllm.bench

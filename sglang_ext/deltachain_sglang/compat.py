@@ -219,15 +219,22 @@ class Server:
         found = await self._manager.check_weights_communicator(CheckWeightsReqInput(action=action))
         return str(found[0].message)
 
-    async def update(self, path: str) -> str:
-        """Update from a path of ours, as from disk; the model keeps its own path and name."""
+    async def update(self, path: str, *, flush: bool) -> str:
+        """Update from a path of ours, as from disk; the model keeps its own path and name.
+
+        Args:
+            path: What is asked of the ranks.
+            flush: Whether caches go, if all ranks have written. SGLang's own ``flush_cache`` would
+                also give memory back to the device, or collect garbage where there is none: half a
+                second in which nobody generates.
+        """
         from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
         manager = self._manager
         before = manager.model_path, manager.served_model_name
         load_format = manager.config_value("load_format")
         request = UpdateWeightFromDiskReqInput(
-            model_path=path, load_format=load_format, flush_cache=False
+            model_path=path, load_format=load_format, flush_cache=flush
         )
         try:
             _, message, _ = await manager._wait_for_model_update_from_disk(request)
@@ -265,13 +272,6 @@ class Server:
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         await self._manager.update_weight_version(request)
-
-    async def flush(self) -> bool:
-        """Forget all prefixes; whether that was possible.
-
-        With a timeout, SGLang would also wait for requests that wait for it to go on.
-        """
-        return bool((await self._manager.flush_cache(timeout_s=0)).success)
 
 
 def _text(version: Sequence[int]) -> str:

@@ -36,16 +36,15 @@ class ServerEngine:
         self.mode = compat.pause_mode(settings.pause)
         self._server = compat.Server(server)
         self._loop = loop
-        self._keeps = settings.keep_cache or self.mode == "in_place"
-        self._stale = False
+        self._flush = not settings.keep_cache and self.mode != "in_place"
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
         """Ask every rank; a swap is an update of SGLang's own."""
         question = SCHEME + json.dumps({"verb": verb, "arguments": arguments})
-        swaps = verb == "swap"
-        self._stale = self._stale or swaps
         text = self._wait(
-            self._server.update(question) if swaps else self._server.question(question)
+            self._server.update(question, flush=self._flush)
+            if verb == "swap"
+            else self._server.question(question)
         )
         try:
             answers: list[Mapping[str, Any]] = json.loads(text)
@@ -62,11 +61,8 @@ class ServerEngine:
         self._wait(self._server.resume())
 
     def name_version(self, version: int) -> None:
-        """Name the version that tokens are made with; no prefix of older ones is left."""
+        """Name the version that tokens are made with; the swap has flushed what came before."""
         self._wait(self._server.name(str(version)))
-        if self._stale and not self._keeps and not self._wait(self._server.flush()):
-            raise ApplyError("the prefix cache could not be flushed", version=version)
-        self._stale = False
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401
         try:

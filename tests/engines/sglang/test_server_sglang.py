@@ -1,0 +1,122 @@
+"""SGLang's own way to ask for a version, and who else may ask the ranks anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.engines.replica import Replica, replicas
+
+pytestmark = pytest.mark.engine
+
+KEY = "the-key"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
+    """Two ranks, which version 2 is there for."""
+    with replicas(tmp_path_factory.mktemp("sglang"), 2, key=KEY) as replica:
+        yield replica
+
+
+@pytest.fixture
+def replica(shared: Replica) -> Iterator[Replica]:
+    assert shared.is_settled()
+    yield shared
+    assert shared.is_settled()
+
+
+def told(replica: Replica, path: str, **more: Any) -> tuple[int, dict[str, Any]]:
+    """What SGLang's own update from disk answers."""
+    body = {"model_path": path, **more}
+    response = replica.server.client.post("/update_weights_from_disk", json=body)
+    return response.status_code, response.json()
+
+
+def test_the_stock_endpoint_brings_it_to_a_version(replica: Replica) -> None:
+    server = replica.server
+    names = server.client.get("/model_info").json()["model_path"]
+    new = replica.trainer.step()
+    code, answer = told(replica, f"deltachain:{new}")
+    assert (code, answer["success"], answer["message"]) == (200, True, f"version {new}")
+    assert replica.holds(new)
+    assert replica.serves(new)
+    info = server.client.get("/model_info").json()
+    assert (info["model_path"], info["weight_version"]) == (names, str(new))
+    models = server.client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in models] == ["tiny"]
+    head = replica.trainer.step()
+    assert told(replica, "deltachain:")[0] == 200
+    assert replica.holds(head)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "deltachain:-1",
+        "deltachain:1.5",
+        "deltachain:file:///etc",
+        'deltachain:{"verb": "swap", "arguments": {"ticket": 1, "version": 1, "back": false}}',
+        "deltachain:99999",
+    ],
+)
+def test_anything_but_a_version_is_refused(replica: Replica, path: str) -> None:
+    head = replica.trainer.head
+    code, answer = told(replica, path)
+    assert (code, answer["success"]) == (400, False)
+    assert replica.holds(head)
+
+
+def test_a_rank_that_refuses_is_the_failure_of_all(replica: Replica) -> None:
+    old = replica.trainer.head
+    replica.trainer.step()
+    replica.strike("stage")
+    code, answer = told(replica, "deltachain:")
+    assert (code, answer["success"]) == (400, False)
+    assert "rank 1: RuntimeError: struck at stage" in answer["message"]
+    assert replica.holds(old)
+    assert replica.serves(old)
+
+
+def test_a_rank_that_fails_while_writing_is_the_failure_of_all(replica: Replica) -> None:
+    old = replica.trainer.head
+    replica.trainer.step()
+    replica.strike("write", nth=4)
+    code, answer = told(replica, "deltachain:")
+    assert (code, answer["success"]) == (400, False)
+    assert "every rank has its old bits" in answer["message"]
+    assert replica.holds(old)
+    assert replica.serves(old)
+
+
+@pytest.mark.parametrize("verb", ["attach", "stage", "swap", "state", "nonsense"])
+def test_nobody_but_the_leader_asks_the_ranks(replica: Replica, verb: str) -> None:
+    head = replica.trainer.head
+    action = "deltachain:" + json.dumps({"verb": verb, "arguments": {"turn": "me:1"}})
+    response = replica.server.client.post("/weights_checker", json={"action": action})
+    assert (response.status_code, response.json()["success"]) == (400, False)
+    assert replica.holds(head)
+
+
+def test_another_checkpoint_can_still_be_loaded_and_is_found_out(replica: Replica) -> None:
+    head = replica.trainer.step()
+    replica.server.update()
+    replica.server.load(replica.trainer.base)
+    assert not replica.holds(head)
+    status = replica.server.post("scrub").json()
+    assert (status["version"], status["last"]["previous"]) == (head, None)
+
+
+@pytest.mark.parametrize(("headers", "code"), [({}, 401), ({"authorization": "Bearer x"}, 401)])
+def test_our_routes_ask_for_the_servers_key(
+    shared: Replica, headers: dict[str, str], code: int
+) -> None:
+    url = str(shared.server.client.base_url)
+    for path in ("status", "update", "scrub"):
+        method = "GET" if path == "status" else "POST"
+        answer = httpx.request(method, f"{url}/deltachain/{path}", headers=headers, trust_env=False)
+        assert answer.status_code == code
