@@ -59,7 +59,7 @@ test-sglang-long: venv-sglang  ## those of them that take minutes
 	.venv-sglang/bin/pytest tests/engines -m "engine and slow"
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
-	.venv-vllm/bin/python -m tests.engines.vllm.bench
+	.venv-vllm/bin/python -m tests.engines.bench
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test

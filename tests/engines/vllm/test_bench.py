@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_every_candidate_has_a_figure() -> None:
-    module = "tests.engines.vllm.bench"
+    module = "tests.engines.bench"
     arguments = ("--sizes", "2M", "--rounds", "1", "--windows", "1", "--lost-size", "2M", "--json")
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],

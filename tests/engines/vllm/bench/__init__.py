@@ -1,1 +1,1 @@
-"""``make bench-vllm``: what an update costs a real vLLM, beside its floor and its peers."""
+"""What of the benchmark only vLLM has."""

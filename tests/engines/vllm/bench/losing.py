@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from tests.engines.vllm.bench.figures import ENVIRONMENT, EXTENSIONS, Drawn, Lost
+from tests.engines.bench.figures import ENVIRONMENT, EXTENSIONS, Drawn, Lost
 
 REQUESTS: Final = 4
 PROMPT: Final = 16

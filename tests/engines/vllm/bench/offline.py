@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from tests.engines.vllm.bench.figures import ENVIRONMENT, EXTENSIONS, Applied, Drawn
+from tests.engines.bench.figures import ENVIRONMENT, EXTENSIONS, Applied, Drawn
 
 
 def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
@@ -26,6 +26,6 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
         skip_tokenizer_init=True,
         worker_extension_cls=EXTENSIONS[plain],
     )
-    from tests.engines.vllm.bench.applying import follow
+    from tests.engines.bench.applying import follow
 
     return follow(llm, drawn, plain=plain, warm_up=warm_up)

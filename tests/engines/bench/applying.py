@@ -30,7 +30,7 @@ from deltachain.delta import TensorDelta
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain_vllm.extension import worker_verbs
-from tests.engines.vllm.bench.figures import (
+from tests.engines.bench.figures import (
     FETCH,
     FLOOR,
     LOAD,

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from deltachain.bench import report
 from deltachain.bench.timing import Timings
-from tests.engines.vllm.bench.figures import (
+from tests.engines.bench.figures import (
     FLOOR,
     LOAD,
     PATCHES,

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.bench.timing import say
 from deltachain.publish import PublishConfig, Publisher
-from tests.engines.vllm.bench.figures import Drawn
+from tests.engines.bench.figures import Drawn
 
 CONTEXT: Final = 512
 """Longest sequence that a model takes."""

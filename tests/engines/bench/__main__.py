@@ -1,4 +1,4 @@
-"""``python -m tests.engines.vllm.bench``: every figure, as tables or as one JSON object.
+"""``python -m tests.engines.bench``: every figure, as tables or as one JSON object.
 
 Each model is drawn, loaded and measured in processes of its own, so that one's memory is gone
 before the next is loaded.
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from tests.engines.vllm.bench.figures import Applied, Drawn, Lost
+from tests.engines.bench.figures import Applied, Drawn, Lost
 
 SIZES: Final = ("19M", "170M", "596M")
 DENSITIES: Final = (0.001, 0.01, 0.05)
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 def main() -> int:
     """Measure, and print; 0 if no swap costs more than twice its floor."""
-    parser = argparse.ArgumentParser(prog="python -m tests.engines.vllm.bench")
+    parser = argparse.ArgumentParser(prog="python -m tests.engines.bench")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--sizes", default=",".join(SIZES), help="of models, by parameters")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="updates of each density")
@@ -42,14 +42,14 @@ def main() -> int:
     applied = [one for size in sizes for one in _apply(size, asked.rounds)]
     lost = _lose(asked.lost_size, asked.windows) if asked.windows else None
 
-    from tests.engines.vllm.bench.tables import show
+    from tests.engines.bench.tables import show
 
     return show(applied, lost, json_output=asked.json)
 
 
 def _apply(size: str, rounds: int) -> list[tuple[Drawn, Applied]]:
     """Follow one chain in a model that is written in place, and in a stock one."""
-    from tests.engines.vllm.bench.chains import draw
+    from tests.engines.bench.chains import draw
     from tests.engines.vllm.bench.offline import measure
 
     densities = DENSITIES * (rounds + 1)  # the first round does not count
@@ -66,7 +66,7 @@ def _lose(size: str, windows: int) -> tuple[Drawn, list[Lost]]:
 
     As a machine with an accelerator does: the cores of its host are not what generates.
     """
-    from tests.engines.vllm.bench.chains import draw
+    from tests.engines.bench.chains import draw
     from tests.engines.vllm.bench.losing import measure
 
     with tempfile.TemporaryDirectory() as scratch:
