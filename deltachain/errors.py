@@ -23,6 +23,7 @@
     │   ├── BaseMismatchError                target holds other bits; nothing written   -> replan
     │   ├── TensorMismatchError              unknown name, shape or dtype; nothing written -> fix mapping
     │   ├── PartialApplyError                failed while writing                -> restored, or poisoned
+    │   │   └── LeaderReplacedError          another leader has the ranks; nothing written -> stop this one
     │   └── PoisonedError                    state can not be proven             -> heal from nothing
     └── ControlPlaneError                    never fatal to a role               -> log once, continue
 
@@ -203,6 +204,12 @@ class PartialApplyError(ApplyError):
     """A swap failed while writing."""
 
     default_hint = "the old bits were restored; stage again"
+
+
+class LeaderReplacedError(PartialApplyError):
+    """The ranks of this replica obey another leader since; nothing was written."""
+
+    default_hint = "a replica has one leader: stop this one, or restart the engine to lead it again"
 
 
 class PoisonedError(ApplyError):

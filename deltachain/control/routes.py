@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
@@ -41,7 +42,7 @@ LARGEST: Final = 4096
 """Bytes of a request's body."""
 
 AT_ONCE: Final = 4
-"""Requests that are worked on at once."""
+"""Requests that are worked on at once: of those that ask the store, and of the others."""
 
 LOOK_S: Final = 0.5
 """Seconds between two looks whether somebody still waits for an answer."""
@@ -70,7 +71,7 @@ class Control:
         self.refusal = refusal
         self._token = token.encode()
         self._is_open = is_open
-        self._free = asyncio.Semaphore(AT_ONCE)
+        self._slow, self._quick = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
 
     def authorise(self, request: Request) -> None:
         """Refuse who does not know the token.
@@ -87,8 +88,15 @@ class Control:
         if not hmac.compare_digest(given.encode(), self._token):
             raise HTTPException(401, "wrong or missing token")
 
-    async def run(self, action: Callable[[Leader], _T], request: Request) -> _T:
+    async def run(
+        self, action: Callable[[Leader], _T], request: Request, *, slow: bool = False
+    ) -> _T:
         """Do something that may take its time, beside the server's event loop.
+
+        Args:
+            action: What.
+            request: Whose; it is given up once nobody waits for it.
+            slow: Whether it asks the store, which may hang; others do not queue up behind it.
 
         Raises:
             HTTPException: 503 where the server follows no chain, and once nobody waits for the
@@ -96,18 +104,20 @@ class Control:
         """
         if self.leader is None:
             raise HTTPException(503, self.refusal)
-        await self._free.acquire()
+        free = self._slow if slow else self._quick
+        await free.acquire()
         work = asyncio.ensure_future(_aside(action, self.leader))
-        work.add_done_callback(self._end)
+        work.add_done_callback(partial(_end, free))
         while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
             if await request.is_disconnected():
                 raise HTTPException(503, "nobody waits for the answer")
         return work.result()
 
-    def _end(self, work: asyncio.Future[Any]) -> None:
-        self._free.release()
-        if not work.cancelled():
-            work.exception()  # nobody may be left to ask for it
+
+def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
+    free.release()
+    if not work.cancelled():
+        work.exception()  # nobody may be left to ask for it
 
 
 async def _aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
@@ -177,7 +187,7 @@ async def ready(control: Allowed) -> Response:
 @router.post("/update")
 async def update(control: Allowed, asked: Asked, request: Request) -> Response:
     """Bring the replica to a version and answer when it is there; again is allowed."""
-    return await _do(control, request, lambda leader: leader.update(asked.version))
+    return await _do(control, request, lambda leader: leader.update(asked.version), slow=True)
 
 
 @router.post("/rollback")
@@ -207,12 +217,14 @@ async def resume(control: Allowed, request: Request) -> Response:
 @router.post("/scrub")
 async def scrub(control: Allowed, request: Request) -> Response:
     """Recompute the state of the live weights, to find out whether somebody else wrote to them."""
-    return await _do(control, request, Leader.scrub)
+    return await _do(control, request, Leader.scrub, slow=True)
 
 
-async def _do(control: Control, request: Request, action: Callable[[Leader], object]) -> Response:
+async def _do(
+    control: Control, request: Request, action: Callable[[Leader], object], *, slow: bool = False
+) -> Response:
     try:
-        await control.run(action, request)
+        await control.run(action, request, slow=slow)
     except DeltaChainError as exc:
         return _json(
             {

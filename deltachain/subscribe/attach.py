@@ -24,7 +24,7 @@ from deltachain.errors import TensorMismatchError
 from deltachain.names import TORCH_DTYPES, WIRE_NAMES
 from deltachain.subscribe.classes import Classified, TensorClass
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.patch import LiveBits, same_bits
+from deltachain.subscribe.patch import LiveBits, same_bits, varied
 from deltachain.subscribe.recorder import Recording, record
 from deltachain.subscribe.trial import try_load, try_reload
 from deltachain.subscribe.windows import Place, on_device_of
@@ -175,6 +175,12 @@ class _Finding:
         self.broken: set[str] = set()
         self.shared: set[str] = set()
         self.classes: dict[str, TensorClass] = {}
+        layers = model.processed()
+        self.processed = {
+            tensor.untyped_storage().data_ptr()
+            for name, tensor in model.tensors().items()
+            if name.rpartition(".")[0] in layers
+        }
         self.layers: Mapping[str, frozenset[str]] = {}
         for here, places in recording.places.items():
             self.places[source.owner[here]] += places
@@ -201,6 +207,19 @@ class _Finding:
                 sharing[place.live.untyped_storage().data_ptr()].append((name, place))
         for shared in sharing.values():
             self._refuse_shared(shared)
+            self._refuse_alike(shared)
+
+    def _refuse_alike(self, shared: list[tuple[str, Place]]) -> None:
+        """Bits that are all alike read back well however the engine has rearranged them."""
+        at = shared[0][1].live.untyped_storage().data_ptr()
+        if at not in self.processed or any(
+            varied(place.cut(self.source.bits(name))) for name, place in shared
+        ):
+            return
+        for name, _ in shared:
+            self._break(
+                name, "its bits are all alike, and say nothing of where the engine put each"
+            )
 
     def _refuse_shared(self, shared: list[tuple[str, Place]]) -> None:
         """Two tensors at one place would overwrite one another."""

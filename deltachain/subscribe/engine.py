@@ -37,6 +37,9 @@ class EngineModel(Protocol):
             names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         """
 
+    def processed(self) -> frozenset[str]:
+        """Layers whose weights the engine may rearrange after loading, where they lie."""
+
     def packed(self) -> Mapping[str, str]:
         """Layers that compute from a hidden copy of an intact parameter, and how that was seen."""
 

@@ -9,12 +9,15 @@ from threading import Event
 from typing import TYPE_CHECKING, Final
 
 from deltachain.errors import (
+    BaseMismatchError,
     BrokenChainError,
+    ChainError,
     ChainMismatchError,
     ConfigError,
     DeltaChainError,
     ForkedChainError,
     FormatError,
+    LeaderReplacedError,
     ObjectNotFoundError,
     TensorMismatchError,
     UnsupportedFormatError,
@@ -30,6 +33,7 @@ NEEDS_A_PERSON: Final = (
     ChainMismatchError,
     ConfigError,
     ForkedChainError,
+    LeaderReplacedError,
     TensorMismatchError,
     UnsupportedFormatError,
 )
@@ -97,6 +101,14 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         if not every_version:
             raise
         return subscriber.update()  # no way leads there; one may lead to a later version
+    except (ChainError, BaseMismatchError):
+        if not _was_rolled_back(subscriber):
+            raise
+        return None  # meanwhile, by somebody else
+
+
+def _was_rolled_back(subscriber: Subscriber) -> bool:
+    return subscriber.pinned and not subscriber.poisoned
 
 
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Any
 
 import msgspec
 
-from deltachain.errors import ApplyError, DeltaChainError, PoisonedError
+from deltachain.errors import (
+    ApplyError,
+    DeltaChainError,
+    LeaderReplacedError,
+    PoisonedError,
+)
 from deltachain.manifest import Struct
 from deltachain.store import Store
 from deltachain.subscribe.engine import Engine
@@ -110,10 +115,14 @@ class Leader:
             self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
             self._thread.start()
 
-    def stop(self) -> None:
-        """End following, and give the store back. Stopping twice is allowed."""
+    def end(self) -> None:
+        """Let following end soon; may be called from a signal handler."""
         self._stop.set()
         self.subscriber.notify()
+
+    def stop(self) -> None:
+        """End following, and give the store back. Stopping twice is allowed."""
+        self.end()
         if self._thread is not None:
             self._thread.join()
         self.subscriber.close()
@@ -236,13 +245,24 @@ class Leader:
         most = self.settings.max_lag
         return "" if most is None or behind <= most else f"{behind} versions behind"
 
-    def _follow(self) -> None:
+    def follow(self) -> Iterator[ApplyReceipt]:
+        """Apply versions as they are committed, in the thread of the caller, until ``stop``.
+
+        Raises:
+            DeltaChainError: What only a person can resolve.
+        """
         try:
-            for _ in self.subscriber.follow(stop=self._stop, looked=self._looked):
-                pass  # the subscriber has logged it, and status shows it
+            yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
         except Exception as exc:
             self._ended = f"following ended: {exc}"
             self._troubled(exc)
+            raise
+
+    def _follow(self) -> None:
+        try:
+            for _ in self.follow():
+                pass  # the subscriber has logged it, and status shows it
+        except Exception:
             logger.exception("following %s ended", self.settings.subscribe.url)
 
     def _heal(self, version: Version | None) -> ApplyReceipt | None:
@@ -256,11 +276,15 @@ class Leader:
     def _troubled(self, exc: Exception) -> None:
         """Keep an error for ``status``; a replica that can not prove its weights stops serving."""
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
-        if self.subscriber.poisoned:
-            self.target.stop_serving()
+        if isinstance(exc, LeaderReplacedError):
+            self._ended = str(exc.args[0])
             return
-        with suppress(ApplyError):  # what went wrong first is what is told
-            self._name()
+        with self.subscriber.alone():  # nobody heals it, or swaps, between the look and the word
+            if self.subscriber.poisoned:
+                self.target.stop_serving()
+                return
+            with suppress(ApplyError):  # what went wrong first is what is told
+                self._name()
 
     def _looked(self, exc: DeltaChainError | None) -> None:
         if exc is None:
@@ -269,9 +293,13 @@ class Leader:
             self._troubled(exc)
 
     def _well(self) -> None:
-        self.trouble = None
-        self._caught_up = True
-        self._name()
+        with self.subscriber.alone():
+            self.trouble = None
+            held, chain = self.subscriber.held, self.subscriber.opened
+            head = chain.latest if chain else None
+            at_head = held is not None and head is not None and held.version >= head
+            self._caught_up = self._caught_up or at_head or self.subscriber.pinned
+            self._name()
 
     def _name(self) -> None:
         """Let tokens be known by the version that is held, whether it is the newest or not."""

@@ -7,7 +7,7 @@ bits on the host (numpy) and on a device (torch); where the bits are decides whi
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ from deltachain.delta import TensorDelta
 from deltachain.digest import digest_key
 from deltachain.kernels import device, host
 from deltachain.types import StateDigest, TensorSpec
+
+PEEK: Final = 4096
+"""Elements that are looked at first for two that differ; they nearly always tell."""
 
 LiveBits: TypeAlias = "npt.NDArray[Any] | Tensor"
 """Flat bits of a live tensor: unsigned in numpy, signed of the same width in torch."""
@@ -87,6 +90,12 @@ def state_of(spec: TensorSpec, live: LiveBits) -> StateDigest:
     """Contribution of live bits to the state digest."""
     key = digest_key(spec)
     return device.digest(key, live) if isinstance(live, Tensor) else host.digest(key, live)
+
+
+def varied(bits: LiveBits) -> bool:
+    """Whether they are not all alike: only such bits show where each of them went."""
+    flat: Any = bits.reshape(-1)
+    return any(bool((part != flat[:1]).any()) for part in (flat[:PEEK], flat))
 
 
 def same_bits(one: LiveBits, other: LiveBits) -> bool:

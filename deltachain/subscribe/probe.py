@@ -59,6 +59,19 @@ def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engi
     return output.float()
 
 
+def processed(model: nn.Module) -> frozenset[str]:
+    """Layers that have, or whose quantisation method has, something to do after loading."""
+
+    def acts(thing: object) -> bool:
+        return hasattr(thing, "process_weights_after_loading")
+
+    return frozenset(
+        name
+        for name, layer in model.named_modules()
+        if acts(layer) or acts(getattr(layer, "quant_method", None))
+    )
+
+
 def layers_of(
     load: Load, names: Mapping[str, Tensor], owner: Mapping[int, str]
 ) -> dict[str, frozenset[str]]:

@@ -23,6 +23,7 @@ import msgspec
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
+    LeaderReplacedError,
     PartialApplyError,
     PoisonedError,
     TensorMismatchError,
@@ -169,12 +170,18 @@ class ReplicaTarget:
             self._named = version
 
     def pause(self) -> None:
-        """Generate nothing until ``resume``, whatever is swapped meanwhile."""
+        """Generate nothing until ``resume``, whatever is swapped meanwhile.
+
+        Raises:
+            LeaderReplacedError: That is no longer ours to say.
+        """
+        self._check_leads()
         self.paused = True
         self.engine.pause()
 
     def resume(self) -> None:
-        """Generate again."""
+        """Generate again; see :meth:`pause`."""
+        self._check_leads()
         self.paused = False
         self.engine.resume()
 
@@ -183,13 +190,17 @@ class ReplicaTarget:
         self._stopped = True
         self.engine.pause()
 
+    def _check_leads(self) -> None:
+        if self.agreement is not None:
+            self._ask("status")
+
     def held(self) -> Held | None:
         """What the last swap wrote."""
         return self._held
 
     def state(self) -> StateDigest | None:
         """Recomputed from live bits on every rank; see :class:`Target`."""
-        self._ask("status")  # what another leader holds is not ours to judge
+        self._check_leads()  # what another leader holds is not ours to judge
         if any(kind in ("loaded", "reloaded") for kind in self._agreed().values()):
             checks = self._answers("check")
             if not all(verdict["ok"] and verdict["same"] for verdict in checks):
@@ -248,14 +259,13 @@ class ReplicaTarget:
         """
         if not isinstance(prepared, Ticket):
             raise TypeError(f"a replica can not swap {type(prepared).__name__}")
-        leads = False
         try:
-            self._ask("status")
-            leads = True
+            self._check_leads()
             self.engine.pause()
+        except LeaderReplacedError:
+            raise
         except ApplyError as exc:
-            if leads:
-                self._serve()
+            self._serve()
             raise PartialApplyError(
                 f"the engine did not pause, and nothing was written: {exc.args[0]}",
                 version=held.version,
@@ -294,13 +304,18 @@ class ReplicaTarget:
         if any(verdict["error"] != "PartialApplyError" for verdict in failed):
             raise PoisonedError(told, version=version) from cause
         done = [verdict["rank"] for verdict in verdicts if verdict["ok"]]
-        if done:
-            again = self._answers("swap", **arguments, back=not ticket.back)
-            if not ticket.can_undo or any(not again[rank]["ok"] for rank in done):
-                raise PoisonedError(
-                    f"{told}; it could not be taken back on every other rank", version=version
-                ) from cause
+        if done and (not ticket.can_undo or not self._takes_back(arguments, ticket, done)):
+            raise PoisonedError(
+                f"{told}; it could not be taken back on every other rank", version=version
+            ) from cause
         raise PartialApplyError(f"{told}; every rank has its old bits", version=version) from cause
+
+    def _takes_back(self, arguments: dict[str, Any], ticket: Ticket, ranks: list[int]) -> bool:
+        try:
+            again = self._answers("swap", **arguments, back=not ticket.back)
+        except PartialApplyError:
+            return False
+        return all(again[rank]["ok"] for rank in ranks)
 
     def _ask(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
         """Every rank's answer; the first refusal is raised."""

@@ -8,12 +8,14 @@ The file is gone when its owner is; ranks that mapped it keep what they mapped.
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -22,13 +24,14 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.errors import BrokenChainError, ConfigError
+from deltachain.errors import ApplyError, BrokenChainError
 from deltachain.fetch import Fetched
 from deltachain.manifest import Struct
 from deltachain.types import TensorSpec
 
 DATA: Final = "data"
 INDEX: Final = "index.json"
+LOCK: Final = "lock"
 ALIGN: Final = 64
 """Arrays begin at multiples of a cache line."""
 
@@ -76,7 +79,9 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.nnz = 0
-        self._remove = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        held = (folder / LOCK).open("wb")
+        fcntl.flock(held, fcntl.LOCK_EX)
+        self._remove = weakref.finalize(self, _remove, folder, held)
 
     @classmethod
     def write(cls, parent: Path, fetched: Fetched) -> Spool:
@@ -88,12 +93,13 @@ class Spool:
 
         Raises:
             BrokenChainError: A plan from nothing does not give a tensor whole.
-            ConfigError: There is no room, or no right to write.
+            ApplyError: There is no room, or no right to write.
         """
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if parent.stat().st_uid != os.getuid():
                 raise PermissionError(errno.EACCES, "it is another user's")
+            _sweep(parent)
             spool = cls(Path(tempfile.mkdtemp(dir=parent)))
             try:
                 spool._fill(fetched)
@@ -101,7 +107,7 @@ class Spool:
                 spool.close()  # whoever keeps the error would keep what it fills the disk with
                 raise
         except OSError as exc:
-            raise ConfigError(
+            raise ApplyError(
                 f"{parent}: a plan of {fetched.nbytes:,} bytes could not be decoded there: {exc}",
                 hint="set DELTACHAIN_SPOOL to a folder with more room",
             ) from exc
@@ -159,6 +165,19 @@ class SpoolReader:
 
     def _array(self, offset: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return np.frombuffer(self._data, dtype, count, offset)
+
+
+def _remove(folder: Path, held: BinaryIO) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    held.close()
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what leaders left that were killed: nobody holds its lock."""
+    for left in parent.glob(f"*/{LOCK}"):
+        with suppress(OSError), left.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
 
 
 def _append(out: BinaryIO, delta: TensorDelta) -> SpooledTensor:

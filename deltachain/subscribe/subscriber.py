@@ -136,7 +136,8 @@ class Subscriber:
             What ``swap`` takes; ``None`` when there is nothing to do.
 
         Raises:
-            ChainError: The version is not committed, lies behind or forked off; no way leads there.
+            ChainError: The version is not committed, lies behind or forked off; no way leads there;
+                a rollback keeps the target elsewhere.
             FormatError: An object is corrupt, also when fetched again, and no way leads around it.
             BaseMismatchError: The target does not hold the bits that it should. It is poisoned now:
                 the next call plans from nothing.
@@ -145,8 +146,14 @@ class Subscriber:
         chain = self.chain
         with self._writing:  # a rollback may come at any time: these belong together
             last, held, generation, pinned = self._held, self.held, self._generation, self.pinned
-        if version is None and pinned:
-            if held is not None or last is None:
+        if pinned and last is not None:
+            if version not in (None, last.version):
+                raise ChainError(
+                    f"a rollback keeps this target at version {last.version}",
+                    version=version,
+                    hint="release() it first",
+                )
+            if held is not None:
                 return None
             version = last.version  # heals, and stays
         committed = require(chain, version)
@@ -198,31 +205,39 @@ class Subscriber:
         Raises:
             ChainError: There is nothing to go back to.
         """
-        with self._writing:
-            return self._roll_back(version)
+        while True:
+            with self._writing:
+                done, goal = self._take_back(version)
+                if done:
+                    return done
+                generation = self._generation
+            # Asking the store may take long, and others may want to pause meanwhile.
+            staged = self._stage(require(self.chain, goal), None, generation)
+            with self._writing:
+                if staged.generation == self._generation:
+                    self.swap(staged)
+                    self._undo.clear()
 
-    def _roll_back(self, version: Version | None) -> Held:
-        chain, held = self.chain, self.held
+    def _take_back(self, version: Version | None) -> tuple[Held | None, Version]:
+        """Go back without the store and pin, if what is remembered leads there; and where to."""
+        self.open()
+        held = self.held
         goal = self._undo.newest if version is None else version
         if goal is None or held is None or goal > held.version:
             at = held.version if held else None
             raise ChainError(
                 f"can not roll back from version {at} to {goal}", hint="name an older version"
             )
-        if goal == held.version:
-            pass
-        elif self._undo.reaches(goal):
-            while self._held is not None and self._held.version != goal:
-                undo = self._undo.last()
-                self._write(undo.prepared, undo.held)
-                self._undo.pop()
-        else:
-            self.swap(self._stage(require(chain, goal), None, self._generation))
-            self._undo.clear()
+        if goal != held.version and not self._undo.reaches(goal):
+            return None, goal
+        while self._held is not None and self._held.version != goal:
+            undo = self._undo.last()
+            self._write(undo.prepared, undo.held)
+            self._undo.pop()
         self.pinned = True
         self._generation += 1  # nothing that was staged before leads away from here
         logger.info("rolled back from version %d to %d and pinned", held.version, goal)
-        return self._held or held
+        return self._held, goal
 
     def release(self) -> None:
         """Follow the head again after a rollback."""

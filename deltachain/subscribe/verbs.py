@@ -24,7 +24,7 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     DigestMismatchError,
-    PartialApplyError,
+    LeaderReplacedError,
 )
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
@@ -100,7 +100,9 @@ class RankVerbs:
         if leader == self._leader:
             answer = self._answer(verb, asked)
         else:
-            answer = self._refusal(PartialApplyError("another leader has attached this rank since"))
+            answer = self._refusal(
+                LeaderReplacedError("another leader has attached this rank since")
+            )
         if "turn" in arguments:
             answer.setdefault("turn", arguments["turn"])  # a verdict has that of its swap
         if verb == "swap":

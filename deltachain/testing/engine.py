@@ -88,6 +88,12 @@ class FakeModel:
         found = {name: frozenset(self._layers_of(name)) for name in names}
         return {name: layers for name, layers in found.items() if layers}
 
+    def processed(self) -> frozenset[str]:
+        """Layers that it turns over or packs."""
+        kinds = ("flipped", "stuck", "packed", "shadow")
+        layers = {name.rpartition(".")[0] for name in self.tensors()}
+        return frozenset(layer for layer in layers if layer.rpartition(".")[2] in kinds)
+
     def packed(self) -> Mapping[str, str]:
         """Layers that compute from a hidden copy of an intact parameter."""
         intact = [name for name in self.hidden if self.root.get_parameter(name).numel()]

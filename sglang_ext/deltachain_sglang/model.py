@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.probe import follows, layers_of, output_of, restoring
+from deltachain.subscribe.probe import follows, layers_of, output_of, processed, restoring
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_sglang import compat
 
@@ -67,6 +67,10 @@ class SglangModel:
             for name, tensor in self.tensors().items()
         }
         return layers_of(self.load, names, owner)
+
+    def processed(self) -> frozenset[str]:
+        """Layers that have something to do after loading."""
+        return processed(self.model)
 
     def packed(self) -> Mapping[str, str]:
         """Try every linear layer: does its output follow a write to its weight?"""

@@ -93,7 +93,8 @@ class Callers:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_callers_at_once_never_make_a_mixture(tmp_path: Path, tp: int) -> None:
     """Forward, back, scrubbed, paused and resumed by as many callers, under load."""
-    with replicas(tmp_path, tp) as replica:
+    following = {"DELTACHAIN_FOLLOW": "1", "DELTACHAIN_POLL_S": "0.05"}
+    with replicas(tmp_path, tp, environment=following) as replica:
         server, trainer = replica.server, replica.trainer
         with (
             clients(server, streams=2, labelled=2, length=LENGTH, applied=lambda: 0) as seen,

@@ -13,6 +13,7 @@ from deltachain.control.routes import LOOPBACK, Led, lead, router
 from deltachain.errors import ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import speak
+from deltachain_vllm.compat import check_version
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -34,7 +35,8 @@ class EndpointPlugin:
         """Called once when the engine is up: catch up, before the server takes requests."""
         speak()
         loop = asyncio.get_running_loop()
-        has_key = bool(getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY"))
+        keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
+        has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM takes no empty key
         state.deltachain = await lead(
             lambda settings: _engine(engine_client, loop, settings, args),
             is_open=has_key or getattr(args, "host", None) in LOOPBACK,
@@ -54,6 +56,7 @@ def _engine(
             "this server has several front ends, a replica has one leader",
             hint="start it with --api-server-count 1",
         )
+    check_version()
     from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
     from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
 

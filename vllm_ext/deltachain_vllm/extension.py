@@ -59,8 +59,9 @@ class WorkerExtension:
         return self._deltachain_do("verdict", arguments)
 
     def deltachain_status(self, **arguments: Any) -> Verdict:  # noqa: ANN401
-        """What this rank holds."""
-        return self._deltachain_do("status", arguments)
+        """What this rank holds, and whether an update session of vLLM's own is open."""
+        found = self._deltachain_do("status", arguments)
+        return {**found, "busy": bool(getattr(self, "_weight_update_active", False))}
 
     def _deltachain_do(self, verb: str, arguments: dict[str, Any]) -> Verdict:
         worker: Any = self

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 
-from deltachain.subscribe.probe import Members, follows, layers_of, output_of, restoring
+from deltachain.subscribe.probe import Members, follows, layers_of, output_of, processed, restoring
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_vllm.compat import DERIVED, check_version, layerwise, linears
 
@@ -125,6 +125,10 @@ class VllmModel:
         finally:
             for members in kept:
                 members.put_back()
+
+    def processed(self) -> frozenset[str]:
+        """Layers that have something to do after loading."""
+        return processed(self.model)
 
     def packed(self) -> Mapping[str, str]:
         """Try every linear layer: does its output follow a write to its weight?"""

@@ -9,7 +9,7 @@ from typing import Any
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
-from deltachain.errors import ApplyError, ConfigError
+from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import BACKEND
 from deltachain_vllm.compat import check_version, pause, pause_mode
@@ -47,6 +47,11 @@ class ServerEngine:
         answers: Sequence[Mapping[str, Any]] = self._wait(
             self._swap(arguments) if in_session else self._ask(verb, arguments)
         )
+        if any(answer.get("busy") for answer in answers):
+            raise PartialApplyError(
+                "somebody else has opened an update session in this server",
+                hint="POST /finish_weight_update ends it",
+            )
         return answers
 
     def pause(self) -> None:
@@ -66,7 +71,10 @@ class ServerEngine:
         return list(found)
 
     async def _swap(self, arguments: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
-        await self._client.start_weight_update()
+        try:
+            await self._client.start_weight_update()
+        except Exception as exc:
+            raise PartialApplyError(f"vLLM opened no update session: {exc}") from exc
         request = WeightTransferUpdateRequest(update_info=arguments)
         await self._client.update_weights(request)
         # Every question of its own is a round trip in which nobody generates.

@@ -43,7 +43,7 @@ class Seen:
         wrong: By version, on each rank: parameters that differ from a fresh load.
         unlike: By version: prompts whose greedy tokens differ from those of transformers.
         named: By version: what vLLM calls the weights.
-        different: How many distinct sets of tokens there were.
+        stale: By version: prompts whose tokens the version before would not have gone on with.
         back: The same as ``wrong``, after rolling back; by version.
         scrubbed: Whether the live state was what it should be after each of these.
     """
@@ -53,7 +53,7 @@ class Seen:
     wrong: dict[int, list[list[str]]] = field(default_factory=dict)
     unlike: dict[int, list[int]] = field(default_factory=dict)
     named: dict[int, str] = field(default_factory=dict)
-    different: int = 0
+    stale: dict[int, list[int]] = field(default_factory=dict)
     back: dict[int, list[list[str]]] = field(default_factory=dict)
     scrubbed: list[bool] = field(default_factory=list)
 
@@ -100,7 +100,7 @@ def follow(llm: Any, judge: _Judge, last: int, *, tp: int, stock: bool) -> Seen:
     """Take the engine through every version, and back."""
     import deltachain_vllm  # noqa: PLC0415
 
-    seen, tokens_seen = Seen(), set()
+    seen = Seen()
     subscriber = deltachain_vllm.subscribe(llm, judge.url)
     target = subscriber.target
     assert isinstance(target, ReplicaTarget)
@@ -113,11 +113,10 @@ def follow(llm: Any, judge: _Judge, last: int, *, tp: int, stock: bool) -> Seen:
         if not stock:
             seen.wrong[version] = llm.collective_rpc("tests_wrong", args=(str(checkpoint),))
         tokens = _generate(llm)
-        tokens_seen.add(str(tokens))
         if tp == 1:
             seen.unlike[version] = judge.unlike(checkpoint, tokens)
+            seen.stale[version] = judge.unlike(judge.checkpoint(version - 1), tokens)
         seen.named[version] = llm.llm_engine.get_weight_version()
-    seen.different = len(tokens_seen)
     for version in (last - 1, last - 2, 0):
         subscriber.rollback(version)
         checkpoint = judge.checkpoint(version)

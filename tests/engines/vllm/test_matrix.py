@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.engines.families import FAMILIES
+from deltachain.checkpoint import WEIGHTS_FILE
+from tests.engines import matrix
+from tests.engines.families import FAMILIES, checkpoint
 from tests.engines.matrix import Row, examine
 from tests.engines.two_ranks import two_ranks
 
@@ -70,3 +76,19 @@ def test_one_family_on_two_ranks() -> None:
     for rows in two_ranks("tests.engines.matrix:examine_two", "qwen3", "llama_v500"):
         for row in rows:
             assert right(row).classes == {"in_place": row["tensors"]}
+
+
+@pytest.mark.parametrize("what", ["experts", "norm", "bias", ""])
+def test_weights_that_are_all_alike_are_never_wrong(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros read back well under any packing; fresh models have many."""
+    family = "qwen3_moe" if what == "experts" else "qwen2"
+    folder = Path(shutil.copytree(checkpoint(family), tmp_path / family))
+    weights = load_file(folder / WEIGHTS_FILE)
+    alike = {n: torch.zeros_like(t) if what in n else t for n, t in weights.items()}
+    save_file(alike, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    monkeypatch.setattr(matrix, "checkpoint", lambda _: folder)
+    for plain in (True, False):
+        row = right(examine(0, family, plain=plain))
+        assert ("refused" in row.classes) == (what == "experts")

@@ -21,8 +21,8 @@ from tests.engines.families import make
 pytestmark = pytest.mark.engine
 
 VERSIONS = 20
-RATE = 3e-5
-"""Ten times the usual one: tokens must tell versions apart."""
+RATE = 1e-2
+"""Far more than a real one: tokens must tell a version from the one before."""
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -63,16 +63,20 @@ def test_a_trained_chain_is_followed_exactly_and_back(family: str, tmp_path: Pat
     seen = follow(family, tmp_path)
     check(seen, 1)
     assert set(seen["classes"]) == {"in_place"}
+    check_tokens(seen)
+
+
+def check_tokens(seen: dict[str, Any]) -> None:
+    """Every version went on as it alone does: the one before would have been found out."""
     assert seen["unlike"] == {str(v): [] for v in range(1, VERSIONS + 1)}
-    assert seen["different"] > 1
+    assert all(seen["stale"].values()), seen["stale"]
 
 
 def test_packed_linears_are_reloaded_and_exact(tmp_path: Path) -> None:
     """Stock vLLM on a CPU: nothing but tokens can be seen of what it computes from."""
     seen = follow("qwen3", tmp_path, "--stock")
     assert seen["classes"]["reloaded"] >= 16
-    assert seen["unlike"] == {str(v): [] for v in range(1, VERSIONS + 1)}
-    assert seen["different"] > 1
+    check_tokens(seen)
     assert seen["scrubbed"] == [True] * 3
 
 
@@ -86,7 +90,7 @@ def test_names_of_a_model_that_takes_adapters(tmp_path: Path) -> None:
     """Its parameters are called ``base_layer``, and are found all the same."""
     seen = follow("qwen3", tmp_path, "--lora")
     assert set(seen["classes"]) == {"in_place"}
-    assert seen["unlike"] == {str(v): [] for v in range(1, VERSIONS + 1)}
+    check_tokens(seen)
     assert seen["scrubbed"] == [True] * 3
 
 

@@ -32,6 +32,7 @@ class OneLayer(nn.Module):
         self.checkpoint = Path()
         self.derived: tuple[str, ...] = ("b",)
         self.hidden: dict[str, str] = {}
+        self.rearranged: frozenset[str] = frozenset()
 
     def tensors(self) -> Mapping[str, Tensor]:
         return live_tensors(self)
@@ -46,6 +47,9 @@ class OneLayer(nn.Module):
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         return {name: frozenset([""]) for name in names}
+
+    def processed(self) -> frozenset[str]:
+        return self.rearranged
 
     def packed(self) -> Mapping[str, str]:
         return self.hidden

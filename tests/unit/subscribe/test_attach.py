@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -103,6 +104,34 @@ def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
     attached = untouched(model, source)
     assert attached.classes == {"w": "reloaded"}
     assert "changed its bits after loading" in attached.reasons["w"]
+
+
+def constant(source: Source) -> None:
+    """Let every element of the checkpoint, and so of the model, be the same."""
+    zeros = np.zeros(24, np.uint16)
+    vars(source)["bits"] = lambda _: zeros
+
+
+def test_bits_that_are_all_alike_are_no_proof_where_layers_are_rearranged(one_layer: Make) -> None:
+    """Zeros read back well under any packing."""
+    model, source = one_layer(PLANNED["copy"])
+    model.p.data.zero_()
+    constant(source)
+    assert untouched(model, source).classes == {"w": "in_place"}
+    model.rearranged = frozenset([""])
+    attached = untouched(model, source)
+    assert attached.classes == {"w": "reloaded"}
+    assert "all alike" in attached.reasons["w"]
+
+
+def test_one_bit_that_differs_is_enough(one_layer: Make) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    model.rearranged = frozenset([""])
+    bits_of = np.zeros(24, np.uint16)
+    bits_of[17] = 0x3F80
+    vars(source)["bits"] = lambda _: bits_of
+    model.p.data.copy_(torch.from_numpy(bits_of.view(np.int16)).view(torch.bfloat16).view(4, 6))
+    assert untouched(model, source).classes == {"w": "in_place"}
 
 
 def test_a_layer_with_a_hidden_copy_is_reloaded(one_layer: Make) -> None:

@@ -129,6 +129,35 @@ def test_a_pinned_replica_stays_until_it_is_released(
     assert versions(clock.run(subscriber)) == [(1, 3)]
 
 
+@pytest.mark.parametrize("every_version", [False, True])
+def test_a_rollback_in_the_middle_of_a_look_is_not_undone(
+    subscriber: Subscriber,
+    publish: Publish,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    every_version: bool,
+) -> None:
+    publish(1)
+    subscriber.update()
+    publish(2)
+    subscriber.update()
+    publish(3, 4)
+    newest = subscriber.chain.newest
+
+    def overtaken(known: int) -> int:
+        found = newest(known)
+        monkeypatch.undo()
+        monkeypatch.setattr(subscriber.told, "wait", clock._wait)
+        subscriber.rollback(1)
+        return found
+
+    monkeypatch.setattr(subscriber.chain, "newest", overtaken)
+    clock.happens = [lambda: None] * 3
+    assert clock.run(subscriber, every_version=every_version) == []
+    assert (subscriber.version, subscriber.pinned) == (1, True)
+
+
 def test_a_word_from_outside_ends_the_wait(
     subscribe: Subscribe, zeros: dict[str, Tensor], publish: Publish, model: TinyModel
 ) -> None:

@@ -101,11 +101,25 @@ def test_a_replica_behind_what_it_may_be_is_not_ready(
     followed: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = followed()
-    here.publish(1, 2, 3)
     with led(here, monkeypatch, max_lag=1) as leader:
+        leader.start()
+        here.publish(1, 2, 3)
         leader.update(1)
         assert leader.status().lag_versions == 2
         assert leader.status().reason == "2 versions behind"
+        leader.update()
+        assert leader.status().ready
+
+
+def test_a_replica_that_never_was_at_the_head_is_not_ready(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1, 2, 3)
+    with led(here, monkeypatch) as leader:
+        leader.update(1)
+        status = leader.status()
+        assert (status.ready, status.reason) == (False, "it has not caught up yet")
         leader.update()
         assert leader.status().ready
 

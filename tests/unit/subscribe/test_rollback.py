@@ -163,6 +163,25 @@ def test_a_rollback_to_what_is_held_pins_alone(
     assert same(replica.bits(), truth[4])
 
 
+def test_a_pinned_target_goes_nowhere_until_it_is_released(
+    replica: Replica, subscribe: Subscribe, truth: list[State]
+) -> None:
+    """A trainer that pushes every version by its number would undo every rollback."""
+    subscriber = subscribe(replica)
+    for version in range(4):
+        subscriber.update(version)
+    subscriber.rollback(2)
+    for version in (3, 4):
+        with pytest.raises(ChainError, match="keeps this target at version 2"):
+            subscriber.update(version)
+    assert subscriber.update() is None
+    assert subscriber.update(2) is None
+    assert same(replica.bits(), truth[2])
+    subscriber.release()
+    subscriber.update(4)
+    assert same(replica.bits(), truth[4])
+
+
 def test_what_was_staged_before_a_pin_does_not_lead_away_from_it(
     replica: Replica, subscribe: Subscribe, truth: list[State]
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.errors import BrokenChainError, ConfigError
+from deltachain.errors import ApplyError, BrokenChainError
 from deltachain.fetch import Fetched
 from deltachain.subscribe import spool as spool_module
 from deltachain.subscribe.spool import ALIGN, DATA, Spool, SpoolReader
@@ -151,7 +151,7 @@ def test_a_full_disk_is_said_with_a_way_out_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(spool_module, "_put", full)
-    with pytest.raises(ConfigError, match="No space left on device") as caught:
+    with pytest.raises(ApplyError, match="No space left on device") as caught:
         Spool.write(tmp_path / "spool", plan(delta("dense")))
     assert "DELTACHAIN_SPOOL" in caught.value.hint
     assert list((tmp_path / "spool").iterdir()) == []
@@ -159,7 +159,7 @@ def test_a_full_disk_is_said_with_a_way_out_and_leaves_nothing(
 
 def test_a_folder_that_is_none_is_said_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "spool").write_bytes(b"")
-    with pytest.raises(ConfigError, match="could not be decoded there") as caught:
+    with pytest.raises(ApplyError, match="could not be decoded there") as caught:
         Spool.write(tmp_path / "spool", plan(delta("dense")))
     assert "DELTACHAIN_SPOOL" in caught.value.hint
 
@@ -175,3 +175,19 @@ def test_only_its_user_can_look_into_it(tmp_path: Path) -> None:
     assert (tmp_path / "spool").stat().st_mode & 0o777 == 0o700
     assert spool.folder.stat().st_mode & 0o777 == 0o700
     assert (spool.folder / DATA).stat().st_size >= 200
+
+
+def test_what_a_killed_leader_left_is_swept_away(tmp_path: Path) -> None:
+    mine = Spool.write(tmp_path, plan(delta("dense")))
+    left = tmp_path / "left"
+    left.mkdir()
+    for name in ("data", "index.json", "lock"):
+        (left / name).write_bytes(b"")
+    (tmp_path / "other").mkdir()  # which no leader has made
+    another = Spool.write(tmp_path, plan(delta("mixed")))
+    assert {one.name for one in tmp_path.iterdir()} == {
+        mine.folder.name,
+        another.folder.name,
+        "other",
+    }
+    assert equal(SpoolReader(mine.folder).read("w"), delta("dense"))

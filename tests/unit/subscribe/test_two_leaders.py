@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
@@ -9,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from deltachain.errors import PartialApplyError
-from deltachain.subscribe import Subscriber
+from deltachain.errors import (
+    ChainError,
+    DeltaChainError,
+    LeaderReplacedError,
+    PartialApplyError,
+)
+from deltachain.subscribe import Subscriber, spool
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.replica import Ticket
 from deltachain.subscribe.settings import ReplicaSettings
@@ -83,6 +89,82 @@ def test_what_another_leader_wrote_poisons_nobody(here: Followed, later: Subscri
         here.subscriber.scrub()
     assert not here.subscriber.poisoned
     assert later.scrub()
+
+
+def test_a_leader_that_was_replaced_is_not_ready_and_resumes_nobody(
+    here: Followed, leader: Leader
+) -> None:
+    leader.update()
+    assert leader.status().ready
+    later = here.subscribe()
+    later.open()
+    here.engine.pause()  # the other is in the middle of a swap
+    here.engine.events.clear()
+    for action in (leader.resume, leader.pause, leader.scrub):
+        with pytest.raises(LeaderReplacedError, match="another leader"):
+            action()
+    assert here.engine.events == []
+    here.engine.resume()
+    here.publish(3)
+    with pytest.raises(LeaderReplacedError):
+        leader.update()
+    status = leader.status()
+    assert (status.ready, status.poisoned) == (False, False)
+    assert "another leader" in status.reason
+    later.update()
+    assert here.holds(3)
+
+
+def test_a_name_is_that_of_what_is_held_though_another_swaps(
+    here: Followed, leader: Leader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who looks at the version, and then names it, may be overtaken by a swap in between."""
+    leader.update()
+    named, go_on = Event(), Event()
+    name = here.engine.name_version
+
+    def slow(version: int) -> None:
+        if version == 1:
+            named.set()
+            assert go_on.wait(20)
+        name(version)
+
+    monkeypatch.setattr(here.engine, "name_version", slow)
+    with ThreadPoolExecutor(2) as pool:
+        back = pool.submit(leader.rollback, 1)
+        assert named.wait(20)
+        refused = pool.submit(leader.update, 2)
+        assert not wait([refused], timeout=0.2).done
+        go_on.set()
+        assert back.result().version == 1
+        with pytest.raises(ChainError):
+            refused.result()
+    names = [event for event in here.engine.events if event.startswith("name")]
+    assert names[-1] == "name 1"
+    assert here.holds(1)
+
+
+def test_a_spool_without_room_for_a_while_does_not_end_following(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = Event()
+    put = spool._put
+
+    def full(*args: Any) -> int:
+        if not room.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return put(*args)
+
+    monkeypatch.setattr(spool, "_put", full)
+    told: list[DeltaChainError] = []
+
+    def looked(exc: DeltaChainError | None) -> None:
+        if exc is not None:
+            told.append(exc)
+            room.set()
+
+    assert next(here.subscriber.follow(looked=looked)).version == 2
+    assert "No space left" in str(told[0])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -238,7 +238,7 @@ def test_only_the_leader_that_attached_last_is_obeyed(rank: RankVerbs, model: Fa
     assert rank.do("attach", {**asked, "turn": "two:1"})["ok"]
     for verb in sorted(set(VERBS) - {"attach"}):
         refused = rank.do(verb, {"turn": "one:2"})
-        assert (refused["ok"], refused["error"]) == (False, "PartialApplyError"), verb
+        assert (refused["ok"], refused["error"]) == (False, "LeaderReplacedError"), verb
         assert "another leader has attached this rank since" in refused["message"]
         assert refused["turn"] == "one:2"
     assert rank.do("status", {"turn": "two:2"})["ok"]

@@ -36,3 +36,13 @@ def test_what_can_not_be_led_is_told_and_the_server_starts(
     control = asyncio.run(_started(environment, **arguments))
     assert control.leader is None
     assert refusal in control.refusal
+
+
+@pytest.mark.parametrize(
+    ("key", "is_open"),
+    [(None, False), ("", False), ([""], False), ([], False), ("k", True), (["", "k"], True)],
+)
+def test_an_empty_key_guards_nothing(key: object, is_open: bool) -> None:
+    """vLLM drops empty keys; so does ``--api-key "$UNSET"``."""
+    control = asyncio.run(_started({}, api_key=key, host="0.0.0.0"))  # noqa: S104
+    assert control._is_open is is_open
