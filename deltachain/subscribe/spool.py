@@ -15,7 +15,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -99,8 +99,9 @@ class Spool:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if parent.stat().st_uid != os.getuid():
                 raise PermissionError(errno.EACCES, "it is another user's")
-            _sweep(parent)
-            spool = cls(Path(tempfile.mkdtemp(dir=parent)))
+            with _alone(parent):
+                _sweep(parent)
+                spool = cls(Path(tempfile.mkdtemp(dir=parent)))
             try:
                 spool._fill(fetched)
             except BaseException:
@@ -170,6 +171,17 @@ class SpoolReader:
 def _remove(folder: Path, held: BinaryIO) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     held.close()
+
+
+@contextmanager
+def _alone(parent: Path) -> Iterator[None]:
+    """Nobody else makes a spool, which for a moment has no lock yet, or sweeps."""
+    folder = os.open(parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _sweep(parent: Path) -> None:

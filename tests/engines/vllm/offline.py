@@ -21,7 +21,7 @@ from deltachain.cli.pull import pull
 from deltachain.errors import DeltaChainError
 from deltachain.subscribe.replica import ReplicaTarget
 
-PROMPTS: Final = 4
+PROMPTS: Final = 6
 LENGTH: Final = 12
 
 _ENVIRONMENT: Final = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -191,3 +192,15 @@ def test_what_a_killed_leader_left_is_swept_away(tmp_path: Path) -> None:
         "other",
     }
     assert equal(SpoolReader(mine.folder).read("w"), delta("dense"))
+
+
+def test_several_leaders_share_a_folder(tmp_path: Path) -> None:
+    """One that is being made must not look like one that was left."""
+
+    def make(_: int) -> bool:
+        spool = Spool.write(tmp_path, plan(delta("mixed")))
+        return equal(SpoolReader(spool.folder).read("w"), delta("mixed"))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(make, range(300)))
+    assert list(tmp_path.iterdir()) == []
