@@ -78,6 +78,7 @@ def attach(model: EngineModel, source: Source) -> Attached:
     finding = _Finding(model, source, recording)
     finding.read_back()
     finding.look_behind()
+    finding.refuse_alike()
     finding.try_loading()
     finding.try_reloading()
     attached = finding.result()
@@ -175,12 +176,8 @@ class _Finding:
         self.broken: set[str] = set()
         self.shared: set[str] = set()
         self.classes: dict[str, TensorClass] = {}
-        layers = model.processed()
-        self.processed = {
-            tensor.untyped_storage().data_ptr()
-            for name, tensor in model.tensors().items()
-            if name.rpartition(".")[0] in layers
-        }
+        self.alike: set[str] = set()
+        self.packed: Mapping[str, str] = {}
         self.layers: Mapping[str, frozenset[str]] = {}
         for here, places in recording.places.items():
             self.places[source.owner[here]] += places
@@ -207,19 +204,6 @@ class _Finding:
                 sharing[place.live.untyped_storage().data_ptr()].append((name, place))
         for shared in sharing.values():
             self._refuse_shared(shared)
-            self._refuse_alike(shared)
-
-    def _refuse_alike(self, shared: list[tuple[str, Place]]) -> None:
-        """Bits that are all alike read back well however the engine has rearranged them."""
-        at = shared[0][1].live.untyped_storage().data_ptr()
-        if at not in self.processed or any(
-            varied(place.cut(self.source.bits(name))) for name, place in shared
-        ):
-            return
-        for name, _ in shared:
-            self._break(
-                name, "its bits are all alike, and say nothing of where the engine put each"
-            )
 
     def _refuse_shared(self, shared: list[tuple[str, Place]]) -> None:
         """Two tensors at one place would overwrite one another."""
@@ -238,7 +222,7 @@ class _Finding:
 
     def look_behind(self) -> None:
         """Find layers that compute from a hidden copy, and what is loaded into which layer."""
-        packed = self.model.packed()
+        packed = self.packed = self.model.packed()
         if not packed and not self.reasons:
             return
         self.layers = self._layers()
@@ -246,6 +230,37 @@ class _Finding:
             behind = sorted(layers & packed.keys())
             if behind:
                 self._break(name, packed[behind[0]])
+
+    def refuse_alike(self) -> None:
+        """Refuse bits that are all alike where the engine may have rearranged them.
+
+        They read back well however they lie, and loading them again leads back to them. Other bits
+        in the same live storage show what became of it; so does a layer that multiplies by a
+        pattern as it should.
+        """
+        sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
+        for name, places in self.places.items():
+            for place in places if name not in self.reasons else ():
+                sharing[place.live.untyped_storage().data_ptr()].append((name, place))
+        processed = self.model.processed()
+        layers = {
+            tensor.untyped_storage().data_ptr(): name.rpartition(".")[0]
+            for name, tensor in self.model.tensors().items()
+        }
+        for at, shared in sharing.items():
+            layer = layers.get(at, "")
+            if layer not in processed or self._shows(shared):
+                continue
+            if layer in self.packed or self.model.is_plain(layer):
+                continue  # what it computes shows it
+            for name, _ in shared:
+                self.alike.add(name)
+                self._break(name, "its bits are all alike, and show not where the engine puts each")
+        if self.alike and not self.layers:
+            self.layers = self._layers()
+
+    def _shows(self, shared: list[tuple[str, Place]]) -> bool:
+        return any(varied(place.cut(self.source.bits(name))) for name, place in shared)
 
     def _layers(self) -> dict[str, frozenset[str]]:
         meta = {
@@ -287,6 +302,8 @@ class _Finding:
         """Why some whole layers can not be reloaded; empty if they can."""
         if not self.shared.isdisjoint(names):
             return "the one that is loaded last would win"
+        if not self.alike.isdisjoint(names):
+            return "nor would loading them again"
         layers = frozenset().union(*(self.layers.get(name, frozenset()) for name in names))
         weights = partial(self.source.clones, names)
         return try_reload(self.model, weights, _with_tied(self.model, layers))

@@ -40,6 +40,9 @@ class EngineModel(Protocol):
     def processed(self) -> frozenset[str]:
         """Layers whose weights the engine may rearrange after loading, where they lie."""
 
+    def is_plain(self, layer: str) -> bool:
+        """Whether a layer was seen to multiply by its weight and add its bias, any bits of them."""
+
     def packed(self) -> Mapping[str, str]:
         """Layers that compute from a hidden copy of an intact parameter, and how that was seen."""
 

@@ -59,16 +59,43 @@ def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engi
     return output.float()
 
 
+def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
+    """Whether a linear layer multiplies by a pattern in its weight, and adds one in its bias."""
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    members = [one for one in (weight, bias) if isinstance(one, Tensor)]
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return False
+    saved = [one.detach().clone() for one in members]
+    rows, columns = weight.shape
+    try:
+        pattern = torch.arange(rows * columns, device=weight.device).remainder(251)
+        weight.data.copy_(pattern.view(rows, columns))
+        if isinstance(bias, Tensor):
+            bias.data.copy_(torch.arange(bias.numel(), device=bias.device).remainder(241))
+        one_hot = torch.zeros(1, columns, dtype=weight.dtype, device=weight.device)
+        one_hot[0, columns // 2] = 1
+        added = 0 if bias is None else bias.data
+        expected = weight.data[:, columns // 2] + added
+        found = layer.quant_method.apply(layer, one_hot, bias).view(-1)
+        return bool(torch.equal(found, expected))
+    except Exception:  # noqa: BLE001 - a layer that can not be tried is not believed
+        return False
+    finally:
+        for one, before in zip(members, saved, strict=True):
+            one.data.copy_(before)
+
+
 def processed(model: nn.Module) -> frozenset[str]:
-    """Layers that have, or whose quantisation method has, something to do after loading."""
+    """Layers that have, or are part of one that has, something to do after loading."""
 
     def acts(thing: object) -> bool:
         return hasattr(thing, "process_weights_after_loading")
 
     return frozenset(
-        name
+        part
         for name, layer in model.named_modules()
         if acts(layer) or acts(getattr(layer, "quant_method", None))
+        for part, _ in layer.named_modules(prefix=name)
     )
 
 

@@ -94,6 +94,11 @@ class FakeModel:
         layers = {name.rpartition(".")[0] for name in self.tensors()}
         return frozenset(layer for layer in layers if layer.rpartition(".")[2] in kinds)
 
+    def is_plain(self, layer: str) -> bool:
+        """Nobody has seen it multiply."""
+        del layer
+        return False
+
     def packed(self) -> Mapping[str, str]:
         """Layers that compute from a hidden copy of an intact parameter."""
         intact = [name for name in self.hidden if self.root.get_parameter(name).numel()]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.probe import follows, layers_of, output_of, processed, restoring
+from deltachain.subscribe.probe import follows, is_plain, layers_of, output_of, processed, restoring
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_sglang import compat
 
@@ -71,6 +71,12 @@ class SglangModel:
     def processed(self) -> frozenset[str]:
         """Layers that have something to do after loading."""
         return processed(self.model)
+
+    def is_plain(self, layer: str) -> bool:
+        """See :class:`EngineModel`; linear layers alone."""
+        found = self.model.get_submodule(layer)
+        with torch.no_grad():
+            return isinstance(found, compat.linears()) and is_plain(found)
 
     def packed(self) -> Mapping[str, str]:
         """Try every linear layer: does its output follow a write to its weight?"""

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 
-from deltachain.subscribe.probe import Members, follows, layers_of, output_of, processed, restoring
+from deltachain.subscribe.probe import (
+    Members,
+    follows,
+    is_plain,
+    layers_of,
+    output_of,
+    processed,
+    restoring,
+)
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_vllm.compat import DERIVED, check_version, layerwise, linears
 
@@ -129,6 +137,12 @@ class VllmModel:
     def processed(self) -> frozenset[str]:
         """Layers that have something to do after loading."""
         return processed(self.model)
+
+    def is_plain(self, layer: str) -> bool:
+        """See :class:`EngineModel`; linear layers alone."""
+        found = self.model.get_submodule(layer)
+        with set_current_vllm_config(self.config), torch.no_grad():
+            return isinstance(found, linears()) and is_plain(found)
 
     def packed(self) -> Mapping[str, str]:
         """Try every linear layer: does its output follow a write to its weight?"""

@@ -32,6 +32,7 @@ class OneLayer(nn.Module):
         self.checkpoint = Path()
         self.derived: tuple[str, ...] = ("b",)
         self.hidden: dict[str, str] = {}
+        self.plain = False
         self.rearranged: frozenset[str] = frozenset()
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -50,6 +51,10 @@ class OneLayer(nn.Module):
 
     def processed(self) -> frozenset[str]:
         return self.rearranged
+
+    def is_plain(self, layer: str) -> bool:
+        del layer
+        return self.plain
 
     def packed(self) -> Mapping[str, str]:
         return self.hidden

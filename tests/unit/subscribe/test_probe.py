@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.probe import Members, follows, output_of, restoring
+from deltachain.subscribe.probe import (
+    Members,
+    follows,
+    is_plain,
+    output_of,
+    processed,
+    restoring,
+)
 
 
 class Method:
@@ -17,16 +24,21 @@ class Method:
     def __init__(self, packed: Tensor | None = None) -> None:
         self.packed = packed
 
-    def apply(self, layer: Any, x: Tensor) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if x.shape[-1] != layer.weight.shape[1]:
             raise ValueError("no such row")
-        return x @ (layer.weight if self.packed is None else self.packed).t()
+        found = x @ (layer.weight if self.packed is None else self.packed).t()
+        return found if bias is None else found + bias
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Nothing is done."""
 
 
 class Linear(nn.Module):
     def __init__(self, *, packed: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.bfloat16), requires_grad=False)
+        self.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
         self.input_size_per_partition = 8
         self.quant_method: Any = Method(self.weight.data.clone() if packed else None)
 
@@ -99,3 +111,28 @@ def test_buffers_are_members_too() -> None:
     del layer.scale
     members.put_back()
     assert torch.equal(layer.get_buffer("scale"), torch.ones(1))
+
+
+def test_a_layer_is_plain_if_it_multiplies_by_any_pattern() -> None:
+    layer = Linear()
+    before = layer.weight.data.clone()
+    assert is_plain(layer)
+    assert torch.equal(layer.weight.data, before)
+    assert not layer.bias.data.any()
+
+
+def test_a_layer_that_rearranges_is_not_plain() -> None:
+    layer = Linear()
+    layer.quant_method.apply = lambda layer, x, bias: x @ layer.weight.flip(0).t() + bias
+    layer.weight.data.zero_()
+    assert not is_plain(layer)
+    layer.quant_method.apply = lambda layer, x, bias: x @ layer.weight.t() + bias.flip(0)
+    assert not is_plain(layer)
+    assert not layer.weight.data.any()
+
+
+def test_layers_with_something_to_do_after_loading_are_known_with_their_parts() -> None:
+    outer: Any = nn.Sequential(nn.Sequential(Linear(), nn.Linear(2, 2)), nn.Linear(2, 2))
+    assert processed(outer) == {"0.0"}
+    outer[0].process_weights_after_loading = lambda _: None
+    assert processed(outer) == {"0", "0.0", "0.1"}
