@@ -177,7 +177,6 @@ class _Finding:
         self.shared: set[str] = set()
         self.classes: dict[str, TensorClass] = {}
         self.alike: set[str] = set()
-        self.packed: Mapping[str, str] = {}
         self.layers: Mapping[str, frozenset[str]] = {}
         for here, places in recording.places.items():
             self.places[source.owner[here]] += places
@@ -222,7 +221,7 @@ class _Finding:
 
     def look_behind(self) -> None:
         """Find layers that compute from a hidden copy, and what is loaded into which layer."""
-        packed = self.packed = self.model.packed()
+        packed = self.model.packed()
         if not packed and not self.reasons:
             return
         self.layers = self._layers()
@@ -243,6 +242,7 @@ class _Finding:
             for place in places if name not in self.reasons else ():
                 sharing[place.live.untyped_storage().data_ptr()].append((name, place))
         processed = self.model.processed()
+        broken = frozenset().union(*(self.layers.get(name, frozenset()) for name in self.broken))
         layers = {
             tensor.untyped_storage().data_ptr(): name.rpartition(".")[0]
             for name, tensor in self.model.tensors().items()
@@ -251,8 +251,8 @@ class _Finding:
             layer = layers.get(at, "")
             if layer not in processed or self._shows(shared):
                 continue
-            if layer in self.packed or self.model.is_plain(layer):
-                continue  # what it computes shows it
+            if layer in broken or self.model.is_plain(layer):
+                continue  # what else is in it shows whether loading again is exact; or it computes
             for name, _ in shared:
                 self.alike.add(name)
                 self._break(name, "its bits are all alike, and show not where the engine puts each")
