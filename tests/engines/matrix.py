@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -239,23 +240,31 @@ def _row(
     )
 
 
+WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "vllm": {
+        "plain linears": {},
+        "stock CPU": {"plain": False},
+        "before packing": {"processed": False},
+    },
+    "sglang": {"TP=1": {}},
+}
+"""Columns of the matrix of an engine, and how each is examined on one rank."""
+
+
 def main() -> None:
-    """Print the matrix of all families as Markdown."""
-    two = {
-        row["family"]: row
-        for row in two_ranks("tests.engines.matrix:examine_two", *FAMILIES, deadline_s=1800)[1]
-    }
-    print("| family | tensors | plain linears | stock CPU | before packing | TP=2, rank 1 |")  # noqa: T201
-    print("|---|---|---|---|---|---|")  # noqa: T201
+    """Print the matrix of all families as Markdown; those that the engine does not load, below."""
+    rows: dict[str, list[Row]] = {}
     for family in FAMILIES:
-        rows = [
-            examine(0, family),
-            examine(0, family, plain=False),
-            examine(0, family, processed=False),
-            two[family],
-        ]
-        cells = " | ".join(_cell(Row(**row)) for row in rows)
-        print(f"| {family} | {rows[0]['tensors']} | {cells} |", flush=True)  # noqa: T201
+        with suppress(Exception):  # that of the engine, which does not know the model
+            rows[family] = [Row(**examine(0, family, **way)) for way in WAYS[ENGINE].values()]
+    for found in two_ranks("tests.engines.matrix:examine_two", *rows, deadline_s=1800)[1]:
+        rows[found["family"]].append(Row(**found))
+    columns = ("family", "tensors", *WAYS[ENGINE], "TP=2, rank 1")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")  # noqa: T201
+    for family, cells in rows.items():
+        texts = (family, str(cells[0].tensors), *map(_cell, cells))
+        print(f"| {' | '.join(texts)} |")  # noqa: T201
+    print("not loaded:", ", ".join(family for family in FAMILIES if family not in rows))  # noqa: T201
 
 
 def _cell(row: Row) -> str:
