@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: bench-vllm venv-sglang test-sglang test-sglang-long clean help
+.PHONY: bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -60,6 +60,9 @@ test-sglang-long: venv-sglang  ## those of them that take minutes
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
 	.venv-vllm/bin/python -m tests.engines.bench
+
+bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
+	.venv-sglang/bin/python -m tests.engines.bench
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test

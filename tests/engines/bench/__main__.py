@@ -13,10 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from tests.engines.bench.figures import Applied, Drawn, Lost
+from tests.engines.serving import ENGINE
 
 SIZES: Final = ("19M", "170M", "596M")
 DENSITIES: Final = (0.001, 0.01, 0.05)
@@ -40,7 +42,8 @@ def main() -> int:
     asked = parser.parse_args()
     sizes = [size for size in asked.sizes.split(",") if size]
     applied = [one for size in sizes for one in _apply(size, asked.rounds)]
-    lost = _lose(asked.lost_size, asked.windows) if asked.windows else None
+    loses = asked.windows and ENGINE == "vllm"
+    lost = _lose(asked.lost_size, asked.windows) if loses else None
 
     from tests.engines.bench.tables import show
 
@@ -50,14 +53,14 @@ def main() -> int:
 def _apply(size: str, rounds: int) -> list[tuple[Drawn, Applied]]:
     """Follow one chain in a model that is written in place, and in a stock one."""
     from tests.engines.bench.chains import draw
-    from tests.engines.vllm.bench.offline import measure
 
+    measure = import_module(f"tests.engines.{ENGINE}.bench.offline").measure
     densities = DENSITIES * (rounds + 1)  # the first round does not count
     with tempfile.TemporaryDirectory() as scratch:
         drawn = _alone(draw, size, Path(scratch), densities)
         return [
             (drawn, _alone(measure, drawn, plain=plain, warm_up=len(DENSITIES)))
-            for plain in (True, False)
+            for plain in ((True, False) if ENGINE == "vllm" else (True,))
         ]
 
 

@@ -43,8 +43,8 @@ ROWS: Final[Mapping[str, str]] = {
     STAGE: "stage",
     FETCH: "fetch",
     TOTAL: "update: all of these",
-    LOAD: "vLLM load_weights of all",
-    RELOAD: "vLLM layerwise reload of all",
+    LOAD: "the engine's load_weights of all",
+    RELOAD: "the engine's reload of all",
     PATCHES: "vLLM checkpoint patches",
 }
 """Every candidate, as tables call it. Dense weights and patches lie in memory beforehand."""

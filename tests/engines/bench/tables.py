@@ -24,6 +24,7 @@ from tests.engines.bench.figures import (
     Drawn,
     Lost,
 )
+from tests.engines.serving import ENGINE
 
 AIM: Final = 2.0
 """Most time that a swap in place may take, in times of bare writes."""
@@ -51,12 +52,12 @@ def show(
         if one.plain and 1 / timings.ratio(SWAP, FLOOR) > AIM
     ]
     document = {
-        "benchmark": "vllm",
+        "benchmark": ENGINE,
         "applied": [_plain(drawn) | asdict(one) for drawn, one in applied],
         "lost": [_plain(lost[0]) | asdict(one) for one in lost[1]] if lost else [],
         "aim_times_bare": AIM,
         "missed": slow,
-        "machine": report.machine() | {"vllm": version("vllm")},
+        "machine": report.machine() | {ENGINE: version(ENGINE)},
     }
     tables = [_applied(drawn, one) for drawn, one in applied]
     if lost:

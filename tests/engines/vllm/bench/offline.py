@@ -4,8 +4,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tests.engines.bench.figures import ENVIRONMENT, EXTENSIONS, Applied, Drawn
+
+if TYPE_CHECKING:
+    from deltachain.delta import TensorDelta
+    from tests.engines.bench.applying import Dense, Live
 
 
 def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
@@ -28,4 +34,55 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     )
     from tests.engines.bench.applying import follow
 
-    return follow(llm, drawn, plain=plain, warm_up=warm_up)
+    return follow(_live(llm, drawn), drawn, plain=plain, warm_up=warm_up)
+
+
+def _live(llm: Any, drawn: Drawn) -> Live:
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    import deltachain_vllm
+    from deltachain_vllm.extension import worker_verbs
+    from tests.engines.bench.applying import Live, Weights
+
+    (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
+    config = llm.llm_engine.vllm_config
+
+    def load(weights: Weights) -> None:
+        with set_current_vllm_config(config), torch.no_grad():
+            model.load_weights(weights)
+
+    return Live(
+        subscriber=deltachain_vllm.subscribe(llm, drawn.url),
+        rank=lambda: worker_verbs(model, config, 0).rank,
+        load=load,
+        reload=lambda weights: llm.collective_rpc("reload_weights", args=(weights,)),
+        patches=lambda deltas, dense: _patches(model, config, deltas, dense),
+    )
+
+
+def _patches(model: Any, config: Any, deltas: Mapping[str, TensorDelta], dense: Dense) -> float:
+    """vLLM's own sparse updates, without the check that no element is given twice."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+        CheckpointWeightPatch,
+        load_checkpoint_weight_patches,
+    )
+
+    from tests.engines.bench.applying import seconds_of, torch_of
+
+    patches = [
+        CheckpointWeightPatch(
+            name,
+            delta.spec.shape,
+            torch.bfloat16,
+            torch_of(dense[name][delta.indices]).view(torch.bfloat16),
+            torch_of(delta.indices),
+        )
+        for name, delta in deltas.items()
+    ]
+    with set_current_vllm_config(config):
+        return seconds_of(
+            lambda: load_checkpoint_weight_patches(model, patches, validate_unique_indices=False)
+        )

@@ -1,0 +1,1 @@
+"""What of the benchmark only SGLang has."""

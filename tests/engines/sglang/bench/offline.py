@@ -1,0 +1,63 @@
+"""A rank of SGLang in a process of its own, asked without a server in between."""
+
+# ruff: noqa: PLC0415 - SGLang reads its environment when it is imported
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.engines.bench.figures import Applied, Drawn
+
+
+class Alone:
+    """One rank as an engine; see :class:`deltachain.subscribe.engine.Engine`."""
+
+    def __init__(self, verbs: Any) -> None:
+        self.verbs = verbs
+
+    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:
+        return [self.verbs.do(verb, arguments)]
+
+    def pause(self) -> None:
+        """Nothing generates."""
+
+    def resume(self) -> None:
+        """Nothing was stopped."""
+
+    def name_version(self, version: int) -> None:
+        """Nobody asks for it."""
+
+
+def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
+    """See :func:`applying.follow`."""
+    os.dup2(2, 1)  # SGLang's lines are no results
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    from deltachain.subscribe.replica import ReplicaTarget
+    from deltachain.subscribe.subscriber import Subscriber
+    from deltachain.subscribe.verbs import RankVerbs
+    from deltachain_sglang import compat
+    from tests.engines.bench.applying import Live, follow
+    from tests.engines.sglang.fresh import known, load_in_context
+
+    torch.set_num_threads(1)
+    with load_in_context(drawn.base) as (config, model), tempfile.TemporaryDirectory() as scratch:
+        engine = known(config, model)
+        verbs = RankVerbs(lambda: engine, 0, Path(scratch), drawn.url)
+        target = ReplicaTarget(Alone(verbs), drawn.url, Path(scratch))
+
+        def reload(weights: Any) -> None:
+            with compat.loading(torch.bfloat16):
+                compat.reload(model, iter(weights), torch.device("cpu"))
+
+        live = Live(
+            subscriber=Subscriber(drawn.url, target),
+            rank=lambda: verbs.rank,
+            load=engine.load,
+            reload=reload,
+        )
+        return follow(live, drawn, plain=plain, warm_up=warm_up)
