@@ -1,0 +1,17 @@
+"""The checks of ``make test-gpu`` under pytest: ``pytest -m gpu`` on a machine with a CUDA card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.gpu.ranks import checks
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in checks("cuda")])
+def test_a_rank_on_a_device(check: Callable[[], None]) -> None:
+    """Scatter plan, stage and swap of fused parameters, under CUDA graphs."""
+    check()
