@@ -269,6 +269,7 @@ class ReplicaTarget:
             raise PartialApplyError(
                 f"the engine did not pause, and nothing was written: {exc.args[0]}",
                 version=held.version,
+                hint=exc.hint,
             ) from exc
         before, self._held = self._held, None
         self._named = None  # also when healed: what was cached may come of other weights
