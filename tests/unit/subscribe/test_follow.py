@@ -22,31 +22,10 @@ from deltachain.subscribe import ApplyReceipt, Subscriber, follow
 from deltachain.subscribe.follow import LOOK_BACK
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, same, tensors_of
+from tests.unit.subscribe.clock import Clock
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
-
-
-class Clock:
-    """Waits are counted, and something happens in each of them."""
-
-    def __init__(self, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.waits: list[float] = []
-        self.happens: list[Callable[[], object]] = []
-        self.stop = Event()
-        monkeypatch.setattr(subscriber.told, "wait", self._wait)
-
-    def _wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
-        if self.happens:
-            self.happens.pop(0)()
-        else:
-            self.stop.set()
-        return False
-
-    def run(self, subscriber: Subscriber, *, every_version: bool = False) -> list[ApplyReceipt]:
-        """Follow until there is nothing left that could happen."""
-        return list(subscriber.follow(stop=self.stop, every_version=every_version))
 
 
 @pytest.fixture
@@ -148,7 +127,7 @@ def test_a_rollback_in_the_middle_of_a_look_is_not_undone(
     def overtaken(known: int) -> int:
         found = newest(known)
         monkeypatch.undo()
-        monkeypatch.setattr(subscriber.told, "wait", clock._wait)
+        monkeypatch.setattr(subscriber.told, "wait", clock.wait)
         subscriber.rollback(1)
         return found
 

@@ -1,0 +1,32 @@
+"""A follower whose waits take no time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Event
+
+import pytest
+
+from deltachain.subscribe import ApplyReceipt, Subscriber
+
+
+class Clock:
+    """Waits are counted, and something happens in each of them."""
+
+    def __init__(self, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waits: list[float] = []
+        self.happens: list[Callable[[], object]] = []
+        self.stop = Event()
+        monkeypatch.setattr(subscriber.told, "wait", self.wait)
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        if self.happens:
+            self.happens.pop(0)()
+        else:
+            self.stop.set()
+        return False
+
+    def run(self, subscriber: Subscriber, *, every_version: bool = False) -> list[ApplyReceipt]:
+        """Follow until there is nothing left that could happen."""
+        return list(subscriber.follow(stop=self.stop, every_version=every_version))
