@@ -7,6 +7,7 @@ because SGLang loads it in every process it starts.
 from __future__ import annotations
 
 import logging
+import sys
 from multiprocessing import parent_process
 from typing import Final
 
@@ -14,6 +15,8 @@ __all__ = ["PREFIX", "SCHEME", "register"]
 
 SCHEME: Final = "deltachain:"
 """What SGLang's own endpoint is asked with: ``deltachain:7``, or ``deltachain:`` for the head."""
+
+SERVER: Final = "sglang.srt.entrypoints.http_server"
 
 PREFIX: Final = "/deltachain"
 """Where our own routes are."""
@@ -25,15 +28,15 @@ def register() -> None:
     SGLang calls it in the main process and in every process that this spawns, and logs what it
     raises, so that a server would look healthy without it: its status then says why.
     """
+    from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
+
     speak()
-    if parent_process() is None:
+    hook_schedulers()
+    # A server may itself be spawned, by what launches many; it has imported its own by then.
+    if parent_process() is None or SERVER in sys.modules:
         from deltachain_sglang.front import hook_server  # noqa: PLC0415
 
         hook_server()
-    else:
-        from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
-
-        hook_schedulers()
 
 
 def speak() -> None:

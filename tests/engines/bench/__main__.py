@@ -42,8 +42,7 @@ def main() -> int:
     asked = parser.parse_args()
     sizes = [size for size in asked.sizes.split(",") if size]
     applied = [one for size in sizes for one in _apply(size, asked.rounds)]
-    loses = asked.windows and ENGINE == "vllm"
-    lost = _lose(asked.lost_size, asked.windows) if loses else None
+    lost = _lose(asked.lost_size, asked.windows) if asked.windows else None
 
     from tests.engines.bench.tables import show
 
@@ -70,14 +69,14 @@ def _lose(size: str, windows: int) -> tuple[Drawn, list[Lost]]:
     As a machine with an accelerator does: the cores of its host are not what generates.
     """
     from tests.engines.bench.chains import draw
-    from tests.engines.vllm.bench.losing import measure
 
+    measure = import_module(f"tests.engines.{ENGINE}.bench.losing").measure
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         drawn = _alone(draw, size, folder, [LOST_DENSITY] * (1 + 2 * LOST_TIMES * windows))
         spool = folder / "spool"
         threads = max(1, multiprocessing.cpu_count() - 1)
-        found = _alone(measure, drawn, spool, plain=True, threads=threads, times=LOST_TIMES)
+        found = _alone(measure, drawn, spool, threads=threads, times=LOST_TIMES)
         return drawn, [found]
 
 

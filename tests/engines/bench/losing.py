@@ -1,0 +1,144 @@
+"""Generation lost to updates: an engine that is busy, with nothing, staging or updates beside it.
+
+The engine is the one of a server, with its scheduler in a process of its own, driven by its own
+asynchronous client; only HTTP is left out. A fixed number of greedy requests is always
+running, and every token is counted when it arrives. Quiet windows of a few seconds alternate with
+others: in one versions are staged again and again, in one there are as many updates, in one there
+are updates after which requests go on with what they had cached. What a window lost is the time
+that its missing tokens would have taken at the rate of the two quiet windows next to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from deltachain.bench.timing import say
+from deltachain.subscribe.config import SubscribeConfig
+from deltachain.subscribe.engine import Engine
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+from tests.engines.bench.figures import Drawn, Lost
+
+Generate: TypeAlias = "Callable[[list[int], int], AsyncIterator[int]]"
+"""Token ids and how many to generate after them, greedily; tokens as they arrive."""
+
+REQUESTS: Final = 4
+PROMPT: Final = 16
+LENGTH: Final = 192
+"""Tokens that each request asks for, whatever the model says."""
+
+WINDOW_S: Final = 3.0
+
+
+async def lose(
+    clearing: Engine, keeping: Engine, generate: Generate, drawn: Drawn, lost: Lost
+) -> Lost:
+    """Follow a chain while generating.
+
+    Args:
+        clearing: The engine, on this loop.
+        keeping: The same, keeping cached prefixes.
+        generate: Asks it, and counts what comes.
+        drawn: The chain; its length decides how long this takes.
+        lost: What is known of the run already.
+    """
+    settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url, base=drawn.base))
+    leader = Leader(settings, clearing)
+    await asyncio.to_thread(leader.subscriber.open)
+    load = _Load(generate, lost.times)
+    load.start()
+
+    def stage() -> None:
+        leader.subscriber.stage((leader.subscriber.version or 0) + 1)
+
+    def update() -> None:
+        receipt = leader.update((leader.subscriber.version or 0) + 1)
+        if receipt is not None:
+            lost.stage_s.append(receipt.stage_s)
+            lost.swap_s.append(receipt.swap_s)
+            lost.pause_s.append(receipt.pause_s)
+
+    def update_keeping() -> None:
+        leader.target.engine = keeping
+        update()
+        leader.target.engine = clearing
+
+    kinds = (
+        (stage, lost.staging_s),
+        (update, lost.updating_s),
+        (update_keeping, lost.keeping_s),
+    )
+    await asyncio.to_thread(update)  # the first of everything
+    await load.window(None)
+    quiet = await load.window(None)
+    for number in range((len(drawn.densities) - 1) // (2 * lost.times)):
+        say(f"{drawn.size} in {lost.threads} threads: window {number}")
+        for action, seconds in kinds:
+            busy = await load.window(action)
+            after = await load.window(None)
+            rate = (quiet.rate + after.rate) / 2
+            seconds.append((busy.seconds - busy.tokens / rate) / lost.times)
+            quiet = after
+            lost.rates.append(after.rate)
+    await load.stop()
+    lost.proven = await asyncio.to_thread(leader.subscriber.scrub)
+    await asyncio.to_thread(leader.stop)
+    return lost
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Tokens that arrived in some seconds."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+class _Load:
+    """Requests that follow one another, a fixed number of them at any time."""
+
+    def __init__(self, generate: Generate, times: int) -> None:
+        self._generate = generate
+        self._times = times
+        self._tokens = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._ask(seed)) for seed in range(REQUESTS)]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def window(self, action: Callable[[], None] | None) -> _Window:
+        """Count for a while, with something done at even intervals from its beginning on."""
+        start, before = time.perf_counter(), self._tokens
+        for number in range(self._times):
+            if action is not None:
+                await asyncio.to_thread(action)
+            until = start + WINDOW_S * (number + 1) / self._times
+            await asyncio.sleep(max(0.0, until - time.perf_counter()))
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        return _Window(self._tokens - before, time.perf_counter() - start)
+
+    async def _ask(self, seed: int) -> None:
+        dice = random.Random(seed)
+        length = LENGTH * (seed + 1) // REQUESTS  # they end one after another
+        while True:
+            prompt = dice.choices(range(3, 2000), k=PROMPT)
+            async for count in self._generate(prompt, length):
+                self._tokens += count
+            length = LENGTH
