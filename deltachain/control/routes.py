@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
 from fastapi import APIRouter, Depends, HTTPException, Request, Response
@@ -42,10 +42,12 @@ LARGEST: Final = 4096
 """Bytes of a request's body."""
 
 AT_ONCE: Final = 4
-"""Requests that are worked on at once: of those that ask the store, and of the others."""
+"""Requests of one kind that are worked on at once."""
 
 LOOK_S: Final = 0.5
 """Seconds between two looks whether somebody still waits for an answer."""
+
+Kind: TypeAlias = Literal["update", "rollback", "quick"]
 
 _T = TypeVar("_T")
 
@@ -71,7 +73,7 @@ class Control:
         self.refusal = refusal
         self._token = token.encode()
         self._is_open = is_open
-        self._slow, self._quick = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE)
+        self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(Kind)}
 
     def authorise(self, request: Request) -> None:
         """Refuse who does not know the token.
@@ -89,14 +91,14 @@ class Control:
             raise HTTPException(401, "wrong or missing token")
 
     async def run(
-        self, action: Callable[[Leader], _T], request: Request, *, slow: bool = False
+        self, action: Callable[[Leader], _T], request: Request, kind: Kind = "quick"
     ) -> _T:
         """Do something that may take its time, beside the server's event loop.
 
         Args:
             action: What.
             request: Whose; it is given up once nobody waits for it.
-            slow: Whether it asks the store, which may hang; others do not queue up behind it.
+            kind: Those that ask the store may hang; others do not queue up behind them.
 
         Raises:
             HTTPException: 503 where the server follows no chain, and once nobody waits for the
@@ -104,7 +106,7 @@ class Control:
         """
         if self.leader is None:
             raise HTTPException(503, self.refusal)
-        free = self._slow if slow else self._quick
+        free = self._free[kind]
         await free.acquire()
         work = asyncio.ensure_future(_aside(action, self.leader))
         work.add_done_callback(partial(_end, free))
@@ -187,13 +189,13 @@ async def ready(control: Allowed) -> Response:
 @router.post("/update")
 async def update(control: Allowed, asked: Asked, request: Request) -> Response:
     """Bring the replica to a version and answer when it is there; again is allowed."""
-    return await _do(control, request, lambda leader: leader.update(asked.version), slow=True)
+    return await _do(control, request, lambda leader: leader.update(asked.version), "update")
 
 
 @router.post("/rollback")
 async def rollback(control: Allowed, asked: Asked, request: Request) -> Response:
     """Go back to a version and stay there."""
-    return await _do(control, request, lambda leader: leader.rollback(asked.version))
+    return await _do(control, request, lambda leader: leader.rollback(asked.version), "rollback")
 
 
 @router.post("/release")
@@ -217,14 +219,14 @@ async def resume(control: Allowed, request: Request) -> Response:
 @router.post("/scrub")
 async def scrub(control: Allowed, request: Request) -> Response:
     """Recompute the state of the live weights, to find out whether somebody else wrote to them."""
-    return await _do(control, request, Leader.scrub, slow=True)
+    return await _do(control, request, Leader.scrub, "update")
 
 
 async def _do(
-    control: Control, request: Request, action: Callable[[Leader], object], *, slow: bool = False
+    control: Control, request: Request, action: Callable[[Leader], object], kind: Kind = "quick"
 ) -> Response:
     try:
-        await control.run(action, request, slow=slow)
+        await control.run(action, request, kind)
     except DeltaChainError as exc:
         return _json(
             {

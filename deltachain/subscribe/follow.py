@@ -102,9 +102,10 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
             raise
         return subscriber.update()  # no way leads there; one may lead to a later version
     except (ChainError, BaseMismatchError):
-        if not _was_rolled_back(subscriber):
+        there = subscriber.version
+        if not _was_rolled_back(subscriber) and (there is None or there < newest):
             raise
-        return None  # meanwhile, by somebody else
+        return None  # somebody else has rolled back, or applied it, meanwhile
 
 
 def _was_rolled_back(subscriber: Subscriber) -> bool:

@@ -85,10 +85,17 @@ class Leader:
         settings: Of this replica.
         engine: Its ranks and its scheduler.
         store: The store, if it is not to be opened from the URL.
+        takes_over: Whether the engine may have had a leader before, that was killed inside a swap
+            and left it paused; it generates again as soon as this one knows what it holds.
     """
 
     def __init__(
-        self, settings: ReplicaSettings, engine: Engine, *, store: Store | None = None
+        self,
+        settings: ReplicaSettings,
+        engine: Engine,
+        *,
+        store: Store | None = None,
+        takes_over: bool = False,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -98,6 +105,7 @@ class Leader:
         self.trouble: DeltaChainError | None = None
         self._ended = ""
         self._caught_up = False
+        self._takes_over = takes_over
         self._stop = Event()
         self._thread: Thread | None = None
 
@@ -281,7 +289,10 @@ class Leader:
             return
         with self.subscriber.alone():  # nobody heals it, or swaps, between the look and the word
             if self.subscriber.poisoned:
-                self.target.stop_serving()
+                try:
+                    self.target.stop_serving()
+                except ApplyError as failed:  # healing is tried all the same, and then this again
+                    logger.error("the engine did not pause: %s", failed)  # noqa: TRY400
                 return
             with suppress(ApplyError):  # what went wrong first is what is told
                 self._name()
@@ -300,6 +311,9 @@ class Leader:
             at_head = held is not None and head is not None and held.version >= head
             self._caught_up = self._caught_up or at_head or self.subscriber.pinned
             self._name()
+            if self._takes_over and held is not None:
+                self.target.resume()
+                self._takes_over = False
 
     def _name(self) -> None:
         """Let tokens be known by the version that is held, whether it is the newest or not."""

@@ -176,8 +176,8 @@ class ReplicaTarget:
             LeaderReplacedError: That is no longer ours to say.
         """
         self._check_leads()
-        self.paused = True
         self.engine.pause()
+        self.paused = True
 
     def resume(self) -> None:
         """Generate again; see :meth:`pause`."""
@@ -259,13 +259,16 @@ class ReplicaTarget:
         """
         if not isinstance(prepared, Ticket):
             raise TypeError(f"a replica can not swap {type(prepared).__name__}")
+        may_resume = False
         try:
             self._check_leads()
+            may_resume = True  # from here on it is we who paused it
             self.engine.pause()
         except LeaderReplacedError:
             raise
         except ApplyError as exc:
-            self._serve()
+            if may_resume:
+                self._serve()
             raise PartialApplyError(
                 f"the engine did not pause, and nothing was written: {exc.args[0]}",
                 version=held.version,

@@ -32,6 +32,8 @@ from deltachain.types import TensorSpec
 DATA: Final = "data"
 INDEX: Final = "index.json"
 LOCK: Final = "lock"
+PREFIX: Final = "deltachain-spool-"
+"""Of the names of spools: whatever else is in their folder is somebody else's."""
 ALIGN: Final = 64
 """Arrays begin at multiples of a cache line."""
 
@@ -97,11 +99,11 @@ class Spool:
         """
         try:
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if parent.stat().st_uid != os.getuid():
+            if {parent.stat().st_uid, parent.lstat().st_uid} != {os.getuid()}:
                 raise PermissionError(errno.EACCES, "it is another user's")
             with _alone(parent):
                 _sweep(parent)
-                spool = cls(Path(tempfile.mkdtemp(dir=parent)))
+                spool = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)))
             try:
                 spool._fill(fetched)
             except BaseException:
@@ -181,12 +183,13 @@ def _alone(parent: Path) -> Iterator[None]:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
         os.close(folder)
 
 
 def _sweep(parent: Path) -> None:
     """Remove what leaders left that were killed: nobody holds its lock."""
-    for left in parent.glob(f"*/{LOCK}"):
+    for left in parent.glob(f"{PREFIX}*/{LOCK}"):
         with suppress(OSError), left.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent, ignore_errors=True)

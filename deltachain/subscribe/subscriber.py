@@ -67,7 +67,7 @@ class Subscriber:
         self._chain: Chain | None = None
         self._held: Held | None = None
         self._generation = self._counted = 0
-        self._updating, self._writing = RLock(), RLock()
+        self._opening, self._updating, self._writing = RLock(), RLock(), RLock()
         self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
 
     def open(self) -> Chain:
@@ -78,12 +78,16 @@ class Subscriber:
             TensorMismatchError: The target is not the model of the chain.
         """
         if self._chain is None:
-            chain = Chain.open(self._store)
-            specs = {spec.name: spec for spec in chain.table.specs()}
-            self.target.bind(specs, chain.table.aliases)
-            self._held = identify(chain, self.target, verify=self.config.verify_at_start)
-            self._chain = chain
+            with self._opening:  # whoever came later would undo what the first has applied since
+                self._chain = self.opened or self._open()
         return self._chain
+
+    def _open(self) -> Chain:
+        chain = Chain.open(self._store)
+        specs = {spec.name: spec for spec in chain.table.specs()}
+        self.target.bind(specs, chain.table.aliases)
+        self._held = identify(chain, self.target, verify=self.config.verify_at_start)
+        return chain
 
     @property
     def chain(self) -> Chain:
@@ -205,22 +209,24 @@ class Subscriber:
         Raises:
             ChainError: There is nothing to go back to.
         """
-        while True:
-            with self._writing:
-                done, goal = self._take_back(version)
-                if done:
-                    return done
-                generation = self._generation
-            # Asking the store may take long, and others may want to pause meanwhile.
-            staged = self._stage(require(self.chain, goal), None, generation)
-            with self._writing:
-                if staged.generation == self._generation:
-                    self.swap(staged)
-                    self._undo.clear()
+        self.open()
+        with self._writing:
+            done, _ = self._take_back(version)
+        while not done:
+            with self._updating:  # or versions that arrive would overtake it again and again
+                with self._writing:
+                    done, goal = self._take_back(version)
+                    generation = self._generation
+                if not done:  # asking the store may take long, and others may want to pause
+                    staged = self._stage(require(self.chain, goal), None, generation)
+                    with self._writing:
+                        if staged.generation == self._generation:
+                            self.swap(staged)
+                            self._undo.clear()
+        return done
 
     def _take_back(self, version: Version | None) -> tuple[Held | None, Version]:
         """Go back without the store and pin, if what is remembered leads there; and where to."""
-        self.open()
         held = self.held
         goal = self._undo.newest if version is None else version
         if goal is None or held is None or goal > held.version:

@@ -95,9 +95,10 @@ class RankVerbs:
         """Answer one verb; never raises. The number of the call comes back with its answer."""
         asked = {name: value for name, value in arguments.items() if name != "turn"}
         leader = str(arguments.get("turn", "")).partition(":")[0]
-        if verb == "attach":
-            self._leader = leader
-        if leader == self._leader:
+        attaches = verb == "attach"
+        if attaches and self._url in ("", asked.get("url")):
+            self._leader = leader  # one of another chain is refused, and replaces nobody
+        if attaches or leader == self._leader:
             answer = self._answer(verb, asked)
         else:
             answer = self._refusal(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib.util import find_spec
 from multiprocessing import parent_process
 from typing import Final
 
@@ -28,6 +29,8 @@ def register() -> None:
     SGLang calls it in the main process and in every process that this spawns, and logs what it
     raises, so that a server would look healthy without it: its status then says why.
     """
+    if find_spec("sglang") is None:
+        return
     from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
 
     speak()

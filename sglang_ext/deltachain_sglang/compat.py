@@ -73,10 +73,11 @@ def pause_mode(named: str) -> str:
 
 
 def hook(target: str, function: Callable[..., Any]) -> None:
-    """Let a function be called around another, as SGLang's plugins do."""
+    """Let a function be called around another, as SGLang's plugins do; again changes nothing."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(target, function, HookType.AROUND)
+    if all(known is not function for _, known, _ in HookRegistry._hooks[target]):
+        HookRegistry.register(target, function, HookType.AROUND)
 
 
 def verdicts(text: str) -> Any:  # noqa: ANN401 - SGLang's message

@@ -78,7 +78,7 @@ async def on_update(
         return False, f"{named!r} is no version: {SCHEME}7, or {SCHEME} for the head", 0
     version = int(named) if named else None
     try:
-        await control.run(lambda leader: leader.update(version), request, slow=True)
+        await control.run(lambda leader: leader.update(version), request, "update")
     except DeltaChainError as exc:
         return False, str(exc), 0
     return True, f"version {control.leader.subscriber.version}", 0

@@ -49,32 +49,19 @@ def _lead(server: str, version: int | None) -> None:
             "DELTACHAIN_URL is not set", hint="name the chain that the server follows"
         )
     engine = BesideEngine(server, pause=settings.pause, keep_cache=settings.keep_cache)
-    leader = Leader(settings, engine)
+    leader = Leader(settings, engine, takes_over=True)
     signal.signal(signal.SIGTERM, lambda *_: leader.end())
     try:
         if version is not None:
             leader.update(version)
-            leader.resume()  # one before may have been killed inside a swap
             typer.echo(f"version {leader.subscriber.version}")
             return
-        _say_when_caught_up(leader)
         for receipt in leader.follow():
             typer.echo(f"{time.strftime('%H:%M:%S')} {receipt}")
     except KeyboardInterrupt:
         sys.stderr.write("the server goes on with the version it has\n")
     finally:
         leader.stop()
-
-
-def _say_when_caught_up(leader: Leader) -> None:
-    """Catch up, and let the server generate: a leader before may have been killed inside a swap."""
-    try:
-        leader.update()
-    except DeltaChainError as exc:
-        typer.echo(f"not caught up yet: {exc}", err=True)
-    else:
-        leader.resume()
-        typer.echo(f"{time.strftime('%H:%M:%S')} at version {leader.subscriber.version}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from deltachain.control.routes import AT_ONCE, Control, router
+from deltachain.control.routes import AT_ONCE, Control, Kind, router
 from deltachain.subscribe import SubscribeConfig
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
@@ -181,13 +181,14 @@ def test_a_request_that_nobody_awaits_is_let_go(leader: Leader) -> None:
 
 def test_updates_that_hang_do_not_keep_anybody_from_pausing(leader: Leader) -> None:
     hangs = Event()
+    kinds: tuple[Kind, ...] = ("update", "rollback")
 
     async def ask() -> None:
         control = Control(leader, "", token="", is_open=True)
         gone = mock.Mock(is_disconnected=mock.AsyncMock(return_value=True))
-        for _ in range(AT_ONCE):
+        for kind in kinds * AT_ONCE:
             with pytest.raises(HTTPException, match="nobody waits"):
-                await control.run(lambda _: hangs.wait(60), gone, slow=True)
+                await control.run(lambda _: hangs.wait(60), gone, kind)
         waits = mock.Mock(is_disconnected=mock.AsyncMock(return_value=False))
         assert await asyncio.wait_for(control.run(lambda _: "paused", waits), 20) == "paused"
 

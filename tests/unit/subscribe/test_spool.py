@@ -180,11 +180,10 @@ def test_only_its_user_can_look_into_it(tmp_path: Path) -> None:
 
 def test_what_a_killed_leader_left_is_swept_away(tmp_path: Path) -> None:
     mine = Spool.write(tmp_path, plan(delta("dense")))
-    left = tmp_path / "left"
-    left.mkdir()
-    for name in ("data", "index.json", "lock"):
-        (left / name).write_bytes(b"")
-    (tmp_path / "other").mkdir()  # which no leader has made
+    for folder in (f"{spool_module.PREFIX}left", "other"):  # the latter, no leader has made
+        (tmp_path / folder).mkdir()
+        for name in ("data", "index.json", "lock"):
+            (tmp_path / folder / name).write_bytes(b"")
     another = Spool.write(tmp_path, plan(delta("mixed")))
     assert {one.name for one in tmp_path.iterdir()} == {
         mine.folder.name,
@@ -192,6 +191,7 @@ def test_what_a_killed_leader_left_is_swept_away(tmp_path: Path) -> None:
         "other",
     }
     assert equal(SpoolReader(mine.folder).read("w"), delta("dense"))
+    assert len(list((tmp_path / "other").iterdir())) == 3
 
 
 def test_several_leaders_share_a_folder(tmp_path: Path) -> None:

@@ -11,14 +11,16 @@ from typing import Any
 import pytest
 
 from deltachain.errors import (
+    ApplyError,
     ChainError,
+    ConfigError,
     DeltaChainError,
     LeaderReplacedError,
     PartialApplyError,
 )
-from deltachain.subscribe import Subscriber, spool
+from deltachain.subscribe import Subscriber, spool, subscriber
 from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.replica import Ticket
+from deltachain.subscribe.replica import ReplicaTarget, Ticket
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain.testing.sharding import HOSTED, Shape
 from tests.unit.subscribe.replicas import Followed
@@ -238,3 +240,121 @@ def test_two_stages_at_once_forget_nothing_of_each_other(
     tickets = {one.prepared.number for one in staged if one and isinstance(one.prepared, Ticket)}
     assert len(tickets) == 2
     assert all(tickets <= one for one in kept)
+
+
+def test_two_that_open_at_once_agree_on_what_is_held(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A push and a poll, as soon as there is a chain: the late one must not undo the first."""
+    late = here.subscribe()
+    identify, looks, go_on = vars(subscriber)["identify"], Event(), Event()
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        found = identify(*args, **kwargs)
+        if not looks.is_set():
+            looks.set()
+            go_on.wait(0.5)
+        return found
+
+    monkeypatch.setattr(subscriber, "identify", slow)
+    with ThreadPoolExecutor(2) as pool:
+        poll = pool.submit(late.open)
+        assert looks.wait(20)
+        push = pool.submit(late.update)
+        push.add_done_callback(lambda _: go_on.set())
+        poll.result()
+        push.result()
+    assert (late.version, late.poisoned) == (2, False)
+    assert late.scrub()
+
+
+def test_a_leader_of_another_chain_replaces_nobody(here: Followed) -> None:
+    for rank in here.engine.verbs:
+        rank._url = here.store.url
+    stranger = ReplicaTarget(here.engine, "s3://elsewhere/run", here.spool)
+    with pytest.raises(ConfigError, match="was started to follow"):
+        Subscriber(here.subscriber.config, stranger, store=here.store).open()
+    here.subscriber.update()
+    assert here.holds(2)
+
+
+def test_an_engine_that_somebody_else_paused_to_write_is_not_resumed(here: Followed) -> None:
+    staged = here.subscriber.stage()
+    assert staged is not None
+    here.engine.faults.refuses[0, "status"] = PartialApplyError("an update session is open")
+    here.engine.pause()
+    here.engine.events.clear()
+    with pytest.raises(PartialApplyError, match="session is open"):
+        here.subscriber.swap(staged)
+    assert here.engine.events == []
+    assert here.engine.paused
+
+
+def test_a_replica_in_doubt_that_does_not_pause_is_healed_all_the_same(
+    here: Followed, leader: Leader
+) -> None:
+    leader.update()
+    here.scribble(0, "layers.0.norm.weight")
+    assert not leader.subscriber.scrub()
+    here.engine.faults.pause = ApplyError("no answer")
+    leader._looked(ApplyError("it is in doubt"))
+    here.engine.faults.pause = None
+    leader.update()
+    assert here.holds(2)
+    assert leader.status().ready
+    assert not here.engine.paused
+
+
+def test_a_pause_that_failed_does_not_stick(here: Followed, leader: Leader) -> None:
+    here.engine.faults.pause = ApplyError("no answer")
+    with pytest.raises(ApplyError):
+        leader.pause()
+    here.engine.faults.pause = None
+    leader.update()
+    assert leader.status().ready
+    assert not here.engine.paused
+
+
+def is_paused(here: Followed) -> bool:
+    return here.engine.paused
+
+
+def test_a_leader_that_takes_over_resumes_once_it_knows_what_is_held(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One before may have been killed inside a swap; and the store may be down just then."""
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(here.spool))
+    settings = ReplicaSettings(subscribe=here.subscriber.config)
+    leader = Leader(settings, here.engine, store=here.faulty, takes_over=True)
+    here.engine.pause()
+    here.faulty.down = True
+    leader.start()
+    assert is_paused(here)
+    here.faulty.down = False
+    leader.update(1)
+    assert not is_paused(here)
+    leader.pause()
+    leader.update()
+    assert is_paused(here), "this time it was said so"
+
+
+def test_a_rollback_from_the_store_is_not_starved(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions that arrive meanwhile would overtake it, one after another."""
+    here = followed(Shape(tp=2), undo_applies=0)
+    here.publish(1, 2)
+    here.subscriber.update()
+    stage, attempts = here.target.stage, [0]
+    with ThreadPoolExecutor(1) as pool:
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            attempts[0] += 1
+            here.publish(2 + attempts[0])
+            wait([pool.submit(here.subscriber.update)], timeout=0.5)
+            return stage(*args, **kwargs)
+
+        monkeypatch.setattr(here.target, "stage", slow)
+        assert here.subscriber.rollback(0).version == 0
+    assert attempts[0] == 1
+    assert here.holds(0)
