@@ -20,6 +20,8 @@ TWO: Final = ("qwen3", "qwen2", "llama_v500", "gemma3", "phi3", "gpt2", "mistral
 
 UNKNOWN: Final = {
     "exaone4": TypeError,
+    "olmoe": AssertionError,
+    "phimoe": ValueError,
     "qwen3_next": AttributeError,
     "mamba2": AttributeError,
     "deepseek_v2": AssertionError,
