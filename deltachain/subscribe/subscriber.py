@@ -212,18 +212,22 @@ class Subscriber:
         self.open()
         with self._writing:
             done, _ = self._take_back(version)
-        while not done:
-            with self._updating:  # or versions that arrive would overtake it again and again
+        return done or self._roll_back(version)
+
+    def _roll_back(self, version: Version | None) -> Held:
+        """Go back by way of the store: others may pause meanwhile, and nobody updates."""
+        with self._updating:
+            while True:
                 with self._writing:
                     done, goal = self._take_back(version)
                     generation = self._generation
-                if not done:  # asking the store may take long, and others may want to pause
-                    staged = self._stage(require(self.chain, goal), None, generation)
-                    with self._writing:
-                        if staged.generation == self._generation:
-                            self.swap(staged)
-                            self._undo.clear()
-        return done
+                if done:
+                    return done
+                staged = self._stage(require(self.chain, goal), None, generation)
+                with self._writing:
+                    if staged.generation == self._generation:
+                        self.swap(staged)
+                        self._undo.clear()
 
     def _take_back(self, version: Version | None) -> tuple[Held | None, Version]:
         """Go back without the store and pin, if what is remembered leads there; and where to."""
