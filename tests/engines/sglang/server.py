@@ -26,7 +26,8 @@ class SglangServer(Server):
             *("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "bfloat16"),
             *("--context-length", "512", "--max-total-tokens", "8192"),
             *("--mem-fraction-static", "0.05", "--max-running-requests", str(options.requests)),
-            *("--disable-cuda-graph", "--skip-server-warmup"),
+            # An idle scheduler spins otherwise, beside tests that want the same two cores.
+            *("--disable-cuda-graph", "--skip-server-warmup", "--sleep-on-idle"),
             *("--tp-size", str(options.tp)),
             *(("--api-key", options.key) if options.key else ()),
         ]
