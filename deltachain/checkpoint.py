@@ -35,6 +35,32 @@ ASSET_NBYTES: Final = 64 << 20
 """Largest small file that travels with a chain."""
 
 
+def named_folder(named: str, *, revision: str | None = None, cache: str | None = None) -> Path:
+    """The folder of a checkpoint: itself, or a repository's in the Hub's cache on this machine.
+
+    Args:
+        named: A folder or a repository.
+        revision: Of the repository.
+        cache: Where repositories were downloaded to; the Hub's own place by default.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    folder = Path(named)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - seldom needed, and slow
+
+    try:
+        found = snapshot_download(named, revision=revision, cache_dir=cache, local_files_only=True)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"{named!r} is neither a checkpoint folder nor a repository in the cache of the Hub",
+            hint="deltachain pull URL --out FOLDER makes a folder to start from",
+        ) from exc
+    return Path(found)
+
+
 class Checkpoint:
     """The tensors of one safetensors file, or of all those in a folder, memory-mapped.
 

@@ -91,13 +91,13 @@ class Control:
             raise HTTPException(401, "wrong or missing token")
 
     async def run(
-        self, action: Callable[[Leader], _T], request: Request, kind: Kind = "quick"
+        self, action: Callable[[Leader], _T], request: Request | None, kind: Kind = "quick"
     ) -> _T:
         """Do something that may take its time, beside the server's event loop.
 
         Args:
             action: What.
-            request: Whose; it is given up once nobody waits for it.
+            request: Whose, if it is one's; it is given up once nobody waits for it.
             kind: Those that ask the store may hang; others do not queue up behind them.
 
         Raises:
@@ -111,7 +111,7 @@ class Control:
         work = asyncio.ensure_future(_aside(action, self.leader))
         work.add_done_callback(partial(_end, free))
         while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
-            if await request.is_disconnected():
+            if request is not None and await request.is_disconnected():
                 raise HTTPException(503, "nobody waits for the answer")
         return work.result()
 
@@ -270,7 +270,7 @@ class Led(NamedTuple):
     checkpoint: Path
 
 
-async def lead(find: Callable[[ReplicaSettings], Led], *, is_open: bool) -> Control:
+async def lead(find: Callable[[ReplicaSettings], Led], *, is_open: bool, key: str = "") -> Control:
     """Lead the engine of this server along the chain that the environment names, if any.
 
     Returns once it has caught up, or can not: the server then starts all the same, and the routes
@@ -279,12 +279,13 @@ async def lead(find: Callable[[ReplicaSettings], Led], *, is_open: bool) -> Cont
     Args:
         find: Makes the engine known; may refuse with any :class:`DeltaChainError`.
         is_open: Whether something else than our token guards the routes.
+        key: What they ask for where no token is set.
     """
-    leader, token, refusal = None, "", "DELTACHAIN_URL is not set: this server follows no chain"
+    leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
     try:
         settings = ReplicaSettings.of(os.environ)
         if settings is not None:
-            token = settings.token
+            token = settings.token or key
             engine, checkpoint = find(settings)
             base = settings.subscribe.base or checkpoint
             settings = replace(settings, subscribe=replace(settings.subscribe, base=base))

@@ -66,8 +66,11 @@ class Engine(Protocol):
             ApplyError: Some rank did not answer.
         """
 
+    def is_paused(self) -> bool:
+        """Whether somebody has stopped it from generating."""
+
     def pause(self) -> None:
-        """Stop generating, so that weights can be written."""
+        """Stop generating, so that weights can be written; again changes nothing."""
 
     def resume(self) -> None:
         """Generate again."""

@@ -32,6 +32,7 @@ from deltachain.fetch import Fetched
 from deltachain.subscribe.classes import Agreement, Classified, agree
 from deltachain.subscribe.engine import Engine
 from deltachain.subscribe.proof import Effect, check_whole, judge
+from deltachain.subscribe.serving import Serving
 from deltachain.subscribe.spool import Spool
 from deltachain.subscribe.target import Held, Prepared
 from deltachain.subscribe.verbs import effect_of, error_of
@@ -112,9 +113,14 @@ class ReplicaTarget:
         self._asking = Lock()
         self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
         self._held: Held | None = None
-        self.paused = self._stopped = False
+        self._serving = Serving(engine)
         self.ranks: Verdicts = ()
         self._named: Version | None = None
+
+    @property
+    def paused(self) -> bool:
+        """Whether a caller paused it."""
+        return self._serving.paused
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Attach every rank, and let them agree on a way for every tensor; see :class:`Target`.
@@ -176,19 +182,16 @@ class ReplicaTarget:
             LeaderReplacedError: That is no longer ours to say.
         """
         self._check_leads()
-        self.engine.pause()
-        self.paused = True
+        self._serving.pause()
 
     def resume(self) -> None:
         """Generate again; see :meth:`pause`."""
         self._check_leads()
-        self.paused = False
-        self.engine.resume()
+        self._serving.resume()
 
     def stop_serving(self) -> None:
         """Generate nothing until a swap has succeeded."""
-        self._stopped = True
-        self.engine.pause()
+        self._serving.doubt()
 
     def _check_leads(self) -> None:
         if self.agreement is not None:
@@ -254,8 +257,8 @@ class ReplicaTarget:
     def swap(self, prepared: Prepared, held: Held) -> float:
         """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.
 
-        A replica that is poisoned stays paused. One that another leader has attached since is
-        neither paused nor resumed: the other may be writing.
+        A replica that is poisoned, or that others paused, stays paused. One that another leader has
+        attached since is neither paused nor resumed: the other may be writing.
         """
         if not isinstance(prepared, Ticket):
             raise TypeError(f"a replica can not swap {type(prepared).__name__}")
@@ -263,12 +266,12 @@ class ReplicaTarget:
         try:
             self._check_leads()
             may_resume = True  # from here on it is we who paused it
-            self.engine.pause()
+            self._serving.hold()
         except LeaderReplacedError:
             raise
         except ApplyError as exc:
             if may_resume:
-                self._serve()
+                self._serving.go_on()
             raise PartialApplyError(
                 f"the engine did not pause, and nothing was written: {exc.args[0]}",
                 version=held.version,
@@ -281,17 +284,13 @@ class ReplicaTarget:
             self.name(held.version)
         except PartialApplyError:
             self._held = before
-            self._serve()
+            self._serving.go_on()
             raise
-        self._held, self._stopped = held, False
-        self._serve()
+        self._held = held
+        self._serving.trust()
+        self._serving.go_on()
         prepared.alive.spool.close()
         return seconds
-
-    def _serve(self) -> None:
-        """Generate again after a swap, unless somebody paused the replica or it is in doubt."""
-        if not self.paused and not self._stopped:
-            self.engine.resume()
 
     def close(self) -> None:
         """Nothing to give back; see :class:`Target`."""

@@ -119,6 +119,10 @@ class FakeEngine:
         with mock.patch.object(target, "write_patch", write_or_fail):
             yield
 
+    def is_paused(self) -> bool:
+        """Whether it was."""
+        return self.paused
+
     def pause(self) -> None:
         """Stop generating."""
         self.events.append("pause")

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from fastapi import APIRouter
 from torch import Tensor, nn
 
+from deltachain.checkpoint import named_folder
 from deltachain.errors import ConfigError, EngineVersionError
 
 FIRST: Final = (0, 5, 23)
@@ -31,12 +33,16 @@ DERIVED: Final = re.compile(
 ABORT_LOOK_S: Final = 0.01
 """Seconds between two looks whether requests that were aborted have ended."""
 
-_SCHEDULER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
-_RUNNER: Final = "sglang.srt.model_executor.model_runner_components.weight_updater"
+OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
+"""Options under which cached prefixes outlive a flush, or keep the scheduler from flushing."""
+
+_UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
-ASKED: Final = f"{_SCHEDULER}.SchedulerWeightUpdaterManager.check_weights"
-WRITTEN: Final = f"{_RUNNER}.WeightUpdater.update_weights_from_disk"
+ASKED: Final = f"{_UPDATER}.SchedulerWeightUpdaterManager.check_weights"
+PAUSED: Final = f"{_SCHEDULER}.pause_generation"
+NAMED: Final = f"{_SCHEDULER}.record_weight_version_change"
 TOLD: Final = f"{_TOKENIZER}.update_weights_from_disk"
 CHECKED: Final = f"{_TOKENIZER}.check_weights"
 """What is hooked, in the schedulers and in the server."""
@@ -97,6 +103,65 @@ def gather(mine: object) -> list[Any]:
     found: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(found, mine, group=group.cpu_group)
     return found
+
+
+@contextmanager
+def _grammars_aside(scheduler: Any) -> Iterator[None]:  # noqa: ANN401
+    """Requests whose grammar is being compiled have cached nothing, but count as running."""
+    grammars = scheduler.grammar_manager
+    waiting, grammars.grammar_queue = grammars.grammar_queue, []
+    try:
+        yield
+    finally:
+        grammars.grammar_queue = waiting
+
+
+def can_flush(manager: Any) -> bool:  # noqa: ANN401
+    """Whether no request of this scheduler keeps its cache."""
+    scheduler = manager.scheduler
+    with _grammars_aside(scheduler):
+        return bool(manager.is_fully_idle(ignore_waiting=scheduler._engine_paused))
+
+
+def flush(manager: Any) -> None:  # noqa: ANN401
+    """Forget cached prefixes; device memory is kept, and no garbage is collected meanwhile."""
+    with _grammars_aside(manager.scheduler):
+        manager.flush_cache(empty_cache=False)
+
+
+def rest(scheduler: Any) -> None:  # noqa: ANN401
+    """Let a paused scheduler's watchdog see that it does not hang: it ends those that do."""
+    scheduler.cur_batch_for_debug = None
+
+
+def credit(scheduler: Any, version: str) -> None:  # noqa: ANN401
+    """Label the tokens that were computed before a pause and are not handed out yet.
+
+    A scheduler computes a step ahead of handing out, and labels what it hands out after the name
+    has changed with the new one.
+
+    Args:
+        scheduler: Paused.
+        version: Of the weights that computed them.
+    """
+    from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+    for batch, _ in getattr(scheduler, "result_queue", ()):
+        for request in batch.reqs:
+            if request is scheduler.chunked_req or request.finished():
+                continue  # its step makes no token
+            events, count = request.weight_version_events, len(request.output_ids)
+            if events and events[-1].num_output_tokens == count:
+                events.pop()
+            event = WeightVersionEvent(old_version=version, num_output_tokens=count + 1)
+            events.append(event)
+
+
+def named() -> str:
+    """The version that this scheduler's tokens are labelled with."""
+    from sglang.srt.runtime_context import get_serving
+
+    return str(get_serving().weight_version)
 
 
 def rank_of() -> int:
@@ -163,35 +228,44 @@ def manager() -> Any:  # noqa: ANN401
     return get_global_state().tokenizer_manager
 
 
-def checkpoint() -> tuple[str, str | None]:
-    """What this server loads: a folder or a repository, and its revision."""
+def checkpoint(config: Any = None) -> Path:  # noqa: ANN401
+    """The folder that SGLang loaded, in the Hub's cache where it is named by repository.
+
+    Args:
+        config: A rank's own, which knows of what was loaded later; the server's by default.
+    """
     from sglang.srt.runtime_context import get_model
 
-    return get_model().model_path, get_model().revision
+    named, cache = config or get_model(), get_model().download_dir
+    return named_folder(named.model_path, revision=named.revision, cache=cache)
 
 
-def exposure() -> tuple[str, bool]:
-    """The host that this server listens on, and whether it asks for a key."""
+def exposure() -> tuple[str, str]:
+    """The host that this server listens on, and the key that its own routes that write ask for."""
     from sglang.srt.runtime_context import get_serving
 
-    return get_serving().host, bool(get_serving().api_key or get_serving().admin_api_key)
+    return get_serving().host, get_serving().admin_api_key or get_serving().api_key or ""
 
 
-def guard_routes(router: APIRouter) -> None:
-    """Let SGLang ask for its key on our routes as on its own that write weights."""
+def serve(router: APIRouter, prefix: str) -> None:
+    """Add routes to SGLang's application, for which it asks for its key as for its own that write.
+
+    One by one: SGLang finds out what a route asks for only where it lies in the application itself.
+    """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     for route in router.routes:
-        auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)  # type: ignore[attr-defined]
+        endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)  # type: ignore[attr-defined]
+        app().add_api_route(prefix + route.path, endpoint, methods=list(route.methods))  # type: ignore[attr-defined]
 
 
-def check_layout() -> None:
-    """Refuse arrangements of ranks and models that one leader can not update as one.
+def check_layout(*, keep_cache: bool) -> None:
+    """Refuse arrangements of ranks, models and caches that one leader can not update as one.
 
     Raises:
         ConfigError: This server has one.
     """
-    from sglang.srt.runtime_context import get_parallel, get_spec
+    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_spec
 
     for name, hint in (
         ("dp_size", "start a server for each replica"),
@@ -204,6 +278,17 @@ def check_layout() -> None:
             "this server has a draft model, which follows no chain",
             hint="start it without --speculative-algorithm",
         )
+    if get_disagg().disaggregation_mode != "null":
+        raise ConfigError(
+            "this server has other servers fill its caches, or fills theirs",
+            hint="start it without --disaggregation-mode",
+        )
+    for name in OUTLIVING:
+        if getattr(get_memory(), name) and not keep_cache:
+            raise ConfigError(
+                "cached prefixes of this server would outlive the weights that made them",
+                hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_KEEP_CACHE=1",
+            )
 
 
 class Server:
@@ -220,33 +305,15 @@ class Server:
         found = await self._manager.check_weights_communicator(CheckWeightsReqInput(action=action))
         return str(found[0].message)
 
-    async def update(self, path: str, *, flush: bool) -> str:
-        """Update from a path of ours, as from disk; the model keeps its own path and name.
-
-        Args:
-            path: What is asked of the ranks.
-            flush: Whether caches go, if all ranks have written. SGLang's own ``flush_cache`` would
-                also give memory back to the device, or collect garbage where there is none: half a
-                second in which nobody generates.
-        """
-        from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
-
-        manager = self._manager
-        before = manager.model_path, manager.served_model_name
-        load_format = manager.config_value("load_format")
-        request = UpdateWeightFromDiskReqInput(
-            model_path=path, load_format=load_format, flush_cache=flush
-        )
-        try:
-            _, message, _ = await manager._wait_for_model_update_from_disk(request)
-        finally:
-            manager.model_path, manager.served_model_name = before
-        return str(message)
+    def is_paused(self) -> bool:
+        """Whether somebody has paused it."""
+        return bool(self._manager.is_pause)
 
     async def pause(self, mode: str) -> None:
         """Stop generating.
 
-        SGLang's own ``abort`` looks once a second whether requests have ended.
+        SGLang's own ``abort`` aborts, and looks whether requests have ended, once a second. Once
+        is not enough: some are not known yet, and some start others.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
@@ -256,8 +323,10 @@ class Server:
             return
         async with manager.is_pause_cond:
             manager.is_pause = True
-            manager.abort_request(abort_all=True)
-            while await manager.model_update_lock.is_locked():  # noqa: ASYNC110 - has no event
+            while True:
+                manager.abort_request(abort_all=True)
+                if not await manager.model_update_lock.is_locked():
+                    break
                 await asyncio.sleep(ABORT_LOOK_S)
 
     async def resume(self) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException
 
 from deltachain.control.routes import LOOPBACK, Control, Led, lead, router
-from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.errors import DeltaChainError
+from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_sglang import PREFIX, SCHEME, compat
 
@@ -23,8 +24,7 @@ def hook_server() -> None:
     app = compat.app()
     if any(getattr(route, "path", "").startswith(PREFIX) for route in app.routes):
         return  # SGLang may load plugins again
-    compat.guard_routes(router)
-    app.include_router(router, prefix=PREFIX)
+    compat.serve(router, PREFIX)
     app.router.lifespan_context = _leading(app.router.lifespan_context)
     compat.hook(compat.TOLD, on_update)
     compat.hook(compat.CHECKED, on_check)
@@ -36,9 +36,9 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
-        host, has_key = compat.exposure()
+        host, key = compat.exposure()
         control = await lead(
-            lambda settings: _engine(app, loop, settings), is_open=has_key or host in LOOPBACK
+            lambda settings: _engine(loop, settings), key=key, is_open=host in LOOPBACK
         )
         app.state.deltachain = control
         async with original(app) as state:
@@ -47,17 +47,11 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
     return lifespan
 
 
-def _engine(app: FastAPI, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> Led:
-    if not getattr(app, "is_single_tokenizer_mode", False):
-        raise ConfigError(
-            "this server has several front ends, a replica has one leader",
-            hint="start it with --tokenizer-worker-num 1",
-        )
-    from deltachain_sglang.model import checkpoint_of  # noqa: PLC0415
+def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> Led:
     from deltachain_sglang.server import ServerEngine  # noqa: PLC0415
 
     engine = ServerEngine(compat.manager(), loop, settings)
-    return Led(engine, checkpoint_of(*compat.checkpoint()))
+    return Led(engine, compat.checkpoint())
 
 
 async def on_update(
@@ -66,11 +60,17 @@ async def on_update(
     obj: Any,  # noqa: ANN401 - SGLang's request
     request: Any = None,  # noqa: ANN401
 ) -> tuple[bool, str, int]:
-    """Around ``update_weights_from_disk`` in the server: a path of ours names a version."""
+    """Around ``update_weights_from_disk`` in the server: a path of ours names a version.
+
+    Any other is loaded, found not to be what the chain says, and replaced by that.
+    """
+    control: Control | None = getattr(compat.app().state, "deltachain", None)
     if not obj.model_path.startswith(SCHEME):
         found: tuple[bool, str, int] = await original(server, obj, request)
+        if found[0] and control is not None and control.leader is not None:
+            with suppress(DeltaChainError, HTTPException):  # what its status then tells
+                await control.run(Leader.scrub, request, "update")
         return found
-    control: Control | None = getattr(compat.app().state, "deltachain", None)
     if control is None or control.leader is None:
         return False, control.refusal if control else "the engine is not up yet", 0
     named = obj.model_path.removeprefix(SCHEME)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,16 +12,6 @@ from torch import Tensor, nn
 from deltachain.subscribe.probe import follows, is_plain, layers_of, output_of, processed, restoring
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_sglang import compat
-
-
-def checkpoint_of(named: str, revision: str | None = None) -> Path:
-    """The folder that SGLang loads, in the Hub's cache where it is named by repository."""
-    folder = Path(named)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-
-    return Path(snapshot_download(named, revision=revision, local_files_only=True))
 
 
 class SglangModel:
@@ -44,7 +33,7 @@ class SglangModel:
         self.model = model
         self._config = config
         self._device = torch.device(device)
-        self.checkpoint = checkpoint_of(config.model_path, config.revision)
+        self.checkpoint = compat.checkpoint(config)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor."""

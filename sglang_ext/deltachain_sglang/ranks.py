@@ -1,65 +1,82 @@
 """The schedulers' side: each is one rank, and all of them answer as one.
 
 Questions travel as checks of weights, which SGLang hands to every scheduler between two of its
-steps and which wait for nobody. A swap travels as an update from disk. SGLang returns what its
-first rank says and nobody learns what the others did, so all of them tell each other first, and
-every one returns the answers of all.
+steps and which wait for nobody. SGLang returns what its first rank says and nobody learns what the
+others did, so all of them tell each other first, and every one returns the answers of all.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
-from deltachain.subscribe.verbs import RankVerbs, Verdict, verbs_of
+from deltachain.subscribe.verbs import Verdict, verbs_of
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
+
+BUSY: Final[Verdict] = {"ok": False, "busy": True}
+"""Requests are running whose cache can not be flushed: nothing was done."""
 
 
 def hook_schedulers() -> None:
     """Let every scheduler of this process answer."""
     compat.hook(compat.ASKED, on_question)
-    compat.hook(compat.WRITTEN, on_update)
+    compat.hook(compat.PAUSED, on_pause)
+    compat.hook(compat.NAMED, on_name)
 
 
 def on_question(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
     """Around ``check_weights``: a question of ours is answered, any other passed on."""
     if not request.action.startswith(SCHEME):
         return original(manager, request)
+    return compat.verdicts(json.dumps(_answers(request.action.removeprefix(SCHEME), manager)))
+
+
+def on_pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:  # noqa: ANN401
+    """Around ``pause_generation``: a pause may last."""
+    found = original(scheduler, request)
+    compat.rest(scheduler)
+    return found
+
+
+def on_name(
+    original: Callable[..., Any],
+    scheduler: Any,  # noqa: ANN401 - SGLang's
+    new_version: str | None,
+) -> Any:  # noqa: ANN401
+    """Around ``record_weight_version_change``: what was computed before keeps its label."""
+    before = compat.named()
+    found = original(scheduler, new_version)
+    if new_version not in (None, before):
+        compat.credit(scheduler, before)
+    return found
+
+
+def _answers(asked: str, manager: Any) -> Sequence[Verdict]:  # noqa: ANN401
+    """The verdicts of all ranks. Never raises: that would end the server.
+
+    All ranks take the same way through this, or one would wait for another for ever.
+    """
     runner = manager.tp_worker.model_runner
-    return compat.verdicts(_answers(request.action, runner.model, runner.weight_updater))
-
-
-def on_update(
-    original: Callable[..., tuple[bool, str]],
-    updater: Any,  # noqa: ANN401 - SGLang's
-    model_path: str,
-    load_format: str,
-    *args: Any,  # noqa: ANN401
-    **kwargs: Any,  # noqa: ANN401
-) -> tuple[bool, str]:
-    """Around ``update_weights_from_disk``: success only if every rank of the group has written."""
-    if not model_path.startswith(SCHEME):
-        return original(updater, model_path, load_format, *args, **kwargs)
-    text = _answers(model_path, updater.get_model(), updater)
-    return all(verdict["ok"] for verdict in json.loads(text)), text
-
-
-def _answers(asked: str, model: Any, updater: Any) -> str:  # noqa: ANN401
-    """The verdicts of all ranks, as JSON. Never raises: that would end the server."""
+    updater, number = runner.weight_updater, compat.rank_of()
     verbs = verbs_of(
-        model,
-        lambda: SglangModel(model, updater.model_config, updater.device),
-        compat.rank_of(),
+        runner.model,
+        lambda: SglangModel(runner.model, updater.model_config, updater.device),
+        number,
     )
-    return json.dumps(compat.gather(_answer(verbs, asked.removeprefix(SCHEME))))
+    verb, arguments, flush = _parse(asked)
+    if flush and not all(compat.gather(compat.can_flush(manager))):
+        return [BUSY]
+    verdicts = compat.gather(verbs.do(verb, arguments))
+    if flush and all(verdict["ok"] for verdict in verdicts):
+        compat.flush(manager)
+    return verdicts
 
 
-def _answer(verbs: RankVerbs, asked: str) -> Verdict:
+def _parse(asked: str) -> tuple[str, dict[str, Any], bool]:
     try:
         question = json.loads(asked)
-        verb, arguments = str(question["verb"]), dict(question["arguments"])
+        return str(question["verb"]), dict(question["arguments"]), bool(question["flush"])
     except (ValueError, TypeError, KeyError):
-        verb, arguments = "", {}  # which is no verb, and refused as such
-    return verbs.do(verb, arguments)
+        return "", {}, False  # which is no verb, and refused as such

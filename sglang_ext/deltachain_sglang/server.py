@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from deltachain.errors import ApplyError
+from deltachain.errors import ApplyError, PartialApplyError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_sglang import SCHEME, compat
+
+BUSY_S: Final = 5.0
+"""How long a swap waits for requests that were aborted: schedulers notice it in their next step."""
+
+BUSY_LOOK_S: Final = 0.005
 
 
 class ServerEngine:
@@ -32,25 +38,32 @@ class ServerEngine:
         settings: ReplicaSettings,
     ) -> None:
         compat.check_version()
-        compat.check_layout()
+        compat.check_layout(keep_cache=settings.keep_cache)
         self.mode = compat.pause_mode(settings.pause)
         self._server = compat.Server(server)
         self._loop = loop
         self._flush = not settings.keep_cache and self.mode != "in_place"
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every rank; a swap is an update of SGLang's own."""
-        question = SCHEME + json.dumps({"verb": verb, "arguments": arguments})
-        text = self._wait(
-            self._server.update(question, flush=self._flush)
-            if verb == "swap"
-            else self._server.question(question)
-        )
-        try:
-            answers: list[Mapping[str, Any]] = json.loads(text)
-        except ValueError as exc:
-            raise ApplyError(f"the engine did not answer {verb!r}: {text}") from exc
-        return answers
+        """Ask every rank; caches go with a swap.
+
+        Raises:
+            PartialApplyError: Requests that were aborted do not end; nothing was written.
+        """
+        flush = verb == "swap" and self._flush
+        body = {"verb": verb, "arguments": arguments, "flush": flush}
+        until = time.monotonic() + BUSY_S
+        while True:
+            answers: list[Mapping[str, Any]] = self._ask(SCHEME + json.dumps(body), verb)
+            if not any(answer.get("busy") for answer in answers):
+                return answers
+            if time.monotonic() > until:
+                raise PartialApplyError("requests are running that the pause did not end")
+            time.sleep(BUSY_LOOK_S)
+
+    def is_paused(self) -> bool:
+        """Whether somebody has paused it."""
+        return self._server.is_paused()
 
     def pause(self) -> None:
         """Pause in the mode of this replica."""
@@ -63,6 +76,14 @@ class ServerEngine:
     def name_version(self, version: int) -> None:
         """Name the version that tokens are made with; the swap has flushed what came before."""
         self._wait(self._server.name(str(version)))
+
+    def _ask(self, question: str, verb: str) -> list[Mapping[str, Any]]:
+        text = self._wait(self._server.question(question))
+        try:
+            answers: list[Mapping[str, Any]] = json.loads(text)
+        except ValueError as exc:
+            raise ApplyError(f"the engine did not answer {verb!r}: {text}") from exc
+        return answers
 
     def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401
         try:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ _HERE = Path(__file__).parent
 # Each engine has an environment of its own, and its tests import it. In any other they are not
 # even collected.
 collect_ignore = [name for name in ("sglang", "vllm") if importlib.util.find_spec(name) is None]
+
+# SGLang decides when it is imported what kind of machine it is on.
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 
 # Engines, and what they import, warn of each other's ways. Ours remain errors.
 _FILTERS = ("default", "error:::deltachain", "error:::tests")

@@ -98,6 +98,7 @@ class Server(ABC):
     Attributes:
         prefix: Of our routes.
         pauses: Pause modes: one in which running requests go on, the others.
+        sees_loads: Whether a checkpoint that the engine is told to load is noticed at once.
         aborted: Why a request ended that was not finished.
         client: Asks it things.
     """
@@ -105,6 +106,7 @@ class Server(ABC):
     prefix: str
     pauses: tuple[str, ...]
     aborted: str = "abort"
+    sees_loads: bool = False
 
     def __init__(self, checkpoint: Path, folder: Path, url: str, options: Options) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,6 +162,14 @@ class Server(ABC):
     @abstractmethod
     def named(self) -> str:
         """The version that the engine has for its weights."""
+
+    @abstractmethod
+    def halt(self) -> None:
+        """Pause it behind deltachain's back."""
+
+    @abstractmethod
+    def go_on(self) -> None:
+        """Resume it behind deltachain's back."""
 
     @abstractmethod
     def paused(self) -> bool:

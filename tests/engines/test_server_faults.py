@@ -174,6 +174,16 @@ def test_a_rollback_stays_until_it_is_released(replica: Replica) -> None:
     assert replica.holds(new)
 
 
+def test_what_others_paused_stays_paused_through_an_update(replica: Replica) -> None:
+    server, new = replica.server, replica.trainer.step()
+    server.halt()
+    server.update(new)
+    assert server.paused()
+    server.go_on()
+    assert replica.holds(new)
+    assert replica.serves(new)
+
+
 def test_a_paused_replica_is_updated_and_stays_paused(replica: Replica) -> None:
     replica.server.post("pause")
     new = replica.trainer.step()

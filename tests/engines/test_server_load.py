@@ -14,7 +14,7 @@ import pytest
 from tests.engines.load import Seen, clients, prompt
 from tests.engines.serving import ENGINE, Generated, Server, start
 from tests.engines.trainer import Trainer
-from tests.engines.truth import Judge
+from tests.engines.truth import Judge, wrong_steps
 
 pytestmark = pytest.mark.engine
 
@@ -96,10 +96,7 @@ class Trial:
             assert self.wrong(answer) == 0
 
     def check_labels(self, seen: Seen, *, stale: bool) -> None:
-        """Labels have no gap, never go back, and name what was held; tokens are the version's.
-
-        Those that went on with a stale cache are nobody's.
-        """
+        """Labels have no gap, never go back, and name what was held; tokens are the version's."""
         receipts = [0, *self.receipts()]
         assert receipts == sorted(set(receipts))
         for known, answer in seen.generated:
@@ -110,7 +107,10 @@ class Trial:
             assert versions == sorted(set(versions))
             assert set(versions) <= set(receipts)
             assert all(version >= known for version in versions)
-            if len(versions) == 1 or not stale:
+            if stale:
+                found = wrong_steps(self.judge, answer.prompt, answer.tokens, answer.spans)
+                assert found == [], answer
+            else:
                 assert self.wrong(answer) == 0
 
 

@@ -116,9 +116,7 @@ def test_callers_at_once_never_make_a_mixture(tmp_path: Path, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_weights_that_somebody_loads_are_found_by_scrubbing(
-    trainer: Trainer, tmp_path: Path, tp: int
-) -> None:
+def test_weights_that_somebody_loads_are_found(trainer: Trainer, tmp_path: Path, tp: int) -> None:
     """Where an engine packs its linears, their live bits are nowhere to be seen."""
     with serving(trainer, tmp_path, tp, plain=False) as replica:
         server = replica.server
@@ -126,8 +124,10 @@ def test_weights_that_somebody_loads_are_found_by_scrubbing(
         assert server.post("scrub").json()["last"]["previous"] == 0
         assert replica.goes_on_as(1)
         server.load(trainer.base)
-        assert replica.goes_on_as(0, label=1)
-        status = server.post("scrub").json()
+        if not server.sees_loads:
+            assert replica.goes_on_as(0, label=1)
+            server.post("scrub")
+        status = server.status()
         found = (status["version"], status["poisoned"], status["last"]["previous"])
         assert found == (1, False, None), "healed from nothing"
         assert replica.goes_on_as(1)

@@ -6,9 +6,9 @@ are judged by transformers, in fp32 on the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
@@ -77,3 +77,30 @@ class Judge:
             logits = self._model(input_ids=inputs).logits[0, len(prompt) - 1 : -1]
         gap = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
         return [position for position in which if gap[position] > MARGIN]
+
+    def next(self, tokens: Sequence[int], cache: Any) -> tuple[Tensor, Any]:
+        """Logits after some tokens, and keys and values; those before them may be another's."""
+        with torch.no_grad():
+            found = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        return found.logits[0, -1], found.past_key_values
+
+
+def wrong_steps(
+    judge: Callable[[int], Judge],
+    prompt: Sequence[int],
+    tokens: Sequence[int],
+    spans: Iterable[tuple[int, int, str]],
+) -> list[int]:
+    """Positions whose token is not the greedy one of the version that it is labelled with.
+
+    For requests that go on after an update with the keys and values of older versions: each step
+    is made anew by the version that its token is labelled with, after what the ones before it left.
+    """
+    found, cache = [], None
+    for start, end, label in spans:
+        for position in range(start, end):
+            given = tokens[position - 1 : position] if position else prompt
+            logits, cache = judge(int(label)).next(given, cache)
+            if logits.max() - logits[tokens[position]] > MARGIN:
+                found.append(position)
+    return found

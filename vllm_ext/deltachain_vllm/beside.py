@@ -34,31 +34,35 @@ class BesideEngine:
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
         """Ask every worker."""
-        answer = self._post(
-            "/collective_rpc", {"method": f"deltachain_{verb}", "kwargs": arguments}
+        answer = self._ask(
+            "POST", "/collective_rpc", {"method": f"deltachain_{verb}", "kwargs": arguments}
         )
         return list(answer["results"])
+
+    def is_paused(self) -> bool:
+        """Whether the scheduler is."""
+        return bool(self._ask("GET", "/is_paused")["is_paused"])
 
     def pause(self) -> None:
         """Pause the scheduler; cached prefixes go, unless kept."""
         clear = str(self._clear).lower()
-        self._post(f"/pause?mode={self._mode}&clear_cache={clear}")
+        self._ask("POST", f"/pause?mode={self._mode}&clear_cache={clear}")
 
     def resume(self) -> None:
         """Resume the scheduler."""
-        self._post("/resume")
+        self._ask("POST", "/resume")
 
     def name_version(self, version: int) -> None:
         """Name the version that tokens are made with; no prefix of older ones is left."""
         if self._clear:
-            answer = self._post("/reset_prefix_cache?reset_running_requests=true")
+            answer = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
             if answer.get("success") is False:
                 raise ApplyError("the prefix cache could not be reset", version=version)
-        self._post("/update_weight_version", {"new_version": str(version)})
+        self._ask("POST", "/update_weight_version", {"new_version": str(version)})
 
-    def _post(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:
-            answer = self._client.post(path, json=body)
+            answer = self._client.request(method, path, json=body)
             answer.raise_for_status()
         except httpx.HTTPStatusError as exc:
             missing = exc.response.status_code == 404

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 
+from deltachain.checkpoint import named_folder
 from deltachain.subscribe.probe import (
     Members,
     follows,
@@ -33,13 +34,9 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 
 def checkpoint_of(config: VllmConfig) -> Path:
     """The folder that vLLM loads, in the Hub's cache where it is named by repository."""
-    named = Path(config.model_config.model)
-    if named.is_dir():
-        return named
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-
-    revision = config.model_config.revision
-    return Path(snapshot_download(str(named), revision=revision, local_files_only=True))
+    model = config.model_config
+    cache = config.load_config.download_dir
+    return named_folder(str(model.model), revision=model.revision, cache=cache)
 
 
 class VllmModel:

@@ -33,6 +33,10 @@ class OfflineEngine:
         except Exception as exc:
             raise ApplyError(f"the engine did not answer {verb!r}: {exc}") from exc
 
+    def is_paused(self) -> bool:
+        """Nothing generates unless it is called to."""
+        return False
+
     def pause(self) -> None:
         """Nothing generates while this is called."""
 

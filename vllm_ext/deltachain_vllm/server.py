@@ -54,6 +54,10 @@ class ServerEngine:
             )
         return answers
 
+    def is_paused(self) -> bool:
+        """Whether the scheduler is."""
+        return bool(self._wait(self._client.is_paused()))
+
     def pause(self) -> None:
         """Pause the scheduler in the mode of this replica; cached prefixes go, unless kept."""
         self._wait(pause(self._client, self.mode, clear=self._clear))

@@ -17,6 +17,7 @@ class SglangServer(Server):
 
     prefix = "/deltachain"
     pauses = ("retract", "in_place", "abort")
+    sees_loads = True
 
     def command(self, checkpoint: Path, options: Options) -> list[str]:
         """What starts it."""
@@ -82,6 +83,15 @@ class SglangServer(Server):
     def named(self) -> str:
         """The version that the engine has for its weights."""
         return str(self.client.get("/model_info").json()["weight_version"])
+
+    def halt(self) -> None:
+        """Pause it behind deltachain's back."""
+        answer = self.client.post("/pause_generation", json={"mode": "retract"})
+        assert answer.status_code == 200, answer.text
+
+    def go_on(self) -> None:
+        """Resume it behind deltachain's back."""
+        assert self.client.post("/continue_generation", json={}).status_code == 200
 
     def paused(self) -> bool:
         """Whether its scheduler stands still: it does not say, so a token is asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -102,13 +103,35 @@ def test_nobody_but_the_leader_asks_the_ranks(replica: Replica, verb: str) -> No
     assert replica.holds(head)
 
 
-def test_another_checkpoint_can_still_be_loaded_and_is_found_out(replica: Replica) -> None:
+def test_another_checkpoint_is_replaced_as_soon_as_it_is_loaded(replica: Replica) -> None:
     head = replica.trainer.step()
     replica.server.update()
     replica.server.load(replica.trainer.base)
-    assert not replica.holds(head)
-    status = replica.server.post("scrub").json()
+    status = replica.server.status()
     assert (status["version"], status["last"]["previous"]) == (head, None)
+    assert replica.holds(head)
+
+
+def test_a_request_that_waits_for_its_grammar_holds_nothing_up(replica: Replica) -> None:
+    """Schedulers count it as running until its grammar is compiled, also while they are paused."""
+    slow = "(" + "|".join(f"[a-z]{{{n},{n + 40}}}[0-9]{{1,{n}}}" for n in range(1, 60)) + ")"
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"regex": slow, "max_new_tokens": 4},
+    }
+    done: list[int] = []
+
+    def ask() -> None:
+        done.append(replica.server.client.post("/generate", json=body).status_code)
+
+    for _ in range(3):
+        thread = Thread(target=ask)
+        thread.start()
+        replica.server.update(replica.trainer.step())
+        thread.join()
+        body["sampling_params"] = {"regex": slow + "x" * len(done), "max_new_tokens": 4}
+    assert done == [200] * 3
+    assert replica.holds(replica.trainer.head)
 
 
 @pytest.mark.parametrize(("headers", "code"), [({}, 401), ({"authorization": "Bearer x"}, 401)])

@@ -111,6 +111,14 @@ class VllmServer(Server):
         """The version that the engine has for its weights."""
         return str(self.client.get("/weight_info").json()["weight_version"])
 
+    def halt(self) -> None:
+        """Pause it behind deltachain's back."""
+        assert self.client.post("/pause?mode=keep").status_code == 200
+
+    def go_on(self) -> None:
+        """Resume it behind deltachain's back."""
+        assert self.client.post("/resume").status_code == 200
+
     def paused(self) -> bool:
         """Whether its scheduler stands still."""
         return bool(self.client.get("/is_paused").json()["is_paused"])

@@ -83,9 +83,7 @@ def test_a_second_leader_takes_over_and_the_first_stands_back(
         server = replica.server
         server.update(trainer.step())
         trainer.step()
-        server.client.post(
-            "/pause?mode=keep"
-        )  # as a leader that was killed inside a swap leaves it
+        server.halt()  # as a leader that was killed inside a swap leaves it
         assert server.paused()
         command, environment = beside(replica)
         done = subprocess.run(

@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from deltachain.control.routes import AT_ONCE, Control, Kind, router
+from deltachain.control.routes import AT_ONCE, Control, Kind, lead, router
 from deltachain.subscribe import SubscribeConfig
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
@@ -84,6 +84,19 @@ def test_without_token_key_or_loopback_the_routes_are_shut(
         answer = server.request(method, f"/v1/deltachain/{route}")
     assert answer.status_code == 403
     assert "DELTACHAIN_TOKEN" in answer.text
+
+
+@pytest.mark.parametrize(("token", "code"), [("", 401), ("key", 503), (TOKEN, 401)])
+def test_without_a_token_the_servers_key_opens_them(
+    monkeypatch: pytest.MonkeyPatch, token: str, code: int
+) -> None:
+    """503: let in, and told that this server follows nothing."""
+    monkeypatch.delenv("DELTACHAIN_URL", raising=False)
+    app = FastAPI()
+    app.include_router(router, prefix=PREFIX)
+    app.state.deltachain = asyncio.run(lead(mock.Mock(), is_open=True, key="key"))
+    with TestClient(app) as server:
+        assert server.get(f"{PREFIX}/status", headers=bearer(token)).status_code == code
 
 
 @pytest.mark.parametrize("headers", [bearer(TOKEN), {"X-DeltaChain-Token": TOKEN, **bearer("key")}])

@@ -210,3 +210,42 @@ def test_settings_come_from_the_environment() -> None:
     assert (found.subscribe.stage_budget, found.subscribe.poll_s) == (0, 0.5)
     with pytest.raises(ConfigError, match="DELTACHAIN_MAX_LAG is 'many'"):
         ReplicaSettings.of({"DELTACHAIN_URL": "x", "DELTACHAIN_MAX_LAG": "many"})
+
+
+def test_what_others_paused_stays_paused(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = followed()
+    here.publish(1, 2, 3)
+    with led(here, monkeypatch) as leader:
+        leader.update(0)
+        here.engine.pause()
+        leader.update(1)
+        leader.update(2)
+        assert here.engine.paused
+        here.engine.resume()
+        leader.update(3)
+        assert not here.engine.paused, "nobody paused it this time"
+
+
+def test_whoever_paused_it_a_caller_resumes_it(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1)
+    with led(here, monkeypatch) as leader:
+        leader.update(0)
+        here.engine.pause()
+        leader.update(1)
+        leader.resume()
+        assert not here.engine.paused
+
+
+def test_a_pause_of_others_outlives_doubt(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = followed()
+    here.publish(1)
+    with led(here, monkeypatch) as leader:
+        leader.update(1)
+        here.engine.pause()
+        here.scribble(0, NORM)
+        assert not leader.scrub()
+        assert here.holds(1)
+        assert here.engine.paused

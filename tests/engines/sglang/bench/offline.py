@@ -21,6 +21,10 @@ class Alone:
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:
         return [self.verbs.do(verb, arguments)]
 
+    def is_paused(self) -> bool:
+        """Nothing generates unless it is called to."""
+        return False
+
     def pause(self) -> None:
         """Nothing generates."""
 

@@ -1,0 +1,123 @@
+"""What of SGLang's own is asked, and what it answers, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sglang.srt.utils.auth import add_api_key_middleware
+from torch import nn
+
+from deltachain.control.routes import Control, router
+from deltachain.errors import ConfigError
+from deltachain_sglang import PREFIX, compat
+
+pytestmark = pytest.mark.engine
+
+API, ADMIN = "the-api-key", "the-admin-key"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@contextmanager
+def served(monkeypatch: pytest.MonkeyPatch, *, api: str, admin: str) -> Iterator[TestClient]:
+    """Our routes behind SGLang's own check of keys, as its server has them; they follow nothing."""
+    app = FastAPI()
+    monkeypatch.setattr(compat, "app", lambda: app)
+    compat.serve(router, PREFIX)
+    app.state.deltachain = Control(None, "nothing", token="", is_open=True)
+    add_api_key_middleware(app, api_key=api or None, admin_api_key=admin or None)
+    with TestClient(app) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"api": API, "admin": ""}, API),
+        ({"api": "", "admin": ADMIN}, ADMIN),
+        ({"api": API, "admin": ADMIN}, ADMIN),
+    ],
+)
+def test_sglang_asks_for_the_key_of_routes_that_write(
+    monkeypatch: pytest.MonkeyPatch, keys: Mapping[str, str], wanted: str
+) -> None:
+    """By itself: the token of the routes is not set here."""
+    with served(monkeypatch, api=keys["api"], admin=keys["admin"]) as client:
+        for route in router.routes:
+            path, (method,) = PREFIX + route.path, route.methods  # type: ignore[attr-defined]
+            for key in ("", "wrong", API, ADMIN):
+                answer = client.request(method, path, headers=bearer(key))
+                # 503: let in, and told that this server follows nothing.
+                assert answer.status_code == (503 if key == wanted else 401), (path, key)
+
+
+@pytest.fixture
+def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the server was started with, of what is looked at."""
+    from sglang.srt import runtime_context  # noqa: PLC0415
+
+    options: dict[str, Any] = {
+        "dp_size": 1,
+        "pp_size": 1,
+        "speculative_algorithm": None,
+        "disaggregation_mode": "null",
+        "enable_hierarchical_cache": False,
+        "enable_lmcache": False,
+        "weight_cache_mode": "off",
+    }
+
+    class Bag:
+        def __getattr__(self, name: str) -> Any:
+            return options[name]
+
+    for getter in ("get_parallel", "get_spec", "get_disagg", "get_memory", "get_model"):
+        assert callable(getattr(runtime_context, getter))
+        monkeypatch.setattr(runtime_context, getter, Bag)
+    return options
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("dp_size", 2, "dp_size 2"),
+        ("pp_size", 2, "pp_size 2"),
+        ("speculative_algorithm", "EAGLE", "draft model"),
+        ("disaggregation_mode", "prefill", "other servers fill its caches"),
+        ("enable_hierarchical_cache", True, "outlive the weights"),
+        ("enable_lmcache", True, "outlive the weights"),
+    ],
+)
+def test_servers_that_are_refused(
+    context: dict[str, Any], option: str, value: object, message: str
+) -> None:
+    compat.check_layout(keep_cache=False)
+    context[option] = value
+    with pytest.raises(ConfigError, match=message):
+        compat.check_layout(keep_cache=False)
+
+
+def test_whoever_keeps_caches_may_have_any(context: dict[str, Any]) -> None:
+    context["enable_hierarchical_cache"] = True
+    compat.check_layout(keep_cache=True)
+
+
+@pytest.mark.usefixtures("context")
+def test_weights_that_sglang_derives_others_from_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    compat.guard(model)
+    setattr(model[0], "_derived_weight_cache_error", "it has a split copy")  # noqa: B010
+    with pytest.raises(ConfigError, match="refuses to update these weights: it has a split copy"):
+        compat.guard(model)
+
+
+def test_weights_that_engines_share_are_refused(context: dict[str, Any]) -> None:
+    context["weight_cache_mode"] = "shared"
+    with pytest.raises(ConfigError, match="weight cache"):
+        compat.guard(nn.Linear(2, 2))
