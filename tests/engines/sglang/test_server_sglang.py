@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -112,25 +113,57 @@ def test_another_checkpoint_is_replaced_as_soon_as_it_is_loaded(replica: Replica
     assert replica.holds(head)
 
 
-def test_a_request_that_waits_for_its_grammar_holds_nothing_up(replica: Replica) -> None:
-    """Schedulers count it as running until its grammar is compiled, also while they are paused."""
-    slow = "(" + "|".join(f"[a-z]{{{n},{n + 40}}}[0-9]{{1,{n}}}" for n in range(1, 60)) + ")"
-    body = {
-        "input_ids": [5, 6, 7],
-        "sampling_params": {"regex": slow, "max_new_tokens": 4},
-    }
-    done: list[int] = []
+def schema(number: int) -> str:
+    """One that nobody has asked with before, and that takes a while to compile."""
+    names = [f"k{number}_{each}" for each in range(40)]
+    kinds = {name: {"type": "string", "pattern": f"[a-z]{{1,{len(name)}}}"} for name in names}
+    return json.dumps({"type": "object", "properties": kinds, "required": names})
+
+
+def test_requests_that_wait_for_a_grammar_hold_nothing_up(replica: Replica) -> None:
+    """Schedulers count them as running until it is compiled, also while they are paused."""
+    numbers, codes, stop = itertools.count(), [], Event()
 
     def ask() -> None:
-        done.append(replica.server.client.post("/generate", json=body).status_code)
+        while not stop.is_set():
+            sampling = {"json_schema": schema(next(numbers)), "max_new_tokens": 8}
+            body = {"input_ids": [5, 6, 7], "sampling_params": sampling}
+            codes.append(replica.server.client.post("/generate", json=body).status_code)
 
-    for _ in range(3):
-        thread = Thread(target=ask)
+    threads = [Thread(target=ask) for _ in range(4)]
+    for thread in threads:
         thread.start()
-        replica.server.update(replica.trainer.step())
+    try:
+        for _ in range(6):
+            replica.server.update(replica.trainer.step())
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert set(codes) == {200}
+    assert replica.holds(replica.trainer.head)
+
+
+def test_somebody_who_loads_checkpoints_meanwhile_ends_nothing(replica: Replica) -> None:
+    """SGLang hands the answer to whoever asked last."""
+    codes, stop = [], Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            codes.append(told(replica, str(replica.trainer.base))[0])
+
+    thread = Thread(target=load)
+    thread.start()
+    try:
+        for _ in range(6):
+            replica.trainer.step()
+            told(replica, "deltachain:")  # whose bits they find, and so whether it may, is chance
+    finally:
+        stop.set()
         thread.join()
-        body["sampling_params"] = {"regex": slow + "x" * len(done), "max_new_tokens": 4}
-    assert done == [200] * 3
+    assert set(codes) == {200}
+    replica.server.update()
+    replica.server.post("scrub")
     assert replica.holds(replica.trainer.head)
 
 
