@@ -69,8 +69,13 @@ class Engine(Protocol):
     def is_paused(self) -> bool:
         """Whether somebody has stopped it from generating."""
 
-    def pause(self) -> None:
-        """Stop generating, so that weights can be written; again changes nothing."""
+    def pause(self, *, in_doubt: bool = False) -> None:
+        """Stop generating, so that weights can be written; again changes nothing.
+
+        Args:
+            in_doubt: Its weights are not to be trusted: running requests stop where they are in any
+                mode, and what they cached goes with the next swap and name, even if it is kept.
+        """
 
     def resume(self) -> None:
         """Generate again."""

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from threading import Lock
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,10 @@ Slot: TypeAlias = tuple[str, int]
 
 Effects: TypeAlias = dict[Slot, Effect]
 """What a stage does to the state digest."""
+
+REPLACED: Final = (
+    "the engine replaced live tensors; where they are now is known, what they hold is not"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +96,7 @@ class Rank:
         self.model = model
         self.staged: dict[int, RankStaged] = {}
         self._written: set[int] = set()
+        self._changing = Lock()
         self._aliases = aliases
         self._specs = {spec.name: spec for spec in specs}
         self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
@@ -127,7 +133,6 @@ class Rank:
 
     def state(self) -> dict[Slot, StateDigest]:
         """State digest of what this rank holds, by who holds it with it."""
-        self._check_addresses()
         total: dict[Slot, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
             if name in self._copies:
@@ -141,20 +146,25 @@ class Rank:
     def stage(self, ticket: int, folder: Path, budget: int) -> RankStaged:
         """Compute what a spooled plan writes into this rank; nothing is written.
 
+        May be called from another thread than everything else.
+
         Args:
             ticket: Under which it is kept.
             folder: Of the spool.
             budget: Bytes of old and new bits to keep.
 
         Raises:
-            BaseMismatchError: The engine replaced live tensors since they were attached.
+            BaseMismatchError: Meanwhile it was found that the engine had replaced live tensors.
             TensorMismatchError: The plan changes a tensor that no way leads to.
         """
-        self._check_addresses()
+        attached = self._attached
         with _own_stream(self.model):
             staged = self._stage(SpoolReader(folder), budget)
-        self._written.discard(ticket)
-        self.staged[ticket] = staged
+        with self._changing:
+            if self._attached is not attached:
+                raise BaseMismatchError(REPLACED)
+            self._written.discard(ticket)
+            self.staged[ticket] = staged
         return staged
 
     def _stage(self, reader: SpoolReader, budget: int) -> RankStaged:
@@ -197,7 +207,7 @@ class Rank:
         staged = self.staged.get(ticket)
         if staged is None:
             raise PartialApplyError(f"nothing is staged under ticket {ticket}", version=version)
-        self._check_addresses()
+        self.check_addresses()
         if (ticket in self._written) != back:
             return 0.0
         _settle()  # what the engine still computes on another stream has read the old bits
@@ -281,7 +291,7 @@ class Rank:
             if name.rpartition(".")[0] in layers and not self.model.is_derived(name)
         }
         computed = self.model.compute(layers)
-        return found | {f"{name}()": y.float().cpu().numpy() for name, y in computed.items()}
+        return found | {f"{name}()": bits_on_host(output) for name, output in computed.items()}
 
     def _load_old(self, names: set[str], version: Version) -> None:
         try:
@@ -308,21 +318,23 @@ class Rank:
         watched = self._identity or {n: at for n, at in found.items() if at in ours}
         return {name: found.get(name, 0) for name in watched}
 
-    def _check_addresses(self) -> None:
+    def check_addresses(self) -> None:
         """Find out that the engine replaced tensors; then find the ways in again.
+
+        Neither goes while the engine runs or loads: in its own thread only.
 
         Raises:
             BaseMismatchError: It did, and what they hold is not known.
         """
         if self._addresses() == self._identity:
             return
-        self._attached = attach_again(self.model, self._source, self._attached)
-        self._identity = self._addresses()
-        self.staged.clear()
-        self._written.clear()
-        raise BaseMismatchError(
-            "the engine replaced live tensors; where they are now is known, what they hold is not"
-        )
+        found = attach_again(self.model, self._source, self._attached)
+        with self._changing:
+            self._attached = found
+            self._identity = self._addresses()
+            self.staged.clear()
+            self._written.clear()
+        raise BaseMismatchError(REPLACED)
 
 
 def _settle() -> None:

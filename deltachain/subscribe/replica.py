@@ -209,8 +209,8 @@ class ReplicaTarget:
             if not all(verdict["ok"] and verdict["same"] for verdict in checks):
                 return None  # somebody else wrote to what the engine loads, or it can not load
         number = next(self._numbers)
-        self._ask("state", ticket=number)
         try:
+            self._ask("state", ticket=number)
             found = [verdict["state"] for verdict in self._await(number, None)]
         except BaseMismatchError:
             return None  # the engine replaced its tensors

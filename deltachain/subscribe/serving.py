@@ -30,23 +30,23 @@ class Serving:
 
     def resume(self) -> None:
         """Generate again, whoever paused it."""
-        self.paused = self._ours = False
         self._engine.resume()
+        self.paused = self._ours = False
 
     def doubt(self) -> None:
         """Generate nothing until a swap has succeeded."""
         self._in_doubt = True
-        self.hold()
+        self.hold(in_doubt=True)
 
     def trust(self) -> None:
         """A swap has succeeded."""
         self._in_doubt = False
 
-    def hold(self) -> None:
-        """Stop generating, for a swap."""
+    def hold(self, *, in_doubt: bool = False) -> None:
+        """Stop generating, for a swap; see :meth:`Engine.pause`."""
         if not self._ours:
             self._others = self._engine.is_paused()
-        self._engine.pause()
+        self._engine.pause(in_doubt=in_doubt)
         self._ours = True
 
     def go_on(self) -> None:

@@ -147,6 +147,8 @@ class RankVerbs:
         return {"same": self.rank.loads_the_same()}
 
     def _state(self, ticket: int) -> Verdict:
+        self.rank.check_addresses()
+
         def job() -> Verdict:
             state = self.rank.state()
             return {"state": [[label, str(digest)] for (label, _), digest in state.items()]}
@@ -157,6 +159,7 @@ class RankVerbs:
         if not spool or Path(spool).name != spool or spool.startswith("."):
             raise ConfigError(f"{spool!r} is not a spool")
         self.rank.keep(keep)
+        self.rank.check_addresses()
 
         def job() -> Verdict:
             staged = self.rank.stage(ticket, self._spool / spool, budget)

@@ -123,9 +123,9 @@ class FakeEngine:
         """Whether it was."""
         return self.paused
 
-    def pause(self) -> None:
+    def pause(self, *, in_doubt: bool = False) -> None:
         """Stop generating."""
-        self.events.append("pause")
+        self.events.append("pause in doubt" if in_doubt else "pause")
         if self.faults.pause is not None:
             raise self.faults.pause
         self.paused = True

@@ -45,6 +45,7 @@ PAUSED: Final = f"{_SCHEDULER}.pause_generation"
 NAMED: Final = f"{_SCHEDULER}.record_weight_version_change"
 TOLD: Final = f"{_TOKENIZER}.update_weights_from_disk"
 CHECKED: Final = f"{_TOKENIZER}.check_weights"
+RUN: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 """What is hooked, in the schedulers and in the server."""
 
 
@@ -257,6 +258,13 @@ def serve(router: APIRouter, prefix: str) -> None:
     for route in router.routes:
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)  # type: ignore[attr-defined]
         app().add_api_route(prefix + route.path, endpoint, methods=list(route.methods))  # type: ignore[attr-defined]
+
+
+def front_ends() -> int:
+    """How many processes take requests for this server."""
+    from sglang.srt.runtime_context import get_serving
+
+    return int(get_serving().tokenizer_worker_num)
 
 
 def check_layout(*, keep_cache: bool) -> None:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -18,6 +20,8 @@ from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_sglang import PREFIX, SCHEME, compat
 
+logger = logging.getLogger(__name__)
+
 
 def hook_server() -> None:
     """Put our routes into SGLang's server, and a leader behind them once its engine is up."""
@@ -28,6 +32,7 @@ def hook_server() -> None:
     app.router.lifespan_context = _leading(app.router.lifespan_context)
     compat.hook(compat.TOLD, on_update)
     compat.hook(compat.CHECKED, on_check)
+    compat.hook(compat.RUN, on_run)
 
 
 def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
@@ -94,3 +99,10 @@ async def on_check(
     if obj.action.startswith(SCHEME):
         return False, "only this server's leader asks that", None, None
     return await original(server, obj, request)
+
+
+def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Around the start of the server: its other front ends load no plugins, so none would lead."""
+    if compat.front_ends() > 1 and os.environ.get("DELTACHAIN_URL"):
+        logger.error("deltachain follows nothing: start the server with --tokenizer-worker-num 1")
+    return original(*args, **kwargs)

@@ -43,6 +43,7 @@ class ServerEngine:
         self._server = compat.Server(server)
         self._loop = loop
         self._flush = not settings.keep_cache and self.mode != "in_place"
+        self._doubted = False
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
         """Ask every rank; caches go with a swap.
@@ -50,7 +51,7 @@ class ServerEngine:
         Raises:
             PartialApplyError: Requests that were aborted do not end; nothing was written.
         """
-        flush = verb == "swap" and self._flush
+        flush = verb == "swap" and (self._flush or self._doubted)
         body = {"verb": verb, "arguments": arguments, "flush": flush}
         until = time.monotonic() + BUSY_S
         while True:
@@ -65,9 +66,11 @@ class ServerEngine:
         """Whether somebody has paused it."""
         return self._server.is_paused()
 
-    def pause(self) -> None:
-        """Pause in the mode of this replica."""
-        self._wait(self._server.pause(self.mode))
+    def pause(self, *, in_doubt: bool = False) -> None:
+        """Pause in the mode of this replica; nobody's cache is kept that may be wrong."""
+        self._doubted |= in_doubt
+        keeps = self.mode == "in_place" and self._doubted
+        self._wait(self._server.pause("retract" if keeps else self.mode))
 
     def resume(self) -> None:
         """Generate again."""
@@ -76,6 +79,7 @@ class ServerEngine:
     def name_version(self, version: int) -> None:
         """Name the version that tokens are made with; the swap has flushed what came before."""
         self._wait(self._server.name(str(version)))
+        self._doubted = False
 
     def _ask(self, question: str, verb: str) -> list[Mapping[str, Any]]:
         text = self._wait(self._server.question(question))

@@ -19,13 +19,14 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from torch import distributed
+from torch import Tensor, distributed, nn
 
 from deltachain.checkpoint import Checkpoint, read_assets, write_weights
 from deltachain.delta import TensorDelta
 from deltachain.errors import DeltaChainError
 from deltachain.fetch import Fetched
 from deltachain.subscribe.classes import Agreement, agree
+from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.spool import Spool
 from deltachain.types import Bits, StateDigest, TensorSpec
@@ -119,14 +120,25 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
         mine.agree(agreement.classes, {n: who[rank] for n, who in agreement.holders.items()})
         spool = Spool.write(scratch / "spool", _Change(specs, agreement, before, after).fetched())
         mine.stage(1, spool.folder, 1 << 30)
+        at_first |= computed(known, model, how)
         mine.swap(1, 1, back=False)
-        now, digest = copied(live(model)), _digest(mine, specs, agreement, after, tp)
+        now = copied(live(model)) | computed(known, model, how)
+        digest = _digest(mine, specs, agreement, after, tp)
         mine.swap(1, 0, back=True)
-        undone_wrong = differences(at_first, copied(live(model)))
+        undone_wrong = differences(at_first, copied(live(model)) | computed(known, model, how))
         del mine
-    fresh = copied(live(engine.load_fresh(after, **how)))
+    with engine.load_in_context(after, **how) as (config, model):
+        fresh = copied(live(model)) | computed(engine.known(config, model), model, how)
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
+
+
+def computed(known: EngineModel, model: nn.Module, how: Any) -> dict[str, Tensor]:
+    """What every layer that hides its weights makes of the same input."""
+    if not how["processed"]:
+        return {}  # nothing is hidden yet, and no layer can be tried
+    layers = frozenset(name for name, _ in model.named_modules())
+    return {f"{name}()": output for name, output in copied(known.compute(layers)).items()}
 
 
 def _engine() -> Any:

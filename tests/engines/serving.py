@@ -36,6 +36,12 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 ENGINE: Final = next((e for e in ("vllm", "sglang") if importlib.util.find_spec(e)), "")
 """The engine that is installed here; empty where none is."""
 
+PAUSES: Final = {
+    "vllm": ("keep", "wait", "abort"),
+    "sglang": ("retract", "in_place", "abort"),
+}.get(ENGINE, ())
+"""Its pause modes."""
+
 START_S: Final = 240.0
 STOP_S: Final = 15.0
 PATIENCE_S: Final = 60.0
@@ -74,6 +80,7 @@ class Options:
         plain: Whether linear layers keep their weights, where the engine packs them.
         strikes: The file of :mod:`tests.engines.strikes`, to let ranks fail.
         requests: Most that run at once.
+        bare: Whether nothing but what its workers need is given to it, for who leads from beside.
     """
 
     tp: int = 1
@@ -84,6 +91,7 @@ class Options:
     plain: bool = False
     strikes: Path | None = None
     requests: int = 8
+    bare: bool = False
 
 
 class Server(ABC):
@@ -97,14 +105,12 @@ class Server(ABC):
 
     Attributes:
         prefix: Of our routes.
-        pauses: Pause modes: one in which running requests go on, the others.
         sees_loads: Whether a checkpoint that the engine is told to load is noticed at once.
         aborted: Why a request ended that was not finished.
         client: Asks it things.
     """
 
     prefix: str
-    pauses: tuple[str, ...]
     aborted: str = "abort"
     sees_loads: bool = False
 

@@ -12,15 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.engines.load import Seen, clients, prompt
-from tests.engines.serving import ENGINE, Generated, Server, start
+from tests.engines.serving import PAUSES, Generated, Server, start
 from tests.engines.trainer import Trainer
 from tests.engines.truth import Judge, wrong_steps
 
 pytestmark = pytest.mark.engine
-
-PAUSES = {"vllm": ("keep", "wait", "abort"), "sglang": ("retract", "in_place", "abort")}.get(
-    ENGINE, ()
-)
 
 GOES_ON = ("keep", "retract", "in_place")
 """Modes in which requests that were running go on with the next version."""
@@ -162,11 +158,15 @@ def test_thirty_versions_arrive_under_load(
         tmp_path / "server",
         trainer.url,
         environment=environment,
+        # What is judged is what running requests keep, not what others left in the cache for them.
+        arguments=["--disable-radix-cache"] if pause == STALE else [],
         requests=16,
     ) as server:
         trial = Trial(trainer, server, push=push)
         finish = {"length", "abort"} if pause == "abort" else {"length"}
         seen = checked(trial, 30, finish=finish, stale=pause == STALE)
+        if pause != STALE:
+            assert wrong_after_an_update(trial) == 0
     if pause in GOES_ON:  # requests were running when weights changed, and went on
         assert any(len(answer.spans) > 1 for _, answer in seen.generated)
     else:

@@ -50,7 +50,14 @@ def _lead(server: str, version: int | None) -> None:
         )
     engine = BesideEngine(server, pause=settings.pause, keep_cache=settings.keep_cache)
     leader = Leader(settings, engine, takes_over=True)
-    signal.signal(signal.SIGTERM, lambda *_: leader.end())
+
+    def end(number: int, _: object) -> None:
+        """Let an update that is under way come to its end; again, and it ends in the middle."""
+        signal.signal(number, signal.default_int_handler)
+        leader.end()
+
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGTERM, end)
     try:
         if version is not None:
             leader.update(version)
@@ -59,7 +66,7 @@ def _lead(server: str, version: int | None) -> None:
         for receipt in leader.follow():
             typer.echo(f"{time.strftime('%H:%M:%S')} {receipt}")
     except KeyboardInterrupt:
-        sys.stderr.write("the server goes on with the version it has\n")
+        sys.stderr.write("stopped in the middle of an update; the next leader finishes it\n")
     finally:
         leader.stop()
 

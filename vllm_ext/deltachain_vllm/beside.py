@@ -12,7 +12,7 @@ from typing import Any, Final
 import httpx
 
 from deltachain.errors import ApplyError
-from deltachain_vllm.compat import pause_mode
+from deltachain_vllm.compat import mode_in_doubt, pause_mode
 
 WAIT_S: Final = 3600.0
 """Longest wait for an answer: attaching reads a whole model, and a pause may wait for requests."""
@@ -29,7 +29,7 @@ class BesideEngine:
 
     def __init__(self, url: str, *, pause: str = "keep", keep_cache: bool = False) -> None:
         self._mode = pause_mode(pause)
-        self._clear = not keep_cache
+        self._clear, self._doubted = not keep_cache, False
         self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
@@ -43,10 +43,12 @@ class BesideEngine:
         """Whether the scheduler is."""
         return bool(self._ask("GET", "/is_paused")["is_paused"])
 
-    def pause(self) -> None:
+    def pause(self, *, in_doubt: bool = False) -> None:
         """Pause the scheduler; cached prefixes go, unless kept."""
-        clear = str(self._clear).lower()
-        self._ask("POST", f"/pause?mode={self._mode}&clear_cache={clear}")
+        self._doubted |= in_doubt
+        clear = str(self._clear or self._doubted).lower()
+        mode = mode_in_doubt(self._mode) if in_doubt else self._mode
+        self._ask("POST", f"/pause?mode={mode}&clear_cache={clear}")
 
     def resume(self) -> None:
         """Resume the scheduler."""
@@ -54,11 +56,12 @@ class BesideEngine:
 
     def name_version(self, version: int) -> None:
         """Name the version that tokens are made with; no prefix of older ones is left."""
-        if self._clear:
+        if self._clear or self._doubted:
             answer = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
             if answer.get("success") is False:
                 raise ApplyError("the prefix cache could not be reset", version=version)
         self._ask("POST", "/update_weight_version", {"new_version": str(version)})
+        self._doubted = False
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         try:

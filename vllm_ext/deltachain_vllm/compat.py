@@ -75,6 +75,11 @@ def pause_mode(named: str) -> str:
     return named or PAUSES[0]
 
 
+def mode_in_doubt(mode: str) -> str:
+    """The pause mode for weights that nothing more may be generated with."""
+    return "keep" if mode == "wait" else mode
+
+
 async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401 - vLLM's client
     """Pause the scheduler, and return once it stands still.
 

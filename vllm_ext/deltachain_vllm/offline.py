@@ -37,7 +37,7 @@ class OfflineEngine:
         """Nothing generates unless it is called to."""
         return False
 
-    def pause(self) -> None:
+    def pause(self, *, in_doubt: bool = False) -> None:
         """Nothing generates while this is called."""
 
     def resume(self) -> None:

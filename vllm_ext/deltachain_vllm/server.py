@@ -12,7 +12,7 @@ from vllm.engine.protocol import EngineClient
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import BACKEND
-from deltachain_vllm.compat import check_version, pause, pause_mode
+from deltachain_vllm.compat import check_version, mode_in_doubt, pause, pause_mode
 from deltachain_vllm.extension import EXTENSION, knows_us
 
 
@@ -39,7 +39,7 @@ class ServerEngine:
         self._in_session = transfer is not None and transfer.backend == BACKEND
         self._client = client
         self._loop = loop
-        self._clear = not settings.keep_cache
+        self._clear, self._doubted = not settings.keep_cache, False
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
         """Ask every worker; a swap goes through vLLM's own update session where it has one."""
@@ -58,9 +58,11 @@ class ServerEngine:
         """Whether the scheduler is."""
         return bool(self._wait(self._client.is_paused()))
 
-    def pause(self) -> None:
+    def pause(self, *, in_doubt: bool = False) -> None:
         """Pause the scheduler in the mode of this replica; cached prefixes go, unless kept."""
-        self._wait(pause(self._client, self.mode, clear=self._clear))
+        self._doubted |= in_doubt
+        mode = mode_in_doubt(self.mode) if in_doubt else self.mode
+        self._wait(pause(self._client, mode, clear=self._clear or self._doubted))
 
     def resume(self) -> None:
         """Resume the scheduler."""
@@ -95,9 +97,10 @@ class ServerEngine:
         )
         if not done:
             raise ApplyError("the prefix cache could not be reset", version=version)
+        self._doubted = False
 
     async def _reset_cache(self) -> bool:
-        if not self._clear:
+        if not (self._clear or self._doubted):
             return True
         done: bool = await self._client.reset_prefix_cache(
             reset_running_requests=True, reset_connector=True

@@ -16,7 +16,6 @@ class SglangServer(Server):
     """With the plugin, which SGLang finds by itself."""
 
     prefix = "/deltachain"
-    pauses = ("retract", "in_place", "abort")
     sees_loads = True
 
     def command(self, checkpoint: Path, options: Options) -> list[str]:

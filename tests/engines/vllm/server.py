@@ -24,19 +24,22 @@ class VllmServer(Server):
     """With the backend, the worker extension and the endpoint plugin."""
 
     prefix = "/v1/deltachain"
-    pauses = ("keep", "wait", "abort")
 
     def command(self, checkpoint: Path, options: Options) -> list[str]:
         """What starts it."""
         kind = "plain" if options.plain else "strikes" if options.strikes else "stock"
+        whole = [
+            *("--enforce-eager", "--enable-scale-out"),
+            *("--weight-transfer-config", '{"backend":"deltachain"}'),
+        ]
         return [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint)),
             *("--host", HOST, "--port", str(self.port), "--served-model-name", MODEL),
             *("--dtype", "bfloat16", "--max-model-len", "512"),
-            *("--max-num-seqs", str(options.requests), "--enforce-eager", "--enable-scale-out"),
+            *("--max-num-seqs", str(options.requests)),
             *("--tensor-parallel-size", str(options.tp)),
-            *("--worker-extension-cls", EXTENSIONS[kind]),
-            *("--weight-transfer-config", '{"backend":"deltachain"}'),
+            *("--worker-extension-cls", EXTENSIONS["stock" if options.bare else kind]),
+            *([] if options.bare else whole),
             *(("--api-key", options.key) if options.key else ()),
         ]
 
@@ -46,8 +49,9 @@ class VllmServer(Server):
             "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_PLUGINS": "deltachain,deltachain_http",
         }
+        if not options.bare:
+            found["VLLM_PLUGINS"] = "deltachain,deltachain_http"
         if options.tp > 1:
             found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options.tp)))
         if options.dev:

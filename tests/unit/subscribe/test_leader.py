@@ -153,6 +153,7 @@ def test_a_replica_in_doubt_does_not_resume(
         status = leader.status()
         assert (status.poisoned, status.ready, status.version) == (True, False, None)
         assert here.engine.paused
+        assert here.engine.events[-1] == "pause in doubt"
         with pytest.raises(PoisonedError, match="stays paused"):
             leader.resume()
         assert here.engine.paused

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ from deltachain.errors import (
 )
 from deltachain.subscribe import target
 from deltachain.subscribe.patch import Patch, write
-from deltachain.subscribe.rank import Rank
+from deltachain.subscribe.rank import Rank, RankStaged
 from deltachain.types import TensorSpec
 from tests.gpu.ranks import Bench
 
@@ -100,6 +103,48 @@ def test_replaced_tensors_void_what_was_staged(bench: Bench) -> None:
     bench.stage(2)  # where they are now
     bench.rank.swap(2, 1, back=False)
     assert bench.model.holds(bench.new)
+
+
+def test_a_stage_that_began_before_tensors_were_replaced_is_void(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs beside the engine's own thread, and knows only where they were."""
+    rank, stage = bench.rank, bench.rank._stage
+
+    def overtaken(*arguments: Any) -> RankStaged:
+        staged = stage(*arguments)
+        live = bench.model.root.get_parameter("norm.weight")
+        live.data = live.data.clone()
+        with suppress(BaseMismatchError):
+            rank.check_addresses()
+        return staged
+
+    monkeypatch.setattr(rank, "_stage", overtaken)
+    with pytest.raises(BaseMismatchError, match="what they hold is not"):
+        bench.stage(1)
+    assert rank.staged == {}
+
+
+def test_a_stage_never_looks_where_tensors_are(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reload beside it puts them elsewhere for a while."""
+
+    def moving() -> None:
+        raise AssertionError("asked in the thread that stages")
+
+    monkeypatch.setattr(bench.rank, "_addresses", moving)
+    bench.stage(1)
+    bench.rank.state()
+
+
+def test_what_is_computed_may_be_no_number(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = {"layers.0": torch.tensor([float("nan"), 1.0])}
+    monkeypatch.setattr(bench.model, "compute", lambda layers: dict(output) if layers else {})
+    monkeypatch.setattr(
+        bench.rank, "_attached", replace(bench.rank._attached, layers=frozenset({"layers.0"}))
+    )
+    assert bench.rank.loads_the_same()
 
 
 @pytest.mark.parametrize(("budget", "error"), [(1 << 30, PartialApplyError), (0, PoisonedError)])

@@ -83,8 +83,6 @@ def test_nothing_is_done_before_it_is_attached(bare: RankVerbs, verb: str) -> No
         "status": {},
     }
     verdict = bare.do(verb, arguments[verb])
-    if verb == "state":
-        verdict = settled(bare, 1)
     assert not verdict["ok"]
     assert verdict["message"] == "rank 0 is not attached"
 

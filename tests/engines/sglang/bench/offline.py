@@ -25,7 +25,7 @@ class Alone:
         """Nothing generates unless it is called to."""
         return False
 
-    def pause(self) -> None:
+    def pause(self, *, in_doubt: bool = False) -> None:
         """Nothing generates."""
 
     def resume(self) -> None:
