@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -38,19 +39,42 @@ def pulled(chain: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
-def server(
+def pair(
     request: pytest.FixtureRequest, chain: Trained, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Server, int]]:
-    folder = tmp_path_factory.mktemp("server")
+) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("servers")
     options = {"tp": request.param, "plain": True, "dev": True}
-    with start(chain.base, folder, chain.url, **options) as server:
-        yield server, request.param
+    with (
+        start(chain.base, folder / "follower", chain.url, **options) as follower,
+        start(chain.base, folder / "other", "", **options) as other,
+    ):
+        yield Pair(follower, other, request.param)
 
 
-def holds(server: Server, tp: int, checkpoint: Path) -> bool:
-    """Whether the digests of every rank are those of a checkpoint that is cut by hand."""
-    wanted = sharded(checkpoint, tp)
-    return server.checksums() == {name: server.digest(one) for name, one in wanted.items()}
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A server that follows the chain, and one that knows nothing of it.
+
+    Attributes:
+        follower: Under test.
+        other: Is told to load checkpoints by its own means.
+        tp: Ranks of each.
+    """
+
+    follower: Server
+    other: Server
+    tp: int
+
+    def holds(self, checkpoint: Path) -> bool:
+        """Whether every rank's digests are those of the other server, once that has loaded it.
+
+        The other's own loading is held against what is cut by hand.
+        """
+        self.other.load(checkpoint)
+        loaded = self.other.checksums()
+        cut = {n: self.follower.digest(t) for n, t in sharded(checkpoint, self.tp).items()}
+        assert loaded == cut
+        return self.follower.checksums() == loaded
 
 
 def wrong(answers: Sequence[Generated], checkpoint: Path) -> int:
@@ -59,10 +83,8 @@ def wrong(answers: Sequence[Generated], checkpoint: Path) -> int:
     return sum(len(judge.wrong(a.prompt, a.tokens, range(LENGTH))) for a in answers)
 
 
-def test_every_version_is_exact_and_so_is_the_way_back(
-    server: tuple[Server, int], pulled: dict[int, Path]
-) -> None:
-    engine, tp = server
+def test_every_version_is_exact_and_so_is_the_way_back(pair: Pair, pulled: dict[int, Path]) -> None:
+    engine = pair.follower
     dice = random.Random(3)
     engine.post("rollback", version=0)  # it caught up with the head before it was ready
     engine.post("release")
@@ -70,7 +92,7 @@ def test_every_version_is_exact_and_so_is_the_way_back(
     told_apart = 0
     for version in range(1, VERSIONS + 1):
         assert engine.update(version)["version"] == version
-        assert holds(engine, tp, pulled[version])
+        assert pair.holds(pulled[version])
         answers = [engine.generate(tokens, LENGTH) for tokens in asked]
         assert {answer.spans for answer in answers} == {((0, LENGTH, str(version)),)}
         assert wrong(answers, pulled[version]) == 0
@@ -78,15 +100,13 @@ def test_every_version_is_exact_and_so_is_the_way_back(
     assert told_apart >= 0.75 * VERSIONS
     for version in (VERSIONS - 1, VERSIONS - 2, 0):
         assert engine.post("rollback", version=version).json()["version"] == version
-        assert holds(engine, tp, pulled[version])
+        assert pair.holds(pulled[version])
         assert engine.post("scrub").json()["version"] == version
 
 
-def test_a_server_that_loads_a_pulled_checkpoint_says_the_same(
+def test_a_server_that_starts_at_the_end_of_a_chain_says_so(
     chain: Trained, pulled: dict[int, Path], tmp_path: Path
 ) -> None:
-    """The hand that cuts checkpoints, held against the engine's own loading."""
     with start(pulled[VERSIONS], tmp_path, chain.url, plain=True, dev=True) as engine:
         assert engine.status()["last"] is None, "it begins where the chain ends"
         assert engine.status()["version"] == VERSIONS
-        assert holds(engine, 1, pulled[VERSIONS])

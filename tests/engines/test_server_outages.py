@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
 
 from deltachain.testing.seaweed import Seaweed
+from tests.engines.load import prompt
 from tests.engines.replica import Replica, error_of, replicas, serving
+from tests.engines.serving import PAUSES
 from tests.engines.trainer import Trainer
+from tests.engines.truth import Judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -38,8 +43,9 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
         yield trainer
 
 
-def test_a_follower_outlives_a_folder_that_is_away(tmp_path: Path) -> None:
-    with replicas(tmp_path, environment=FOLLOWING) as replica:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_follower_outlives_a_folder_that_is_away(tmp_path: Path, tp: int) -> None:
+    with replicas(tmp_path, tp, environment=FOLLOWING) as replica:
         arrive(replica)
         away = replica.store.with_name("away")
         shutil.move(replica.store, away)
@@ -118,10 +124,11 @@ def test_a_worker_is_killed_in_the_middle_of_a_swap(
         assert replica.serves(1)
 
 
-def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path, tp: int) -> None:
     with (
         Trainer(tmp_path / "other", family="llama") as other,
-        serving(trainer, tmp_path, base=other.base, environment=FOLLOWING) as replica,
+        serving(trainer, tmp_path, tp, base=other.base, environment=FOLLOWING) as replica,
     ):
         status = replica.server.status()
         assert (status["version"], status["ready"], status["following"]) == (None, False, False)
@@ -144,12 +151,13 @@ def test_other_weights_of_the_same_model_are_replaced(trainer: Trainer, tmp_path
         assert replica.serves(1)
 
 
-def test_a_late_joiner_finds_an_object_gone(trainer: Trainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_late_joiner_finds_an_object_gone(trainer: Trainer, tmp_path: Path, tp: int) -> None:
     for _ in range(3):
         trainer.step()
     payload = next((tmp_path / "chain/deltas").glob(f"{2:020d}-*"))
     shutil.move(payload, tmp_path / "payload")
-    with serving(trainer, tmp_path, environment=FOLLOWING) as replica:
+    with serving(trainer, tmp_path, tp, environment=FOLLOWING) as replica:
         status = replica.server.status()
         assert (status["version"], status["head"], status["ready"]) == (0, 3, False)
         assert status["reason"]
@@ -163,6 +171,43 @@ def test_a_late_joiner_finds_an_object_gone(trainer: Trainer, tmp_path: Path) ->
         replica.server.wait_for(lambda status: status["version"] == 3)
         assert replica.holds(3)
         assert replica.serves(3)
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+def test_a_replica_in_doubt_generates_nothing_and_forgets_what_it_cached(
+    tmp_path: Path, pause: str
+) -> None:
+    """Whatever its mode, and though it keeps caches: what is in them is of no version."""
+    environment = {"DELTACHAIN_PAUSE": pause, "DELTACHAIN_KEEP_CACHE": "1"}
+    with replicas(tmp_path, environment=environment) as replica:
+        server, dice = replica.server, random.Random(5)
+        server.update(replica.trainer.step())
+        prompts = [prompt(dice, 100) for _ in range(4)]
+        away = replica.store.with_name("away")
+        shutil.move(replica.store, away)
+        server.reset()
+        for asked in prompts:
+            server.generate(asked, 2)
+        ended: list[tuple[int, str]] = []
+        fresh = [prompt(dice) for _ in range(8)]
+        streams = [Thread(target=lambda p=p: ended.append(server.stream(p, 450))) for p in fresh]
+        for stream in streams:
+            stream.start()
+        time.sleep(0.5)
+        assert server.post("scrub").status_code == 503
+        assert replica.stands_still()
+        so_far = len(ended)
+        time.sleep(3)
+        assert len(ended) == so_far, "requests came to their end with weights of no version"
+        assert so_far == (8 if pause == "abort" else 0)
+        shutil.move(away, replica.store)
+        server.update()
+        for stream in streams:
+            stream.join()
+        assert replica.holds(1)
+        judge = Judge(replica.trainer.pulled(1))
+        answers = [server.generate(asked, 16) for asked in prompts]
+        assert not any(judge.wrong(a.prompt, a.tokens, range(16)) for a in answers)
 
 
 def arrive(replica: Replica) -> None:

@@ -75,6 +75,25 @@ def test_an_update_session_of_somebody_else_changes_nothing(
         assert replica.holds(2)
 
 
+def test_the_worker_extension_alone_is_enough(trainer: Trainer, tmp_path: Path) -> None:
+    """As the README says it: compiled, without the backend, without our routes."""
+    with serving(trainer, tmp_path, bare=True) as replica:
+        command, environment = beside(replica)
+        for version in (1, 2):
+            assert trainer.step() == version
+            done = subprocess.run(
+                [*command, "--version", str(version)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=240,
+            )
+            assert (done.returncode, done.stdout) == (0, f"version {version}\n"), done.stderr
+            assert replica.server.named() == str(version)
+            assert replica.goes_on_as(version)
+
+
 def test_a_second_leader_takes_over_and_the_first_stands_back(
     trainer: Trainer, tmp_path: Path
 ) -> None:
