@@ -28,15 +28,12 @@ class VllmServer(Server):
     def command(self, checkpoint: Path, options: Options) -> list[str]:
         """What starts it."""
         kind = "plain" if options.plain else "strikes" if options.strikes else "stock"
-        whole = [
-            *("--enforce-eager", "--enable-scale-out"),
-            *("--weight-transfer-config", '{"backend":"deltachain"}'),
-        ]
+        whole = ["--enforce-eager", "--weight-transfer-config", '{"backend":"deltachain"}']
         return [
             *(str(Path(sys.executable).with_name("vllm")), "serve", str(checkpoint)),
             *("--host", HOST, "--port", str(self.port), "--served-model-name", MODEL),
             *("--dtype", "bfloat16", "--max-model-len", "512"),
-            *("--max-num-seqs", str(options.requests)),
+            *("--max-num-seqs", str(options.requests), "--enable-scale-out"),
             *("--tensor-parallel-size", str(options.tp)),
             *("--worker-extension-cls", EXTENSIONS["stock" if options.bare else kind]),
             *([] if options.bare else whole),
