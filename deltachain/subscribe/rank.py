@@ -100,7 +100,8 @@ class Rank:
         self._aliases = aliases
         self._specs = {spec.name: spec for spec in specs}
         self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
-        self._attached = attach(model, self._source)
+        with _settled():
+            self._attached = attach(model, self._source)
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
         self._copies: dict[str, npt.NDArray[Any]] = {}
@@ -210,7 +211,10 @@ class Rank:
         self.check_addresses()
         if (ticket in self._written) != back:
             return 0.0
-        _settle()  # what the engine still computes on another stream has read the old bits
+        with _settled():
+            return self._swap(staged, ticket, version, back=back)
+
+    def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> float:
         start = time.perf_counter()
         writes = self._undoes(staged) if back else self._writes(staged)
         written = write_all(writes, version)
@@ -225,7 +229,7 @@ class Rank:
                 version=version,
             ) from exc
         (self._written.remove if back else self._written.add)(ticket)
-        _settle()
+        _settle()  # it has been written when the time is taken
         return time.perf_counter() - start
 
     def _prepare(self, delta: TensorDelta) -> Iterator[tuple[Slot, Placed]]:
@@ -275,9 +279,10 @@ class Rank:
 
         Blocks the engine. Afterwards it does, whoever wrote to it.
         """
-        before = self._seen()
-        self._load(set(self._copies))
-        after = self._seen()
+        with _settled():
+            before = self._seen()
+            self._load(set(self._copies))
+            after = self._seen()
         return before.keys() == after.keys() and all(
             np.array_equal(bits, after[name]) for name, bits in before.items()
         )
@@ -328,7 +333,8 @@ class Rank:
         """
         if self._addresses() == self._identity:
             return
-        found = attach_again(self.model, self._source, self._attached)
+        with _settled():
+            found = attach_again(self.model, self._source, self._attached)
         with self._changing:
             self._attached = found
             self._identity = self._addresses()
@@ -341,6 +347,16 @@ def _settle() -> None:
     """Wait until the device has done what it was told, where there is one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
+
+
+@contextmanager
+def _settled() -> Iterator[None]:
+    """Other streams of the engine have read old bits before, and read new ones after."""
+    _settle()
+    try:
+        yield
+    finally:
+        _settle()
 
 
 @contextmanager
