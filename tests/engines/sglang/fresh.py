@@ -108,7 +108,7 @@ def _arguments(checkpoint: Path, tp: int) -> Any:
         attention_backend="torch_native",
         tp_size=tp,
         skip_tokenizer_init=True,
-        mem_fraction_static=0.05,
+        mem_fraction_static=0.6,
         max_total_tokens=512,
         context_length=128,
         max_running_requests=2,

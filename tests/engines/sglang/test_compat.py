@@ -61,7 +61,11 @@ def test_sglang_asks_for_the_key_of_routes_that_write(
 @pytest.fixture
 def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the server was started with, of what is looked at."""
+    from sglang.kernels.ops.gemm import bf16_fp32  # noqa: F401, PLC0415
     from sglang.srt import runtime_context  # noqa: PLC0415
+    from sglang.srt.model_executor.model_runner_components import (  # noqa: F401, PLC0415
+        weight_updater,  # which must not import, and keep, what is put in place of these
+    )
 
     options: dict[str, Any] = {
         "dp_size": 1,

@@ -44,7 +44,7 @@ def measure(drawn: Drawn, spool: Path, *, threads: int, times: int) -> Lost:
         context_length=256,
         max_running_requests=4,
         max_total_tokens=2048,
-        mem_fraction_static=0.05,
+        mem_fraction_static=0.6,
         disable_cuda_graph=True,
         log_level="error",
     )
