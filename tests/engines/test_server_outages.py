@@ -189,9 +189,7 @@ def test_a_replica_in_doubt_generates_nothing_and_forgets_what_it_cached(
         for asked in prompts:
             server.generate(asked, 2)
         ended: list[tuple[int, str]] = []
-        fresh = [
-            prompt(dice) for _ in range(24)
-        ]  # three times what runs at once: none is done soon
+        fresh = [prompt(dice) for _ in range(24)]  # thrice what runs at once: some must wait
         streams = [Thread(target=lambda p=p: ended.append(server.stream(p, 450))) for p in fresh]
         for stream in streams:
             stream.start()
