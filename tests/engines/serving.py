@@ -294,13 +294,21 @@ def lines(response: httpx.Response) -> Iterator[Any]:
     """What a server streams, as JSON; raises if it ends before it is done."""
     if response.status_code != 200:
         raise RuntimeError(f"{response.status_code}: {response.read().decode()}")
-    for line in response.iter_lines():
+    for line in _lines(response):
         data = line.removeprefix("data: ")
         if data == "[DONE]":
             return
         if data != line:
             yield json.loads(data)
     raise RuntimeError("a stream ended without being done")
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """Lines that end in a newline: httpx's own also end at what generated text may contain."""
+    rest = b""
+    for chunk in response.iter_bytes():
+        *whole, rest = (rest + chunk).split(b"\n")
+        yield from (line.decode() for line in whole)
 
 
 def server_class() -> type[Server]:

@@ -45,7 +45,7 @@ class Trial:
 
     def __init__(self, trainer: Trainer, server: Server, *, push: bool) -> None:
         self.trainer, self.server, self.push = trainer, server, push
-        self.judge = cache(lambda version: Judge(trainer.pulled(version)))
+        self.judge = cache(lambda version: Judge(trainer.pulled(version, near=True)))
         self.applied = 0
         self.fresh: list[tuple[int, Generated]] = []
         self._dice = random.Random(99)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -59,9 +60,17 @@ class Trainer:
         self.head = self._publisher.publish(step=self.head + 1).result().version
         return self.head
 
-    def pulled(self, version: int) -> Path:
-        """The checkpoint of a version, by ``deltachain pull``."""
-        folder = self._pulled / str(version)
+    def pulled(self, version: int, *, near: bool = False) -> Path:
+        """The checkpoint of a version, by ``deltachain pull``.
+
+        Args:
+            version: Which.
+            near: Start from the version before, where that was pulled already: a busy machine
+                takes long to decode a whole chain.
+        """
+        folder, before = self._pulled / str(version), self._pulled / str(version - 1)
         if not folder.exists():
+            if near and before.exists():
+                shutil.copytree(before, folder)
             pull(self.url, out=folder, version=version)
         return folder
