@@ -92,7 +92,8 @@ class VllmServer(Server):
                 (choice,) = found["choices"]
                 count += len(choice["token_ids"] or ())
                 reason = choice["finish_reason"] or reason
-        return count, reason
+        # vLLM streams no chunk without a token before there was one, not even the last.
+        return count, reason or ("" if count else "abort")
 
     def checksums(self) -> dict[str, str]:
         """The sha256 of every parameter, by rank and name."""
