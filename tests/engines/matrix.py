@@ -278,9 +278,11 @@ def main() -> None:
     for family in FAMILIES:
         with suppress(Exception):  # that of the engine, which does not know the model
             rows[family] = [Row(**examine(0, family, **way)) for way in WAYS[ENGINE].values()]
-    for found in two_ranks("tests.engines.matrix:examine_two_known", *rows, deadline_s=1800)[1]:
-        rows[found["family"]].append(Row(**found))
-    columns = ("family", "tensors", *WAYS[ENGINE], "TP=2, rank 1")
+    ranks = two_ranks("tests.engines.matrix:examine_two_known", *rows, deadline_s=1800)
+    for both in zip(*ranks, strict=True):
+        found = [Row(**one) for one in both]
+        rows[found[0].family].append(min(found, key=lambda row: row.right))
+    columns = ("family", "tensors", *WAYS[ENGINE], "TP=2")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")  # noqa: T201
     for family, cells in rows.items():
         cells.extend([None] * (len(WAYS[ENGINE]) + 1 - len(cells)))
