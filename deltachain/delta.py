@@ -114,6 +114,9 @@ def fold(older: TensorDelta, newer: TensorDelta) -> TensorDelta:
         values = older.values.copy()
         values[newer.indices] = newer.new_bits(values[newer.indices])
         return TensorDelta.dense(newer.spec, values)
+    if older.nnz and newer.nnz and older.indices[-1] < newer.indices[0]:
+        indices = np.concatenate([older.indices, newer.indices])
+        return _side_by_side(indices, older, newer)
     indices = np.union1d(older.indices, newer.indices)
     at_older = np.searchsorted(indices, older.indices)
     at_newer = np.searchsorted(indices, newer.indices)
@@ -127,6 +130,15 @@ def fold(older: TensorDelta, newer: TensorDelta) -> TensorDelta:
         kept = values != 0
         return TensorDelta(spec=newer.spec, indices=indices[kept], values=values[kept])
     return _whole(newer.spec, indices, values, absolute)
+
+
+def _side_by_side(indices: Indices, first: TensorDelta, second: TensorDelta) -> TensorDelta:
+    """Both, where all of the second comes after the first, as the rows that ranks hold do."""
+    values = np.concatenate([first.values, second.values])
+    if not first.absolute.any() and not second.absolute.any():
+        return TensorDelta(spec=second.spec, indices=indices, values=values)
+    masks = [np.broadcast_to(one.absolute, one.values.shape) for one in (first, second)]
+    return _whole(second.spec, indices, values, np.concatenate(masks))
 
 
 def _whole(spec: TensorSpec, indices: Indices, values: Bits, absolute: Mask) -> TensorDelta:

@@ -35,10 +35,18 @@ FORMAT: Final = "1"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What goes into a part for one tensor: the delta, and its change of the state digest."""
+    """What goes into a part for one tensor.
+
+    Attributes:
+        delta: The elements that are given.
+        digest: What they add to the state digest; for a sparse delta, less what they added before.
+        windows: Whether a delta with indices is not sparse: it gives bits to windows of a tensor,
+            whatever was there.
+    """
 
     delta: TensorDelta
     digest: StateDigest
+    windows: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,7 @@ def _encode_bucket(number: int, group: Sequence[Change]) -> _Encoded:
 
 def _add_tensor(bucket: _Bucket, change: Change) -> None:
     delta = change.delta
-    if delta.indices is None:
+    if delta.indices is None or change.windows:
         segments, encoding, gap = _add_dense(bucket, delta), d.DENSE, 0
     elif delta.absolute.ndim:
         raise ConfigError(f"{delta.spec.name}: steps and absolute bits do not mix in one part")
@@ -169,9 +177,21 @@ def _row(change: Change, encoding: str, bucket: int, gap: int, segments: int) ->
 
 def _add_dense(bucket: _Bucket, delta: TensorDelta) -> list[d.Segment]:
     _put_planes(bucket, "dense", delta.values)
-    numel = delta.spec.numel
-    lengths = [min(SEGMENT, numel - at) for at in range(0, numel, SEGMENT)]
-    return [d.Segment(SEGMENT * i, length, length) for i, length in enumerate(lengths)]
+    segments = []
+    for start, stop in _runs(delta):
+        lengths = (min(SEGMENT, stop - at) for at in range(start, stop, SEGMENT))
+        segments += [d.Segment(start + SEGMENT * i, n, n) for i, n in enumerate(lengths)]
+    return segments
+
+
+def _runs(delta: TensorDelta) -> Iterator[tuple[int, int]]:
+    """Where consecutive elements begin and end."""
+    if delta.indices is None:
+        yield 0, delta.spec.numel
+    elif delta.nnz:
+        cuts = np.flatnonzero(np.diff(delta.indices) != 1) + 1
+        for run in np.split(delta.indices, cuts):
+            yield int(run[0]), int(run[-1]) + 1
 
 
 def _add_sparse(bucket: _Bucket, delta: TensorDelta, indices: Indices, gap: int) -> list[d.Segment]:
@@ -234,6 +254,8 @@ def _encode_raw(group: Sequence[Change]) -> _Encoded:
     encoded = _Encoded([], [], [])
     for change in group:
         delta, spec = change.delta, change.delta.spec
+        if change.windows:
+            raise ConfigError(f"{spec.name}: windows are not written raw")
         if delta.indices is None:
             encoded.rows.append(_row(change, d.PLAIN, 0, 0, 0))
             encoded.streams.append(_plain(spec.name, spec.dtype, spec.shape, delta.values))

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
 from deltachain import keys
 from deltachain.codec.directory import SPARSE, TensorRow
-from deltachain.delta import TensorDelta
+from deltachain.delta import TensorDelta, fold_all
 from deltachain.digest import digest_key
 from deltachain.errors import BrokenChainError, MalformedError
 from deltachain.fetch import Fetched
 from deltachain.kernels import host
 from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.documents import another
+
+_Row: TypeAlias = tuple[TensorRow | None, TensorDelta]
+"""What a part says of a tensor, and gives of it; a base checkpoint says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +94,16 @@ class Weights:
         edge = fetched.plan.edges[0]
         key = edge.record or keys.manifest_key(edge.version)
         after = {} if edge.base is None else dict(self.digests)
-        for row, delta in _rows(fetched):
-            name = delta.spec.name
+        for name, rows in _rows(fetched):
+            delta = fold_all(given for _, given in rows)
+            if delta.nnz < sum(given.nnz for _, given in rows):
+                raise MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
             if not delta.is_dense and name not in after:
                 raise BrokenChainError(f"{key}: does not give all of {name!r}")
-            moved = move(self.bits.get(name, delta.values), delta)
-            if row is not None and not moved.matches(row):
-                raise another(f"{key}: {name!r}", row.change, moved.change, key=key)
-            after[name] = moved.added if delta.is_dense else after[name] + moved.change
+            total = _moved(self.bits.get(name, delta.values), delta, rows, key)
+            after[name] = total.added if delta.is_dense else after[name] + total.change
             if write:
-                self._write(delta, moved)
+                self._write(delta, total)
         if absent := self.specs.keys() - after.keys():
             raise BrokenChainError(f"{key}: does not give {min(absent)!r}", version=edge.version)
         actual = sum(after.values(), StateDigest())
@@ -116,15 +120,21 @@ class Weights:
             write_(self.bits[delta.spec.name], delta, moved)
 
 
-def _rows(fetched: Fetched) -> Iterator[tuple[TensorRow | None, TensorDelta]]:
-    """Everything that one edge gives, each tensor once."""
+def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move:
+    """What an edge does to a tensor, once each row is what its writer saw."""
+    moved = [move(old, given) for _, given in rows]
+    for (row, _), one in zip(rows, moved, strict=True):
+        if row is not None and not one.matches(row):
+            raise another(f"{key}: {row.name!r}", row.change, one.change, key=key)
+    return moved[0] if len(rows) == 1 else move(old, delta)
+
+
+def _rows(fetched: Fetched) -> Iterator[tuple[str, list[_Row]]]:
+    """Everything that one edge gives, by tensor: of one tensor, ranks give a window each."""
     if fetched.base is not None:
         for name, spec in fetched.specs.items():
-            yield None, TensorDelta.dense(spec, fetched.base.bits(name))
-    seen: set[str] = set()
-    for part in fetched.parts:
-        for name, row in part.rows.items():
-            if name in seen:
-                raise MalformedError(f"{part.key}: {name!r} is in another part too", key=part.key)
-            seen.add(name)
-            yield row, part.read(name)
+            yield name, [(None, TensorDelta.dense(spec, fetched.base.bits(name)))]
+    else:
+        for name in fetched.names:
+            parts = [part for part in fetched.parts if name in part.rows]
+            yield name, [(part.rows[name], part.read(name)) for part in parts]
