@@ -29,7 +29,7 @@ __all__ = [
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
 _KNOWN: Final = (
     "a folder, s3://bucket/prefix, hf://buckets/namespace/name/prefix, file:///folder, "
-    "memory://name, or a URL of fsspec such as gs:// and az://"
+    "memory://name, dist://name, or a URL of fsspec such as gs:// and az://"
 )
 
 
@@ -44,7 +44,8 @@ def open_store(
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
     are folders of a file system, made by the first write. ``s3://bucket/prefix`` is a bucket of
     whoever speaks S3; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix`` is a
-    bucket of the Hugging Face Hub; see ``deltachain.store.hf_url``. Any other scheme is one of
+    bucket of the Hugging Face Hub; see ``deltachain.store.hf_url``. ``dist://name`` is the memory
+    of a job of ``torch.distributed``; see ``deltachain.store.dist``. Any other scheme is one of
     fsspec, which promises less; see ``deltachain.store.fs``.
 
     Args:
@@ -85,6 +86,8 @@ def _open_remote(
         return _open_s3(url, options)
     if scheme == "hf":
         return open_hf(url, options, writer=writer)
+    if scheme == "dist":
+        return _open_dist(url, options)
     from deltachain.store.fs import open_fsspec  # noqa: PLC0415
 
     return open_fsspec(url, options)
@@ -99,6 +102,19 @@ def _open_s3(url: str, options: Mapping[str, Any] | None) -> Store:
         hint = "pip install 'deltachain[s3]'"
         raise ConfigError("s3:// stores need boto3", hint=hint) from exc
     return open_s3(url, options)
+
+
+def _open_dist(url: str, options: Mapping[str, Any] | None) -> Store:
+    if options:
+        raise ConfigError(f"dist:// stores take no options: {', '.join(sorted(options))}")
+    try:
+        from deltachain.store.dist import DistStore  # noqa: PLC0415
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").startswith("deltachain"):
+            raise
+        hint = "pip install 'deltachain[torch]'"
+        raise ConfigError("dist:// stores need torch", hint=hint) from exc
+    return DistStore.named(url.partition("://")[2].rstrip("/"))
 
 
 def _open_file(parts: SplitResult) -> FileStore:

@@ -1,0 +1,333 @@
+"""Objects in the memory of the ranks of one ``torch.distributed`` job: ``dist://name``.
+
+For trainers and followers that share a cluster, and need no object store between them. Small
+objects lie in the job's key-value store; large ones stay with the rank that put them, which sends
+them to whoever asks, over a process group of its own (gloo, from host memory). Nothing outlives the
+job.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import struct
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
+from deltachain.store.base import (
+    MAX_DOCUMENT,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    bytes_view,
+    check_key,
+    check_limit,
+    check_nbytes,
+    check_prefix,
+    check_range,
+    find_each,
+    not_found,
+    too_short,
+)
+
+SMALL: Final = 1 << 16
+"""Bytes up to which an object lies in the key-value store, which one rank serves to all."""
+
+WAIT_S: Final = 60.0
+"""Seconds to wait for a rank that holds an object."""
+
+TURN_S: Final = 5.0
+"""Seconds to wait for the thread that sends, when the process ends."""
+
+_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, poll_s=0.05)
+_HEAD: Final = struct.Struct("<d16sq")
+"""When it was put, a nonce that tells one put from another, and how long it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the key-value store says of an object: all of it, or which rank holds it."""
+
+    modified: float
+    nonce: bytes
+    nbytes: int
+    data: bytes | None
+    holder: int
+
+
+class _Ask(msgspec.Struct, frozen=True):
+    """A rank asks another for a range of an object that it holds."""
+
+    nonce: bytes
+    start: int
+    length: int
+    rank: int
+
+
+class DistStore:
+    """See the module. Every rank of the job opens it, at the same point of its program.
+
+    Args:
+        name: Of the store: several may live in one job.
+
+    Raises:
+        ConfigError: ``torch.distributed`` is not initialised.
+    """
+
+    _opened: Final[dict[str, DistStore]] = {}
+
+    def __init__(self, name: str) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "dist:// stores live in a job of torch.distributed",
+                hint="call torch.distributed.init_process_group first",
+            )
+        c10d: Any = dist.distributed_c10d
+        shared = c10d._get_default_store()
+        self._name, self._rank = check_key(name), dist.get_rank()
+        self._words: Any = c10d.PrefixStore(f"deltachain-store/{name}", shared.clone())
+        self._group = dist.new_group(backend="gloo")
+        self._held: dict[bytes, bytes] = {}
+        self._newest: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._receiving = threading.Lock()
+        self._requests = 0
+        asked = c10d.PrefixStore(f"deltachain-store/{name}", shared.clone())
+        self._sender = threading.Thread(target=self._send, args=(asked,), daemon=True)
+        self._sender.start()
+        atexit.register(self._stop)
+
+    @classmethod
+    def named(cls, name: str) -> DistStore:
+        """The store of this name, one in each process."""
+        if name not in cls._opened:
+            cls._opened[name] = cls(name)
+        return cls._opened[name]
+
+    @property
+    def url(self) -> str:
+        """``dist://`` and the name."""
+        return f"dist://{self._name}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything."""
+        return _CAPABILITIES
+
+    @property
+    def requests(self) -> int:
+        """Questions to the key-value store, and to ranks that hold objects."""
+        return self._requests
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """Read a whole small object; see ``Store``."""
+
+        def whole(nbytes: int) -> tuple[int, int]:
+            check_limit(key, self.url, nbytes=nbytes, limit=limit)
+            return 0, nbytes
+
+        return self._read(key, whole)
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:  # noqa: ARG002
+        """Read a whole object of known size; see ``Store``."""
+        check_range(0, nbytes)
+
+        def whole(actual: int) -> tuple[int, int]:
+            check_nbytes(key, self.url, expected=nbytes, actual=actual)
+            return 0, nbytes
+
+        return self._read(key, whole)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Read exactly ``length`` bytes of an object; see ``Store``."""
+        check_range(start, length)
+
+        def some(nbytes: int) -> tuple[int, int]:
+            if start + length > nbytes:
+                raise too_short(key, self.url, nbytes=nbytes, end=start + length)
+            return start, length
+
+        return self._read(key, some)
+
+    def _read(self, key: str, window: Callable[[int], tuple[int, int]]) -> bytes:
+        """Read a window of an object, which another may replace meanwhile."""
+        while True:
+            entry = self._require(key)
+            data = self._fetch(entry, *window(entry.nbytes))
+            if data is not None:
+                return data
+            if self._require(key).nonce == entry.nonce:
+                raise ObjectNotFoundError(
+                    f"rank {entry.holder} no longer holds {key!r}", key=key, url=self.url
+                )
+
+    def put(self, key: str, data: Buffer) -> str:
+        """Write an object, in place of any other; see ``Store``."""
+        check_key(key)
+        nonce, word = self._hold(data)
+        self._ask(lambda: self._words.set(f"object/{key}", word))
+        self._put(key, nonce)
+        return ""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Write an object under a key that has none; see ``Store``."""
+        check_key(key)
+        if len(bytes_view(data)) > SMALL:
+            raise ConfigError(f"{key!r}: {len(bytes_view(data))} bytes, at most {SMALL} at once")
+        nonce, word = self._hold(data)
+        there = self._ask(lambda: self._words.compare_set(f"object/{key}", "", word))
+        if bytes(there) != word:
+            raise AlreadyExistsError(
+                f"{self.url} already has an object {key!r}", key=key, url=self.url
+            )
+        self._put(key, nonce)
+
+    def find(self, key: str) -> ObjectInfo | None:
+        """Look an object up without reading it; see ``Store``."""
+        entry = self._look(key)
+        if entry is None:
+            return None
+        return ObjectInfo(key=key, nbytes=entry.nbytes, modified=entry.modified)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """Look several objects up; see ``Store``."""
+        return find_each(self, keys)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key begins with ``prefix``, in order; see ``Store``."""
+        check_prefix(prefix)
+        self._requests += 1
+        if not self._ask(lambda: self._words.check(["keys"])):
+            return iter(())
+        keys = bytes(self._ask(lambda: self._words.get("keys"))).decode().split()
+        wanted = sorted({key for key in keys if key.startswith(prefix)})
+        return iter(self.find_all(wanted).values())
+
+    def delete(self, key: str) -> None:
+        """Remove an object if there is one; see ``Store``."""
+        check_key(key)
+        self._requests += 1
+        self._ask(lambda: self._words.delete_key(f"object/{key}"))
+        with self._lock:
+            self._held.pop(self._newest.pop(key, b""), None)
+
+    def close(self) -> None:
+        """Do nothing: others read what this rank holds, as long as the job runs."""
+
+    def _hold(self, data: Buffer) -> tuple[bytes, bytes]:
+        """Keep what is large here; its nonce, and what the key-value store is told."""
+        self._requests += 1
+        copied, nonce = bytes(bytes_view(data)), uuid.uuid4().bytes
+        head = _HEAD.pack(time.time(), nonce, len(copied))
+        if len(copied) <= SMALL:
+            return nonce, b"=" + head + copied
+        with self._lock:
+            self._held[nonce] = copied
+        return nonce, b"@" + head + str(self._rank).encode()
+
+    def _put(self, key: str, nonce: bytes) -> None:
+        """List an object that is there now, and let go of the one before it."""
+        self._ask(lambda: self._words.append("keys", f"{key}\n"))
+        with self._lock:
+            self._held.pop(self._newest.get(key, b""), None)
+            self._newest[key] = nonce
+
+    def _look(self, key: str) -> _Entry | None:
+        name = f"object/{check_key(key)}"
+        self._requests += 1
+        if not self._ask(lambda: self._words.check([name])):
+            return None
+        word = bytes(self._ask(lambda: self._words.get(name)))
+        modified, nonce, nbytes = _HEAD.unpack_from(word, 1)
+        rest = word[1 + _HEAD.size :]
+        if word[:1] == b"=":
+            return _Entry(modified, nonce, nbytes, rest, -1)
+        return _Entry(modified, nonce, nbytes, None, int(rest))
+
+    def _require(self, key: str) -> _Entry:
+        entry = self._look(key)
+        if entry is None:
+            raise not_found(key, self.url)
+        return entry
+
+    def _fetch(self, entry: _Entry, start: int, length: int) -> bytes | None:
+        """Some of an object; nothing if it is no longer there."""
+        if entry.data is not None:
+            return entry.data[start : start + length]
+        if entry.holder != self._rank:
+            return self._receive(entry, start, length)
+        with self._lock:
+            held = self._held.get(entry.nonce)
+        return None if held is None else held[start : start + length]
+
+    def _receive(self, entry: _Entry, start: int, length: int) -> bytes | None:
+        """Ask the rank that holds an object for some of it."""
+        ask, place = _Ask(entry.nonce, start, length, self._rank), entry.holder
+        self._requests += 1
+        with self._receiving:
+            number = self._ask(lambda: self._words.add(f"asks/{place}", 1))
+            word = msgspec.msgpack.encode(ask)
+            self._ask(lambda: self._words.set(f"ask/{place}/{number}", word))
+            if bytes(self._await(f"answer/{place}/{number}")) != b"here":
+                return None
+            arrived = torch.empty(length, dtype=torch.uint8)
+            if length:
+                self._ask(lambda: dist.recv(arrived, src=place, group=self._group, tag=number))
+        return arrived.numpy().tobytes()
+
+    def _send(self, words: Any) -> None:  # noqa: ANN401 - a store of torch.distributed
+        """Answer the others, one after another, until this process or the job ends."""
+        for number in itertools.count(1):
+            name = f"ask/{self._rank}/{number}"
+            try:
+                words.wait([name], timedelta(days=365))
+            except dist.DistError:
+                return
+            word = bytes(words.get(name))
+            words.delete_key(name)
+            if not word:
+                return
+            ask = msgspec.msgpack.decode(word, type=_Ask)
+            with self._lock:
+                held = self._held.get(ask.nonce)
+            words.set(f"answer/{self._rank}/{number}", b"gone" if held is None else b"here")
+            if held is not None and ask.length:
+                view = bytearray(held[ask.start : ask.start + ask.length])
+                tensor = torch.frombuffer(view, dtype=torch.uint8)
+                dist.send(tensor, dst=ask.rank, group=self._group, tag=number)
+
+    def _stop(self) -> None:
+        """End the thread that sends: the interpreter can not, while it waits."""
+        with suppress(StoreUnavailableError):
+            number = self._ask(lambda: self._words.add(f"asks/{self._rank}", 1))
+            self._ask(lambda: self._words.set(f"ask/{self._rank}/{number}", b""))
+        self._sender.join(TURN_S)
+
+    def _await(self, name: str) -> Any:  # noqa: ANN401 - bytes
+        self._ask(lambda: self._words.wait([name], timedelta(seconds=WAIT_S)))
+        answer = self._ask(lambda: self._words.get(name))
+        self._ask(lambda: self._words.delete_key(name))
+        return answer
+
+    def _ask(self, question: Any) -> Any:  # noqa: ANN401 - of torch.distributed
+        try:
+            return question()
+        except (dist.DistError, RuntimeError) as exc:
+            message = str(exc).partition("\n")[0]
+            raise StoreUnavailableError(f"{self.url}: {message}", url=self.url) from exc
