@@ -128,6 +128,12 @@ class PublisherFencedError(ChainError):
     default_hint = "stop this publisher: another one owns the chain now"
 
 
+class RankError(ChainError):
+    """Another rank of the trainer said nothing in time, or could not do its part of a publish."""
+
+    default_hint = "nothing is lost: the next version covers it, if the ranks can talk by then"
+
+
 class ForkedChainError(ChainError):
     """The history in the store is not the history that led to the held version."""
 

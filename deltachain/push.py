@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deltachain.chain import Chain, Committed
 from deltachain.checkpoint import Checkpoint
@@ -23,6 +23,7 @@ from deltachain.errors import ChainMismatchError, ObjectNotFoundError, Publisher
 from deltachain.manifest import EdgeSummary, Table
 from deltachain.names import TORCH_DTYPES
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.ranks import Ranks
 from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Snapshot
@@ -69,9 +70,8 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
     chain = _open_or_create(store, checkpoint)
     source = source_of(checkpoint, chain.table)
     head = chain.head()
-    numel = sum(weight.spec.numel for weight in source.weights)
-    writer = Writer(chain, numel=numel, metadata=config.metadata, parent=head)
-    session = Session(source, Snapshot(source), writer, config)
+    writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
+    session = Session(source, Snapshot(source), writer, config, Ranks.alone())
     if head is not None:
         writer.epoch = head.manifest.epoch + 1
     committed = tuple(_commit(session, step))
@@ -82,7 +82,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         chain=chain,
         head=newest,
         committed=committed,
-        anchor=session.add_anchor() if committed else None,
+        anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
     )
 
 
@@ -92,7 +92,9 @@ def _commit(session: Session, step: int | None) -> Iterator[Committed]:
     try:
         if writer.parent is None:
             at = step if session.config.base is None else None
-            first_version(_first_session(session), step=at)
+            first = _first_session(session)
+            first_version(first, step=at)
+            session.head = first.head
             yield _newest(writer)
         if _newest(writer).state != session.snapshot.state:
             catch_up(session, _newest(writer), step=step)
@@ -108,7 +110,7 @@ def _first_session(session: Session) -> Session:
     if base is None:
         return session
     source = source_of(Checkpoint(base), session.source.table())
-    return Session(source, Snapshot(source), session.writer, session.config)
+    return Session(source, Snapshot(source), session.writer, session.config, session.ranks)
 
 
 def _newest(writer: Writer) -> Committed:
@@ -147,11 +149,13 @@ def source_of(checkpoint: Checkpoint, table: Table) -> Source:
             _check_spec(checkpoint, name, spec)
         for name in found[1:]:
             _check_tied(checkpoint, found[0], name)
-        weights.append(Weight(spec, _tensor(checkpoint, found[0], spec), frozen=True))
+        tensor = _tensor(checkpoint, found[0], spec)
+        weights.append(Weight.straight(spec, tensor, frozen=True))
     extra = checkpoint.specs.keys() - spare - {weight.spec.name for weight in weights}
     if extra:
         raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
-    return Source(tuple(weights), table.aliases, nn.Module())
+    tensors = {weight.spec.name: weight.tensor for weight in weights}
+    return Source(tuple(weights), table.specs(), table.aliases, tensors.items)
 
 
 def _check_spec(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from deltachain.checkpoint import read_assets
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.source import origin
+from deltachain.publish.source import Live, origin
 
 
 @runtime_checkable
@@ -21,18 +21,22 @@ class SavesItself(Protocol):
         """Write its files into a folder."""
 
 
-def collect_assets(model: nn.Module, config: PublishConfig, *others: object) -> dict[str, bytes]:
+def collect_assets(
+    model: nn.Module | Live, config: PublishConfig, *others: object
+) -> dict[str, bytes]:
     """The files of the checkpoint at hand; else what model and tokenizer write themselves.
 
     The checkpoint's own are preferred: a model that was loaded as fp32 masters would write a
     configuration that says fp32.
 
     Args:
-        model: The model.
+        model: The model; an export has no files of its own.
         config: ``assets`` or ``base`` may name the checkpoint.
         others: A tokenizer or processor.
     """
-    folder = config.assets or config.base or origin(model)
+    folder = config.assets or config.base
+    if folder is None and isinstance(model, nn.Module):
+        folder = origin(model)
     if folder is not None:
         return read_assets(folder)
     with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:

@@ -19,8 +19,8 @@ class DeltaChainCallback(TrainerCallback):
     """Publishes the policy after every step: ``Trainer(..., callbacks=[DeltaChainCallback(url)])``.
 
     The chain begins, or is continued, at train begin; the last version is committed before training
-    ends. Metrics go into ``state.log_history``; after ``bind(trainer)`` to its reporters too. Under
-    data parallelism the first process publishes.
+    ends. Metrics go into ``state.log_history``; after ``bind(trainer)`` to its reporters too. With
+    several ranks each publishes a part.
 
     Args:
         url: Where the chain lies.
@@ -65,8 +65,8 @@ class DeltaChainCallback(TrainerCallback):
         **_: object,
     ) -> None:
         """Begin or continue the chain; the model is wrapped by now, and its weights are final."""
-        del args, control
-        if model is None or not state.is_world_process_zero:
+        del args, state, control
+        if model is None:
             return
         self.publisher = Publisher(self.config)
         assets = collect_assets(model, self.config, processing_class)

@@ -52,6 +52,10 @@ class PublishConfig:
     """Whether a failed publish stops training at the next call, or is logged and made up for by
     the next version."""
 
+    deadline_s: float = 300.0
+    """Seconds that a rank of a sharded trainer may be behind the others, in ``publish`` or in its
+    part of a version; then nothing is committed, and ``on_error`` says what follows."""
+
     part_nbytes: int = 512 << 20
     """Most bytes of changes that go into one object before compression."""
 
@@ -67,5 +71,5 @@ class PublishConfig:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {values}")
-        if self.anchor_factor <= 0 or self.part_nbytes <= 0:
-            raise ConfigError("anchor_factor and part_nbytes must be positive")
+        if self.anchor_factor <= 0 or self.part_nbytes <= 0 or self.deadline_s <= 0:
+            raise ConfigError("anchor_factor, part_nbytes and deadline_s must be positive")

@@ -1,10 +1,12 @@
-"""One line for a plain torch loop: publish after every optimizer step."""
+"""One line for a training loop or a trainer: publish after every optimizer step."""
+
+# ruff: noqa: ANN401 - settings are the fields of PublishConfig
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.publisher import Publisher
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from deltachain.publish.callback import DeltaChainCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,18 @@ class Attachment:
         self.publisher.close()
 
 
+@overload
+def attach(
+    model: Trainer,
+    *,
+    url: str,
+    every_steps: int = 1,
+    config: PublishConfig | None = None,
+    **settings: Any,
+) -> DeltaChainCallback: ...
+
+
+@overload
 def attach(
     model: nn.Module,
     optimizer: object,
@@ -39,17 +58,31 @@ def attach(
     url: str,
     every_steps: int = 1,
     config: PublishConfig | None = None,
-    **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
-) -> Attachment:
-    """Publish a model after every step of its optimizer.
+    **settings: Any,
+) -> Attachment: ...
+
+
+def attach(
+    model: nn.Module | Trainer,
+    optimizer: object = None,
+    *,
+    url: str,
+    every_steps: int = 1,
+    config: PublishConfig | None = None,
+    **settings: Any,
+) -> Attachment | DeltaChainCallback:
+    """Publish a model after every step of its optimizer, or a trainer's after every one of its own.
 
     The diff is taken against the bits last published, so it does not matter what else changes the
-    weights, nor how often the optimizer steps between two versions.
+    weights, nor how often the optimizer steps between two versions. On several ranks, call it on
+    each, after the model is wrapped.
 
     >>> attachment = deltachain.attach(model, optimizer, url="/mnt/policy")   # doctest: +SKIP
+    >>> callback = deltachain.attach(trainer, url="/mnt/policy")              # doctest: +SKIP
 
     Args:
-        model: On any device, wrapped or not.
+        model: On any device, wrapped or not. Or a trainer of transformers or TRL, which gets a
+            callback.
         optimizer: A torch optimizer, or a wrapper of one such as Accelerate's.
         url: Where the chain lies.
         every_steps: Optimizer steps a version.
@@ -59,6 +92,12 @@ def attach(
     Raises:
         ConfigError: ``optimizer`` is none, or the model can not be published.
     """
+    if not isinstance(model, nn.Module):
+        from deltachain.publish.callback import DeltaChainCallback  # noqa: PLC0415 - needs it
+
+        callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
+        model.add_callback(callback.bind(model))
+        return callback
     if every_steps < 1:
         raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
     inner = unwrap_optimizer(optimizer)

@@ -5,25 +5,44 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self, TypeAlias
 
+import msgspec
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from deltachain.errors import ConfigError, DeltaChainError, PublisherFencedError
 from deltachain.publish.assets import collect_assets
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.ranks import Ranks
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Diff
-from deltachain.publish.source import walk
+from deltachain.publish.source import Live, walk
+from deltachain.publish.together import led, together
 from deltachain.store import Store, open_store
+from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
 
 Published: TypeAlias = "Future[PublishReceipt]"
+
+
+class Here(msgspec.Struct, frozen=True):
+    """Where a rank is when it calls ``publish``."""
+
+    free: bool
+    step: int | None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether all ranks take a diff now, and the newest committed version."""
+
+    go: bool
+    head: Version = -1
 
 
 class Publisher:
@@ -33,6 +52,10 @@ class Publisher:
     ``publish`` returns as soon as the diff is taken; one version is in flight at a time, encoded
     and put by one thread of its own. A publish that failed changes nothing: its bits are found
     again by the next diff. Call it from one thread.
+
+    Where ``torch.distributed`` is initialised, every rank makes a publisher and calls the same
+    methods; each publishes a part of what it holds, the first one commits. Ranks tell each other
+    words through the store of the process group, never weights.
 
     Args:
         config: Settings, or the URL alone.
@@ -52,28 +75,49 @@ class Publisher:
         self._busy = False
         self._waiting: list[Published] = []
         self._waiting_step: int | None = None
-        self._unsettled: Diff | None = None
+        self._unsettled: tuple[Version, Diff] | None = None
         self._fenced: PublisherFencedError | None = None
+        self._ranks = Ranks.alone()
+        self._turn = 0
 
-    def attach(self, model: nn.Module, *, assets: Mapping[str, bytes] | None = None) -> Self:
+    def attach(
+        self,
+        model: nn.Module | Live,
+        *,
+        assets: Mapping[str, bytes] | None = None,
+        group: ProcessGroup | None = None,
+    ) -> Self:
         """Begin or continue the chain, so that its newest version is the model as it is now.
 
         Blocks until that version is committed: a first anchor can take minutes.
 
         Args:
-            model: On any device, wrapped or not.
+            model: On any device, wrapped or not, whole or sharded. Or a function that gives the
+                names and tensors of a checkpoint, whole or as DTensors, anew for every version: an
+                export of a trainer whose own parameters say nothing of a checkpoint. Each rank
+                gives what it has; what several have is published once.
             assets: Small files for the chain. Not given: see ``PublishConfig.assets``.
+            group: The ranks that publish, if those are not all of ``torch.distributed``.
 
         Raises:
             ConfigError: The model can not be published; the hint says what to do instead.
             ChainMismatchError: The URL holds the chain of another model.
             PublisherFencedError: Another publisher was quicker.
+            RankError: Another rank could not do its part.
         """
         if self._session is not None:
             raise ConfigError("this publisher is attached already", hint="make another one")
-        source = walk(model, dtype=self.config.dtype, checkpoint=self.config.base)
-        files = collect_assets(model, self.config) if assets is None else assets
-        self._session = begin(self._store, source, self.config, files)
+        config = self.config
+        self._ranks = Ranks.join(group, deadline_s=config.deadline_s)
+        session = begin(
+            self._store,
+            lambda: walk(model, dtype=config.dtype, checkpoint=config.base),
+            config,
+            lambda: collect_assets(model, config) if assets is None else assets,
+            self._ranks,
+        )
+        session.ranks = self._ranks.clone()  # for the thread that commits
+        self._session = session
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
 
@@ -85,8 +129,7 @@ class Publisher:
     @property
     def version(self) -> int:
         """The newest committed version; -1 before ``attach``."""
-        parent = self._session.writer.parent if self._session else None
-        return parent.version if parent else -1
+        return self._session.head if self._session else -1
 
     @property
     def epoch(self) -> int:
@@ -109,9 +152,7 @@ class Publisher:
         future: Published = Future()
         self._waiting.append(future)
         self._waiting_step = step
-        if not self._busy or self.config.when_busy == "wait":
-            self._land()
-            self._launch(session)
+        self._try(session, free=not self._busy or self.config.when_busy == "wait")
         return future
 
     def flush(self) -> PublishReceipt | None:
@@ -125,7 +166,7 @@ class Publisher:
         """
         self._land()
         if self._waiting:
-            self._launch(self._require_session())
+            self._try(self._require_session(), free=True)
             self._land()
         return self.last
 
@@ -133,7 +174,7 @@ class Publisher:
         """Flush, and give everything back. Closing twice is allowed."""
         try:
             self.flush()
-            if self._session is not None and self._fenced is None:
+            if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.write_head()
         finally:
             self._pool.shutdown()
@@ -186,31 +227,60 @@ class Publisher:
         waiting, self._waiting = self._waiting, []
         return [future for future in waiting if future.set_running_or_notify_cancel()]
 
-    def _launch(self, session: Session) -> None:
-        """Take the diff, and send it on its way."""
+    def _try(self, session: Session, *, free: bool) -> None:
+        """Launch, if all ranks are free to."""
+        self._turn += 1
+        here = Here(free=free, step=self._waiting_step)
+        topic = f"{self._turn}/meet"
         try:
-            self._settle(session)
-        except PublisherFencedError as error:
-            self._fenced = error
+            kinds = (Here, Verdict)
+            verdict = together(self._ranks, topic, lambda: here, self._decide, kinds)
         except DeltaChainError as error:
-            self._fail(error)
-            return
+            if not self._busy:
+                self._land()  # what failed before is said first
+            if isinstance(error, PublisherFencedError):
+                self._fenced = error
+                self._stop(error)
+            else:
+                self._fail(error)
+        else:
+            if verdict.go:
+                self._land()
+                self._launch(session, verdict)
+
+    def _decide(self, here: list[Here]) -> Verdict:
+        """What the first rank makes of where all of them are."""
+        session = self._require_session()
+        if not all(one.free for one in here):
+            return Verdict(go=False)
+        if len({one.step for one in here}) > 1:
+            raise ConfigError(
+                f"ranks publish different steps: {[one.step for one in here]}",
+                hint="every rank calls publish after the same steps",
+            )
+        if self._fenced is not None:
+            raise self._fenced
+        if self._in_flight is not None:
+            wait([self._in_flight])
+        if session.writer.settle():
+            session.head += 1
+        return Verdict(go=True, head=session.head)
+
+    def _launch(self, session: Session, verdict: Verdict) -> None:
+        """Take the diff, and send it on its way."""
         if self._fenced is not None:
             self._stop(self._fenced)
             return
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None and unsettled[0] <= verdict.head:
+            session.snapshot.redo(unsettled[1])  # it was committed after all
+        session.head = verdict.head
         start = time.perf_counter()
         diff = session.snapshot.diff_()
         diff_s = time.perf_counter() - start
         covered, step = self._take_waiting(), self._waiting_step
         self._busy = True
         self._in_flight = self._pool.submit(self._run, session, diff, step, diff_s, covered)
-
-    def _settle(self, session: Session) -> None:
-        """Find out whether a commit whose reply was lost has happened."""
-        if self._unsettled is not None:
-            if session.writer.settle():
-                session.snapshot.redo(self._unsettled)
-            self._unsettled = None
 
     def _run(
         self,
@@ -221,12 +291,18 @@ class Publisher:
         covered: list[Published],
     ) -> PublishReceipt:
         """Commit the diff, then an anchor behind it if one is due; in the publisher's thread."""
+        topic = str(self._turn)
         try:
-            receipt = session.commit_diff(diff, step=step, diff_s=diff_s)
+            receipt = session.commit(
+                "delta",
+                lambda slot: session.put_delta(slot, diff),
+                topic=topic,
+                step=step,
+                diff_s=diff_s,
+            )
         except BaseException as error:
             session.snapshot.restore(diff)
-            if session.writer.uncertain:
-                self._unsettled = diff
+            self._unsettled = session.head + 1, diff
             self._busy = False
             for future in covered:
                 future.set_exception(error)
@@ -234,7 +310,7 @@ class Publisher:
         self.last = receipt
         logger.info("%s", receipt)
         try:
-            _add_anchor(session)
+            _add_anchor(session, topic)
         finally:
             self._busy = False  # first: whoever waits for the result may publish again at once
             for future in covered:
@@ -242,12 +318,13 @@ class Publisher:
         return receipt
 
 
-def _add_anchor(session: Session) -> None:
+def _add_anchor(session: Session, topic: str) -> None:
     """Add an anchor if one is due; the version is committed, whether or not that works."""
     try:
-        anchor = session.add_anchor()
+        if not led(session.ranks, f"{topic}/due", lambda: session.anchor_due, bool):
+            return
+        anchor = session.add_anchor(topic=f"{topic}/anchor")
     except DeltaChainError as error:
         logger.warning("no anchor yet, the next version tries again: %s", error)
         return
-    if anchor is not None:
-        logger.info("anchor of version %d, %d B", anchor.version, anchor.nbytes)
+    logger.info("anchor of version %d, %d B", anchor.version, anchor.nbytes)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from deltachain.chain import Chain, Committed
@@ -18,54 +19,104 @@ from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.manifest import BaseRef, Edge
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.session import Session, slot_of
-from deltachain.publish.snapshot import Diff, Snapshot
+from deltachain.publish.ranks import Ranks
+from deltachain.publish.session import Session, Share
+from deltachain.publish.sharing import share
+from deltachain.publish.snapshot import WINDOW, Diff, Snapshot
 from deltachain.publish.source import Source
+from deltachain.publish.together import all_say, led
 from deltachain.publish.upload import sparse_nbytes
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store
+from deltachain.types import Bits, StateDigest
 
 logger = logging.getLogger(__name__)
 
 
+class Begun(msgspec.Struct, frozen=True):
+    """Where the first rank found or made the chain."""
+
+    epoch: int
+    head: int
+
+
 def begin(
-    store: Store, source: Source, config: PublishConfig, assets: Mapping[str, bytes]
+    store: Store,
+    walk: Callable[[], Source],
+    config: PublishConfig,
+    assets: Callable[[], Mapping[str, bytes]],
+    ranks: Ranks,
 ) -> Session:
     """Make the chain, or take it over; the newest version is then the model as it is now.
+
+    Args:
+        store: Where.
+        walk: Collects what this rank holds of the model.
+        config: How to publish.
+        assets: Collects small files for the chain; called on the first rank.
+        ranks: All who publish.
 
     Raises:
         ChainMismatchError: The URL holds the chain of another model.
         PublisherFencedError: Another publisher was quicker.
         ConfigError: The model does not hold the bits of the base checkpoint.
+        RankError: Another rank could not do its part.
     """
+    source = share(walk, ranks)
     snapshot = Snapshot(source)
+    writers: list[Writer] = []
+
+    def take() -> Begun:
+        writers.append(_take(store, source, config, assets()))
+        parent = writers[0].parent
+        return Begun(epoch=writers[0].epoch, head=parent.version if parent else -1)
+
+    begun = led(ranks, "begin", take, Begun)
+    writer = writers[0] if ranks.leads else _beside(store, source, config, begun)
+    session = Session(source, snapshot, writer, config, ranks)
+    if writer.parent is None:
+        first_version(session)
+    else:
+        catch_up(session, writer.parent)
+    return session
+
+
+def _take(
+    store: Store, source: Source, config: PublishConfig, assets: Mapping[str, bytes]
+) -> Writer:
+    """The position of the rank that commits."""
     chain = Chain.create(
         store, source.table(), chain_id=uuid.uuid4().hex, time=time.time(), assets=assets
     )
-    numel = sum(weight.spec.numel for weight in source.weights)
-    writer = take_over(chain, numel=numel, metadata=config.metadata)
-    if writer is None:
-        writer = Writer(chain, numel=numel, metadata=config.metadata, parent=None)
-    session = Session(source, snapshot, writer, config)
-    if writer.parent is None:
-        first_version(session)
-    elif writer.parent.state != snapshot.state:
-        catch_up(session, writer.parent)
-    return session
+    writer = take_over(chain, numel=source.numel, metadata=config.metadata)
+    return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
+
+
+def _beside(store: Store, source: Source, config: PublishConfig, begun: Begun) -> Writer:
+    """The position of a rank that puts parts, and commits nothing."""
+    chain = Chain.open(store)
+    parent = chain.read(begun.head) if begun.head >= 0 else None
+    writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=parent)
+    writer.epoch = begun.epoch
+    return writer
 
 
 def first_version(session: Session, *, step: int | None = None) -> None:
     """Version 0: an anchor, or a reference to a checkpoint that everybody has."""
     base = session.config.base
-    draft = session.writer.draft(state=session.snapshot.state, step=step, nnz=session.numel)
     if base is None:
-        edge = session.put_anchor(slot_of("anchor", draft))
-    else:
-        edge = base_edge(base, session.source, session.snapshot)
-    session.writer.commit(draft, edge)
+        session.commit("anchor", session.put_anchor, topic="first", step=step)
+        return
+    session.commit(
+        "anchor",
+        lambda _: Share(Edge(kind="anchor"), session.snapshot.state, session.source.held_numel, 0),
+        topic="first",
+        step=step,
+        edge_of=lambda shares: base_edge(base, session.source, shares),
+    )
 
 
-def base_edge(folder: Path, source: Source, snapshot: Snapshot) -> Edge:
+def base_edge(folder: Path, source: Source, shares: Sequence[Share]) -> Edge:
     """Version 0 as a reference to a checkpoint, once the model is proven to hold its bits.
 
     Raises:
@@ -76,57 +127,108 @@ def base_edge(folder: Path, source: Source, snapshot: Snapshot) -> Edge:
         "without it the first version is uploaded as an anchor"
     )
     checkpoint = Checkpoint(folder)
-    for weight in source.weights:
-        found = checkpoint.specs.get(weight.spec.name)
-        if found != weight.spec:
-            raise ConfigError(f"{folder} has {found}, the model has {weight.spec}", hint=hint)
-    if checkpoint.state(weight.spec.name for weight in source.weights) != snapshot.state:
+    for spec in source.specs:
+        found = checkpoint.specs.get(spec.name)
+        if found != spec:
+            raise ConfigError(f"{folder} has {found}, the model has {spec}", hint=hint)
+    state = sum((share.state for share in shares), StateDigest())
+    if checkpoint.state(spec.name for spec in source.specs) != state:
         raise ConfigError(f"the model does not hold the bits of {folder}", hint=hint)
     reference = BaseRef(path=str(folder.resolve()), files=tuple(checkpoint.files()))
     return Edge(kind="base", reference=reference)
 
 
+class Difference(msgspec.Struct, frozen=True):
+    """What tells one rank's weights from those of the newest version.
+
+    Attributes:
+        state: What its weights add to the state digest.
+        change: What telling them apart adds to it; nothing where the chain can not be read.
+        nbytes: About the bytes of a delta that does.
+    """
+
+    state: StateDigest
+    change: StateDigest | None = None
+    nbytes: int = 0
+
+
 def catch_up(session: Session, head: Committed, *, step: int | None = None) -> None:
-    """Publish what tells the snapshot from the newest version: a delta, or an anchor if smaller."""
+    """Publish what tells the snapshot from the newest version: a delta, or an anchor if smaller.
+
+    Nothing, where nothing does.
+    """
+    own = session.snapshot.state
+    states = all_say(session.ranks, "states", lambda: own, StateDigest)
+    if sum(states, StateDigest()) == head.state:
+        return
     diff = _difference(session, head)
-    nnz = session.numel if diff is None else sum(c.indices.size for c in diff.values())
-    draft = session.writer.draft(state=session.snapshot.state, step=step, nnz=nnz)
+    mine = _weigh(session, diff)
+    found = all_say(session.ranks, "difference", lambda: mine, Difference)
+    if diff is not None and _is_proven(found, head) and _nbytes(found) < session.anchor_nbytes:
+        logger.info("version %d continues from another state", head.version + 1)
+        known = diff
+        session.commit("delta", lambda slot: session.put_delta(slot, known), topic="up", step=step)
+        return
+    logger.warning("version %d starts over with an anchor", head.version + 1)
+    session.commit("anchor", session.put_anchor, topic="up", step=step)
+
+
+def _weigh(session: Session, diff: Diff | None) -> Difference:
+    """What the others need to know of this rank's difference."""
     if diff is None:
-        logger.warning("version %d starts over with an anchor", draft.version)
-        edge = session.put_anchor(slot_of("anchor", draft))
-    else:
-        logger.info("version %d continues from another state, nnz %d", draft.version, nnz)
-        edge = session.put_delta(slot_of("delta", draft), diff)
-    session.writer.commit(draft, edge)
+        return Difference(session.snapshot.state)
+    absolute = session.config.encoding != "step"
+    routed = session.snapshot.routed(diff)
+    nbytes = sum(sparse_nbytes(spec, changes, absolute=absolute) for _, spec, changes in routed)
+    return Difference(session.snapshot.state, session.snapshot.change(diff), nbytes)
+
+
+def _nbytes(found: Sequence[Difference]) -> int:
+    return sum(one.nbytes for one in found)
+
+
+def _is_proven(found: Sequence[Difference], head: Committed) -> bool:
+    """Whether every rank could read the newest version, and it was what its manifest says."""
+    changes = [one.change for one in found if one.change is not None]
+    if len(changes) < len(found):
+        return False
+    states = sum((one.state for one in found), StateDigest())
+    if head.state + sum(changes, StateDigest()) != states:
+        logger.warning("version %d in the store is not what its manifest says", head.version)
+        return False
+    return True
 
 
 def _difference(session: Session, head: Committed) -> Diff | None:
-    """What tells the snapshot from the newest version; ``None`` when an anchor is cheaper."""
+    """What tells the snapshot from the newest version; ``None`` where that can not be read."""
     chain, config = session.writer.chain, session.config
     try:
         fetched = fetch(chain, chain.plan(None, head), base=config.base)
-        diff = dict(_compare(fetched, session.source, session.snapshot))
+        return dict(_compare(fetched, session.source, session.snapshot))
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
         logger.warning("version %d can not be rebuilt from the store: %s", head.version, exc)
         return None
-    if head.state + session.snapshot.change(diff) != session.snapshot.state:
-        logger.warning("version %d in the store is not what its manifest says", head.version)
-        return None
-    absolute = config.encoding != "step"
-    sparse = sum(
-        sparse_nbytes(w.spec, diff[w.spec.name], absolute=absolute)
-        for w in session.source.weights
-        if w.spec.name in diff
-    )
-    return diff if sparse < session.anchor_nbytes else None
 
 
 def _compare(fetched: Fetched, source: Source, snapshot: Snapshot) -> Iterator[tuple[str, Changes]]:
     """What tells the snapshot from the weights that a plan from nothing gives."""
     for weight in source.weights:
-        delta = fetched.read(weight.spec.name)
-        if not delta.is_dense:
-            raise BrokenChainError(f"{weight.spec.name}: the chain does not give the whole tensor")
-        changes = host.diff_(np.array(delta.values), snapshot.bits(weight))
+        bits = snapshot.bits(weight)
+        then = np.empty_like(bits)
+        values, read = bits, ""
+        for window in weight.route.windows(WINDOW):
+            if window.spec.name != read:
+                values, read = _all_of(fetched, window.spec.name), window.spec.name
+            places = window.indices
+            there = slice(places.start, places.stop) if isinstance(places, range) else places
+            then[window.select] = values[there]
+        changes = host.diff_(then, bits)
         if changes.indices.size:
             yield weight.spec.name, changes
+
+
+def _all_of(fetched: Fetched, name: str) -> Bits:
+    delta = fetched.read(name)
+    if not delta.is_dense:
+        raise BrokenChainError(f"{name}: the chain does not give the whole tensor")
+    return delta.values

@@ -4,62 +4,95 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+import msgspec
+
 from deltachain.codec import Change
-from deltachain.errors import ConfigError
+from deltachain.errors import ChainError, ConfigError
 from deltachain.keys import PayloadKind
 from deltachain.manifest import Edge, EdgeSummary
 from deltachain.plan import REQUEST_NBYTES
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.ranks import Ranks
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.snapshot import Diff, Snapshot
-from deltachain.publish.source import Source
-from deltachain.publish.upload import DENSE_SHARE, Slot, dense_change, sparse_change, upload
-from deltachain.publish.writer import Draft, Writer
+from deltachain.publish.source import Source, Weight
+from deltachain.publish.together import together
+from deltachain.publish.upload import DENSE_SHARE, Slot, sparse_change, upload, window_change
+from deltachain.publish.writer import Writer
 from deltachain.types import StateDigest
 
+INDEX_NBYTES = 8
+"""Of the index of an element, where a window is not a whole tensor."""
 
-@dataclass(frozen=True)
-class Session:
-    """What a publisher works with once it is attached.
+
+class Share(msgspec.Struct, frozen=True):
+    """One rank's part of an edge.
 
     Attributes:
-        source: The live weights.
-        snapshot: Their bits as last published.
-        writer: The position in the chain.
-        config: The publisher's settings.
+        edge: With its payload objects.
+        state: What its weights add to the state digest.
+        nnz: Elements changed.
+        requests: Requests to the store for it.
     """
 
-    source: Source
-    snapshot: Snapshot
-    writer: Writer
-    config: PublishConfig
+    edge: Edge
+    state: StateDigest
+    nnz: int
+    requests: int
 
-    @cached_property
-    def numel(self) -> int:
-        """Elements in all."""
-        return sum(weight.spec.numel for weight in self.source.weights)
+
+class Session:
+    """What a publisher works with once it is attached; every rank has one.
+
+    Args:
+        source: What of the live weights this rank publishes.
+        snapshot: Their bits as last published.
+        writer: The position in the chain; only the first rank's moves on.
+        config: The publisher's settings.
+        ranks: All who publish.
+
+    Attributes:
+        head: The newest version that is known to be committed; -1 before the first.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        snapshot: Snapshot,
+        writer: Writer,
+        config: PublishConfig,
+        ranks: Ranks,
+    ) -> None:
+        self.source, self.snapshot, self.writer = source, snapshot, writer
+        self.config, self.ranks = config, ranks
+        self.head = writer.parent.version if writer.parent else -1
 
     @cached_property
     def anchor_nbytes(self) -> int:
         """About the bytes of an anchor."""
-        return int(DENSE_SHARE * sum(weight.spec.nbytes for weight in self.source.weights))
+        return int(DENSE_SHARE * sum(spec.nbytes for spec in self.source.specs))
 
-    def put_anchor(self, slot: Slot) -> Edge:
+    @property
+    def anchor_due(self) -> bool:
+        """Whether a newcomer would pay too much without an anchor; the first rank knows."""
+        limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
+        return self.writer.parent is not None and self.writer.newcomer_cost > limit
+
+    def put_anchor(self, slot: Slot) -> Share:
         """Put all bits of the snapshot as the parts of an anchor; nothing names them yet.
 
         Raises:
             ConfigError: They do not have the state of the snapshot.
         """
+        requests = self.writer.chain.store.requests
         total = StateDigest()
 
         def changes() -> Iterator[Change]:
             nonlocal total
-            for weight in self.source.weights:
-                change = dense_change(weight.spec, self.snapshot.bits(weight))
+            for change in self._windows():
                 total += change.digest
                 yield change
 
@@ -69,71 +102,130 @@ class Session:
                 "a frozen weight was changed in place: the anchor would not be the version",
                 hint="what changes must be trainable, or a buffer, when the publisher attaches",
             )
-        return edge
+        return self._share(edge, self.source.held_numel, requests)
 
-    def put_delta(self, slot: Slot, diff: Diff) -> Edge:
+    def put_delta(self, slot: Slot, diff: Diff) -> Share:
         """Put a diff as the parts of a delta; nothing names them yet."""
-        return self._upload(slot, self._changes(diff))
+        requests = self.writer.chain.store.requests
+        edge = self._upload(slot, self._changes(diff))
+        return self._share(edge, sum(c.indices.size for c in diff.values()), requests)
 
-    def commit_diff(self, diff: Diff, *, step: int | None, diff_s: float) -> PublishReceipt:
-        """Encode, put and commit a diff as the next version.
+    def commit(
+        self,
+        kind: PayloadKind,
+        put: Callable[[Slot], Share],
+        *,
+        topic: str,
+        step: int | None = None,
+        diff_s: float = 0.0,
+        edge_of: Callable[[Sequence[Share]], Edge] | None = None,
+    ) -> PublishReceipt:
+        """Commit what every rank puts as the next version.
+
+        Args:
+            kind: Of its edge.
+            put: This rank's part.
+            topic: Names this commit among the ranks; no other attempt has it.
+            step: The trainer's.
+            diff_s: Seconds that the diff took.
+            edge_of: Makes the edge of all parts, if it is not just all of them.
 
         Raises:
             StoreError: It is not committed, or nobody can tell.
             PublisherFencedError: Another publisher was first.
+            RankError: Another rank could not do its part.
         """
-        start = time.perf_counter()
-        store = self.writer.chain.store
-        requests = store.requests
-        nnz = sum(changes.indices.size for changes in diff.values())
-        draft = self.writer.draft(state=self.snapshot.state, step=step, nnz=nnz)
-        edge = self.put_delta(slot_of("delta", draft), diff)
-        encoded = time.perf_counter()
-        committed = self.writer.commit(draft, edge)
-        return PublishReceipt(
-            version=committed.version,
-            epoch=draft.epoch,
-            kind=edge.kind,
-            step=step,
-            state=draft.state,
-            nnz=nnz,
-            numel=self.numel,
-            nbytes=edge.nbytes,
-            diff_s=diff_s,
-            requests=store.requests - requests,
-            encode_s=encoded - start,
-            commit_s=time.perf_counter() - encoded,
-            kernel=self.snapshot.kernel,
-        )
+        start, store = time.perf_counter(), self.writer.chain.store
+        slot = self._slot(kind, self.head + 1)
 
-    def add_anchor(self) -> EdgeSummary | None:
-        """Add an anchor of the newest version, if a newcomer would pay too much without one."""
-        limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
-        committed = self.writer.parent
-        if committed is None or self.writer.newcomer_cost <= limit:
-            return None
-        slot = Slot(
-            kind="anchor",
-            version=committed.version,
-            epoch=self.writer.epoch,
-            commit_id=uuid.uuid4().hex,
-        )
-        return self.writer.add_anchor(committed, self.put_anchor(slot))
+        def conclude(shares: list[Share]) -> PublishReceipt:
+            encoded, requests = time.perf_counter(), store.requests
+            edge = (edge_of or joined)(shares)
+            state = sum((share.state for share in shares), StateDigest())
+            nnz = sum(share.nnz for share in shares)
+            draft = self.writer.draft(slot.commit_id, state=state, step=step, nnz=nnz)
+            committed = self.writer.commit(draft, edge)
+            return PublishReceipt(
+                version=committed.version,
+                epoch=draft.epoch,
+                kind=edge.kind,
+                step=step,
+                state=state,
+                nnz=nnz,
+                numel=self.source.numel,
+                nbytes=edge.nbytes,
+                diff_s=diff_s,
+                requests=sum(share.requests for share in shares) + store.requests - requests,
+                encode_s=encoded - start,
+                commit_s=time.perf_counter() - encoded,
+                kernel=self.snapshot.kernel,
+            )
+
+        kinds = (Share, PublishReceipt)
+        receipt = together(self.ranks, topic, lambda: put(slot), conclude, kinds)
+        self.head = receipt.version
+        return receipt
+
+    def add_anchor(self, *, topic: str) -> EdgeSummary:
+        """Add an anchor of the newest version.
+
+        Raises:
+            StoreError: It is not there; the chain is as it was.
+            RankError: Another rank could not do its part.
+        """
+        slot = self._slot("anchor", self.head)
+
+        def conclude(shares: list[Share]) -> EdgeSummary:
+            committed = self.writer.parent
+            if committed is None:
+                raise ChainError("an anchor follows a version, and there is none")
+            return self.writer.add_anchor(committed, joined(shares))
+
+        kinds = (Share, EdgeSummary)
+        return together(self.ranks, topic, lambda: self.put_anchor(slot), conclude, kinds)
+
+    def _slot(self, kind: PayloadKind, version: int) -> Slot:
+        """A place for this rank's parts of an edge: no other attempt, and no other rank, has it."""
+        epoch = self.writer.epoch
+        return Slot(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
+
+    def _windows(self) -> Iterator[Change]:
+        """Everything that this rank publishes, as the snapshot has it."""
+        for weight in self.source.weights:
+            bits = self.snapshot.bits(weight)
+            for window in weight.route.windows(self._window_numel(weight)):
+                yield window_change(window, bits)
+
+    def _window_numel(self, weight: Weight) -> int:
+        """Most elements of a window: a part of it stays within its bound, indices included."""
+        slots = weight.route.slots
+        if all(weight.route.all_of(slot.spec) is not None for slot in slots):
+            return max(slot.numel for slot in slots)  # no window has indices
+        return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
 
     def _changes(self, diff: Diff) -> Iterator[Change]:
         absolute = self.config.encoding != "step"
-        for weight in self.source.weights:
-            changed = diff.get(weight.spec.name)
-            if changed is not None:
-                bits = self.snapshot.bits(weight)
-                yield sparse_change(weight.spec, changed, bits, absolute=absolute)
+        for weight, spec, changes in self.snapshot.routed(diff):
+            there = weight.route.all_of(spec)
+            bits = None if there is None else self.snapshot.bits(weight)[there]
+            yield sparse_change(spec, changes, bits, absolute=absolute)
 
     def _upload(self, slot: Slot, changes: Iterator[Change]) -> Edge:
         raw = self.config.encoding == "raw"
         part_nbytes = self.config.part_nbytes
         return upload(self.writer.chain, slot, changes, raw=raw, part_nbytes=part_nbytes)
 
+    def _share(self, edge: Edge, nnz: int, requests: int) -> Share:
+        requests = self.writer.chain.store.requests - requests
+        return Share(edge=edge, state=self.snapshot.state, nnz=nnz, requests=requests)
 
-def slot_of(kind: PayloadKind, draft: Draft) -> Slot:
-    """Where the parts of a draft's own edge go."""
-    return Slot(kind=kind, version=draft.version, epoch=draft.epoch, commit_id=draft.commit_id)
+
+def joined(shares: Sequence[Share]) -> Edge:
+    """One edge of every rank's parts."""
+    edges = [share.edge for share in shares]
+    return Edge(
+        kind=edges[0].kind,
+        base=edges[0].base,
+        encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
+        parts=tuple(part for edge in edges for part in edge.parts),
+    )

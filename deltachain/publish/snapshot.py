@@ -8,7 +8,7 @@ are compared there: the copy crosses over in chunks, and only what changed comes
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from deltachain.kernels import device, host
 from deltachain.kernels.crossing import diff_across_
 from deltachain.kernels.reference import Changes
 from deltachain.names import TORCH_DTYPES
+from deltachain.publish.route import Window
 from deltachain.publish.source import Source, Weight
-from deltachain.types import Bits, StateDigest
+from deltachain.types import Bits, StateDigest, TensorSpec
 
 Diff: TypeAlias = Mapping[str, Changes]
-"""What changed, by tensor name: only tensors that did."""
+"""What changed of what this rank holds, by the model's names: only tensors that did."""
+
+WINDOW: Final = 1 << 22
+"""Elements that are digested at a time where they are not consecutive in the checkpoint."""
 
 
 class Snapshot:
@@ -41,16 +45,17 @@ class Snapshot:
         self._on_device = on_device
         self._kept: dict[str, Tensor] = {}
         self._state = StateDigest()
-        for weight in source.weights:
+        for weight in source.now():
             bits = wire_bits(weight)
-            self._state += host.digest(digest_key(weight.spec), bits)
+            for window in weight.route.windows(WINDOW):
+                self._state += digest_window(window, bits)
             if not weight.frozen:
                 kept = torch.from_numpy(bits.copy())
                 self._kept[weight.spec.name] = kept.pin_memory() if weight.tensor.is_cuda else kept
 
     @property
     def state(self) -> StateDigest:
-        """State digest of the snapshot and the frozen weights."""
+        """What this rank's snapshot and frozen weights add to the state digest."""
         return self._state
 
     @property
@@ -94,14 +99,17 @@ class Snapshot:
 
     def change(self, diff: Diff) -> StateDigest:
         """What a diff does to the state digest."""
-        return sum((digest for _, digest in self.digests(diff)), StateDigest())
+        changes = (digest_change(spec, change) for _, spec, change in self.routed(diff))
+        return sum(changes, StateDigest())
 
-    def digests(self, diff: Diff) -> Iterator[tuple[str, StateDigest]]:
-        """What a diff does to each tensor's contribution to the state digest."""
+    def routed(self, diff: Diff) -> Iterator[tuple[Weight, TensorSpec, Changes]]:
+        """A diff in the checkpoint's names and indices, with the weight that each comes from."""
         for weight in self._source.weights:
             changes = diff.get(weight.spec.name)
-            if changes is not None:
-                yield weight.spec.name, digest_change(digest_key(weight.spec), changes)
+            if changes is None:
+                continue
+            for spec, select, indices in weight.route.split(changes.indices):
+                yield weight, spec, Changes(indices, changes.old[select], changes.new[select])
 
     def _put_back(self, diff: Diff) -> None:
         for name, changes in diff.items():
@@ -117,10 +125,19 @@ class Snapshot:
         return host.diff_(snapshot, wire_bits(weight))
 
 
-def digest_change(key: tuple[int, int], changes: Changes) -> StateDigest:
+def digest_change(spec: TensorSpec, changes: Changes) -> StateDigest:
     """What the changes of one tensor do to its contribution."""
+    key = digest_key(spec)
     new = host.digest_at(key, changes.indices, changes.new)
     return new - host.digest_at(key, changes.indices, changes.old)
+
+
+def digest_window(window: Window, bits: Bits) -> StateDigest:
+    """What the elements of a window contribute, given all bits that the rank holds."""
+    key, mine = digest_key(window.spec), bits[window.select]
+    if isinstance(window.indices, range):
+        return host.digest(key, mine, window.indices.start)
+    return host.digest_at(key, window.indices, mine)
 
 
 def wire_bits(weight: Weight) -> Bits:

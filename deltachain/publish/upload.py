@@ -16,7 +16,8 @@ from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.keys import PayloadKind, payload_key
 from deltachain.manifest import Edge, ObjectRef
-from deltachain.publish.snapshot import digest_change
+from deltachain.publish.route import Window
+from deltachain.publish.snapshot import digest_change, digest_window
 from deltachain.types import Bits, TensorSpec, Version
 
 DENSE_SHARE: Final = 0.7
@@ -47,7 +48,7 @@ def upload(
     encodings: set[str] = set()
     for number, group in enumerate(_parts(changes, part_nbytes)):
         key = payload_key(slot.kind, slot.version, slot.epoch, slot.commit_id, number)
-        part = encode_part(group, raw=raw)
+        part = encode_part(group, raw=raw and not any(change.windows for change in group))
         xet_hash = chain.store.put(key, part.data)
         encodings.update(part.encodings)
         refs.append(
@@ -64,37 +65,42 @@ def upload(
 
 
 def _parts(changes: Iterable[Change], part_nbytes: int) -> Iterator[list[Change]]:
-    """Cut consecutive changes where a part would grow beyond its bound."""
-    group: list[Change] = []
+    """Cut where a part would be too large, or have a tensor twice; each in the table's order."""
+    group: dict[str, Change] = {}
     nbytes = 0
     for change in changes:
-        if group and nbytes + change.delta.nbytes > part_nbytes:
-            yield group
-            group, nbytes = [], 0
-        group.append(change)
+        name = change.delta.spec.name
+        if group and (nbytes + change.delta.nbytes > part_nbytes or name in group):
+            yield [group[name] for name in sorted(group)]
+            group, nbytes = {}, 0
+        group[name] = change
         nbytes += change.delta.nbytes
     if group:
-        yield group
+        yield [group[name] for name in sorted(group)]
 
 
-def sparse_change(spec: TensorSpec, changes: Changes, bits: Bits, *, absolute: bool) -> Change:
-    """What goes on the wire for one tensor: sparse, or dense where that is smaller.
+def sparse_change(
+    spec: TensorSpec, changes: Changes, bits: Bits | None, *, absolute: bool
+) -> Change:
+    """What goes on the wire for one tensor, the smaller: its changes, or all its bits.
 
     Args:
         spec: The tensor.
         changes: What changed.
-        bits: All its bits after the change.
+        bits: All its bits after the change; ``None`` if other ranks hold some of them.
         absolute: Whether sparse deltas carry bits rather than steps.
     """
-    if sparse_nbytes(spec, changes, absolute=absolute) > DENSE_SHARE * spec.nbytes:
+    nbytes = sparse_nbytes(spec, changes, absolute=absolute)
+    if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
         return dense_change(spec, bits)
+    absolute = absolute or nbytes > sparse_nbytes(spec, changes, absolute=True)
     delta = TensorDelta(
         spec=spec,
         indices=changes.indices,
         values=changes.new if absolute else changes.new - changes.old,
         absolute=ABSOLUTE if absolute else STEP,
     )
-    return Change(delta, digest_change(digest_key(spec), changes))
+    return Change(delta, digest_change(spec, changes))
 
 
 def sparse_nbytes(spec: TensorSpec, changes: Changes, *, absolute: bool) -> int:
@@ -114,3 +120,16 @@ def sparse_nbytes(spec: TensorSpec, changes: Changes, *, absolute: bool) -> int:
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:
     """All the bits of one tensor."""
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
+
+
+def window_change(window: Window, bits: Bits) -> Change:
+    """The bits of a window, given all that the rank holds."""
+    spec, indices = window.spec, window.indices
+    digest = digest_window(window, bits)
+    if isinstance(indices, range):
+        if len(indices) == spec.numel:
+            return Change(TensorDelta.dense(spec, bits[window.select]), digest)
+        indices = np.arange(indices.start, indices.stop)
+    mine = bits[window.select]
+    delta = TensorDelta(spec=spec, indices=indices, values=mine, absolute=ABSOLUTE)
+    return Change(delta, digest, windows=True)

@@ -55,10 +55,12 @@ class Writer:
         self._added: list[EdgeSummary] = []
         self._uncertain: Manifest | None = None
 
-    def draft(self, *, state: StateDigest, step: int | None, nnz: int) -> Draft:
-        """The next version; a fresh commit id keeps its payload keys apart from all others."""
+    def draft(
+        self, commit_id: str = "", *, state: StateDigest, step: int | None, nnz: int
+    ) -> Draft:
+        """The next version; its commit id is fresh, as are the keys of its payload."""
         return Draft(
-            commit_id=uuid.uuid4().hex,
+            commit_id=commit_id or uuid.uuid4().hex,
             version=self.parent.version + 1 if self.parent else 0,
             epoch=self.epoch,
             step=step,

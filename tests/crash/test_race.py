@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from threading import Barrier
 from typing import TypeVar
 
 import pytest
+from torch import nn
 
 from deltachain.chain import Chain, Committed
 from deltachain.errors import PublisherFencedError
@@ -104,11 +106,18 @@ def attach(store: Store) -> Callable[[], Publisher]:
     return lambda: Publisher(PublishConfig(url=store.url), store=store).attach(plain_model())
 
 
-def publish(publisher: Publisher, seed: int) -> int:
-    """Train and publish one version."""
+def model_of(publisher: Publisher) -> nn.Module:
     session = publisher._session
     assert session is not None
-    train_(session.source.model, seed)
+    live = session.source.live
+    assert isinstance(live, partial)
+    model: nn.Module = live.args[0]
+    return model
+
+
+def publish(publisher: Publisher, seed: int) -> int:
+    """Train and publish one version."""
+    train_(model_of(publisher), seed)
     publisher.publish(step=seed)
     receipt = publisher.flush()
     assert receipt is not None
@@ -139,9 +148,7 @@ def race_for_a_chain(store: Store, number: int) -> None:
             with pytest.raises(PublisherFencedError):
                 publish(owner, 7)
     found = recompute(store)
-    session = successor._session
-    assert session is not None
-    assert same(found[max(found)].state, bits_of(session.source.model))
+    assert same(found[max(found)].state, bits_of(model_of(successor)))
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -162,6 +169,4 @@ def test_a_last_publish_that_races_a_takeover_is_whole_or_not_there(number: int)
     epochs = [found[v].committed.manifest.epoch for v in found]
     assert epochs == sorted(epochs)
     assert epochs.count(0) in (1, 2)
-    session = successor._session
-    assert session is not None
-    assert same(found[max(found)].state, bits_of(session.source.model))
+    assert same(found[max(found)].state, bits_of(model_of(successor)))

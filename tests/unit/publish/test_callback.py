@@ -154,16 +154,6 @@ def test_versions_can_be_several_steps_apart(trainer: Callable[..., Trainer], ur
     assert {m.metadata["run"] for m in manifests} == {"c"}
 
 
-def test_other_processes_publish_nothing(url: str) -> None:
-    callback = DeltaChainCallback(url)
-    state: Any = SimpleNamespace(is_world_process_zero=False, global_step=1)
-    callback.on_train_begin(None, state, None, model=llama())  # type: ignore[arg-type]
-    callback.on_step_end(None, state, None)  # type: ignore[arg-type]
-    callback.on_train_end(None, state, None)  # type: ignore[arg-type]
-    assert callback.publisher is None
-    assert not Path(url).exists()
-
-
 def test_the_last_version_is_the_trained_model_and_loads_from_its_chain(
     trainer: Callable[..., Trainer], url: str, tmp_path: Path
 ) -> None:

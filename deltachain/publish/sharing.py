@@ -1,0 +1,111 @@
+"""What every rank holds, told to all, so that each publishes a part and no part is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from deltachain.errors import ConfigError, RankError
+from deltachain.kernels import host
+from deltachain.publish.ownership import check_cover, elect
+from deltachain.publish.ranks import Ranks
+from deltachain.publish.route import Box
+from deltachain.publish.snapshot import wire_bits
+from deltachain.publish.source import Source, Weight, specs_of
+from deltachain.publish.together import all_say
+from deltachain.types import TensorSpec
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What one rank holds of one live tensor, as the others are told.
+
+    Attributes:
+        full: Shape of the whole tensor.
+        offset: Where what is held begins in it.
+        shape: Of what is held.
+        frozen: Whether training leaves it alone.
+        bits: A digest of what is held: ranks that hold the same must hold equal bits.
+    """
+
+    full: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    frozen: bool
+    bits: str
+
+    @property
+    def box(self) -> Box:
+        """What is held."""
+        return Box(self.full, self.offset, self.shape)
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What one rank holds: live tensors, and the checkpoint's that they are part of."""
+
+    held: dict[str, Held]
+    specs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    aliases: dict[str, str]
+
+
+def share(walk: Callable[[], Source], ranks: Ranks) -> Source:
+    """What this rank publishes.
+
+    Args:
+        walk: Collects what it holds.
+        ranks: All of them.
+
+    Raises:
+        ConfigError: A rank's model can not be published, the ranks' parts are not a whole model, or
+            copies of one piece differ.
+        RankError: Some rank does not take part.
+    """
+    walked: list[Source] = []
+
+    def holding() -> Holding:
+        walked.append(walk())
+        return _holding(walked[0], alone=ranks.count == 1)
+
+    try:
+        holdings = all_say(ranks, "held", holding, Holding)
+    except RankError as exc:
+        exc.hint = "every rank makes a publisher and attaches it, whatever it holds"
+        raise
+    _check(holdings)
+    owned = elect([{name: held.box for name, held in h.held.items()} for h in holdings])
+    mine = tuple(w for w in walked[0].weights if w.spec.name in owned[ranks.number])
+    specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
+    aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
+    return replace(walked[0], weights=mine, specs=specs, aliases=aliases)
+
+
+def _holding(source: Source, *, alone: bool) -> Holding:
+    weights = source.weights if alone else source.now()
+    held = {weight.spec.name: _held(weight, alone=alone) for weight in weights}
+    specs = tuple((spec.name, spec.dtype, spec.shape) for spec in source.specs)
+    return Holding(held, specs, dict(source.aliases))
+
+
+def _held(weight: Weight, *, alone: bool) -> Held:
+    box = weight.route.box
+    bits = "" if alone else str(host.digest((0, 0), wire_bits(weight)))
+    return Held(box.full, box.offset, box.shape, weight.frozen, bits)
+
+
+def _check(holdings: Sequence[Holding]) -> None:
+    """Together they hold one model."""
+    for name in sorted({name for holding in holdings for name in holding.held}):
+        ranks = [number for number, holding in enumerate(holdings) if name in holding.held]
+        pieces = [holdings[number].held[name] for number in ranks]
+        check_cover(name, [piece.box for piece in pieces])
+        first: dict[Box, tuple[int, Held]] = {}
+        for number, piece in zip(ranks, pieces, strict=True):
+            other, same = first.setdefault(piece.box, (number, piece))
+            if piece.box.numel and piece.bits != same.bits:
+                raise ConfigError(
+                    f"{name!r} differs on ranks {other} and {number}, which both hold this part",
+                    hint="replicas must be equal: load one checkpoint on all, or shard as DTensors",
+                )
+            if piece.frozen != same.frozen:
+                raise ConfigError(f"{name!r} is frozen on rank {other}, trained on rank {number}")
