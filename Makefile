@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
+.PHONY: test-dist test-dist-long bench-dist bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -25,7 +25,13 @@ test: venv  ## the tests that need no GPU: six minutes
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-long: venv  ## the tests that take minutes
-	$(BIN)/pytest -m "slow and not gpu and not engine"
+	$(BIN)/pytest -m "slow and not gpu and not engine and not dist"
+
+test-dist: venv  ## trainers of several ranks
+	$(BIN)/pytest tests/ranks -m "dist and not slow"
+
+test-dist-long: venv  ## ranks that are killed at every stage of a publish
+	$(BIN)/pytest tests/ranks -m "dist and slow"
 
 check: venv  ## format, lint, spelling, types, layers, file length
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/codespell
@@ -60,6 +66,9 @@ test-sglang-long: venv-sglang  ## those of them that take minutes
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
 	.venv-vllm/bin/python -m tests.engines.bench
+
+bench-dist: venv  ## what publishing costs the ranks of a sharded trainer
+	$(BIN)/python -m tests.ranks.bench
 
 bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
 	.venv-sglang/bin/python -m tests.engines.bench

@@ -1,0 +1,162 @@
+"""``python -m tests.ranks.bench``: what publishing costs the ranks of a sharded trainer.
+
+One model of fp32 masters under FSDP2, fused AdamW, gloo; one thread a rank. A rank waits for the
+diff and for two words of the others; what it waits for them longer than they need is not counted as
+publishing, as ranks are brought in step before each call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from deltachain.bench import report
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.held import local_of
+from tests.ranks.spawn import run
+
+LAYERS, WIDTH = 12, 1024
+STEPS: Final = 8
+RATE: Final = 3e-6
+
+
+ROWS: Final[tuple[tuple[str, Callable[[Mapping[str, float]], str]], ...]] = (
+    ("optimizer step, ms", lambda one: f"{one['step_s'] * 1e3:.0f}"),
+    ("publish, as the loop sees it, ms", lambda one: f"{one['seen_s'] * 1e3:.0f}"),
+    ("  of which the diff, ms", lambda one: f"{one['diff_s'] * 1e3:.0f}"),
+    ("publish / optimizer step", lambda one: f"{one['ratio']:.2f}"),
+    ("encode, put, commit behind it, ms", lambda one: f"{one['behind_s'] * 1e3:.0f}"),
+    ("changed", lambda one: f"{one['density']:.2%}"),
+    ("shard in the wire dtype, MB", lambda one: f"{one['wire'] / 1e6:.0f}"),
+    ("held by the publisher, MB", lambda one: f"{one['snapshot'] / 1e6:.0f}"),
+    ("at most while publishing, MB", lambda one: f"{one['peak'] / 1e6:.0f}"),
+)
+
+
+def measure(rank: int, folder: str) -> None:
+    """Train and publish on one rank; its figures go into a file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(LAYERS)))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    wire = 2 * sum(local_of(p).numel() for p in model.parameters())
+    _step(model, optimizer, 0)  # the optimizer's own state is there from here on
+    before = _resident()
+    config = PublishConfig(
+        url=f"{folder}/chain", dtype="BF16", when_busy="wait", part_nbytes=32 << 20
+    )
+    with Publisher(config).attach(model) as publisher:
+        attached = _resident()
+        found: list[dict[str, Any]] = []
+        _reset_peak()
+        for number in range(STEPS):
+            step_s = _step(model, optimizer, number + 1)
+            distributed.barrier()
+            start = time.perf_counter()
+            future = publisher.publish(step=number)
+            seen_s = time.perf_counter() - start
+            receipt = future.result()
+            found.append(
+                {
+                    "step_s": step_s,
+                    "seen_s": seen_s,
+                    "diff_s": receipt.diff_s,
+                    "behind_s": receipt.encode_s + receipt.commit_s,
+                    "density": receipt.density,
+                    "nbytes": receipt.nbytes,
+                }
+            )
+        facts = {
+            "wire": wire,
+            "snapshot": attached - before,
+            "peak": _peak() - before,
+            "versions": found[1:],  # the first one also compiles
+        }
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+    """An optimizer step on drawn gradients: a forward pass would only take time."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        sharded: Any = parameter
+        drawn = torch.randn(local_of(parameter).shape, generator=generator)
+        parameter.grad = DTensor.from_local(drawn, sharded.device_mesh, sharded.placements)
+    start = time.perf_counter()
+    optimizer.step()
+    taken = time.perf_counter() - start
+    optimizer.zero_grad()
+    return taken
+
+
+def _resident() -> int:
+    return _status("VmRSS")
+
+
+def _peak() -> int:
+    return _status("VmHWM")
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _status(field: str) -> int:
+    """A field of the kernel's account of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError(field)
+
+
+def main() -> int:
+    """Measure each number of ranks in turn, and print."""
+    parser = argparse.ArgumentParser(prog="python -m tests.ranks.bench")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--ranks", default="1,2,4", help="how many, with commas")
+    asked = parser.parse_args()
+    counts = [int(count) for count in asked.ranks.split(",")]
+    found = {count: _measured(count) for count in counts}
+    columns = (f"{count} rank{'s' * (count > 1)}" for count in counts)
+    millions = LAYERS * 4 * WIDTH * WIDTH / 1e6
+    table = report.grid(f"{millions:.0f} M parameters under FSDP2, a rank", "", *columns)
+    for label, cell in ROWS:
+        table.add_row(label, *(cell(found[count]) for count in counts))
+    document = {"benchmark": "ranks", "ranks": found, "machine": report.machine()}
+    caveat = "Medians over versions, of the slowest rank; more ranks than cores take turns."
+    report.emit(document, [table], json_output=asked.json, caveat=caveat)
+    return 0
+
+
+def _measured(ranks: int) -> dict[str, float]:
+    """Medians over versions, of the rank that had to wait longest or to hold most."""
+    with tempfile.TemporaryDirectory() as folder:
+        run("tests.ranks.bench:measure", ranks, folder)
+        facts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    found = {name: max(fact[name] for fact in facts) for name in ("wire", "snapshot", "peak")}
+    for name in ("step_s", "seen_s", "diff_s", "behind_s", "density", "nbytes"):
+        found[name] = max(median(one[name] for one in fact["versions"]) for fact in facts)
+    found["ratio"] = max(
+        median(one["seen_s"] / one["step_s"] for one in fact["versions"]) for fact in facts
+    )
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""Small models in every layout that a trainer spreads one over its ranks in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from deltachain.names import named_tensors
+
+WIDTH, INNER, VOCAB, EXPERTS = 20, 36, 131, 3
+"""Numbers that no count of ranks divides all of."""
+
+
+class Block(nn.Module):
+    """A gate, a way up and a way down, as transformers have them."""
+
+    def __init__(self, inner: int = INNER) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate = nn.Linear(WIDTH, inner, bias=False)
+        self.up = nn.Linear(WIDTH, inner)
+        self.down = nn.Linear(inner, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        out: Tensor = x + self.down(torch.sigmoid(self.gate(normed)) * self.up(normed))
+        return out
+
+
+class Model(nn.Module):
+    """A tied embedding, two blocks, a frozen layer, a buffer that training changes."""
+
+    def __init__(self, inner: int = INNER) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block(inner) for _ in range(2))
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen.weight.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        self.get_buffer("seen").add_(1)
+        out: Tensor = self.head(self.frozen(x))
+        return out
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One real step, the same on every rank that has the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (2, 9), generator=generator)
+    logits = model(tokens[:, :-1])
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _sharded(model: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy, **how)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **how)
+    return model
+
+
+def rows(mesh: DeviceMesh | None = None) -> nn.Module:
+    """FSDP2 along the first dimension; uneven, and empty on some ranks."""
+    return _sharded(Model(), mesh or init_device_mesh("cpu", (distributed.get_world_size(),)))
+
+
+def columns() -> nn.Module:
+    """FSDP2 along the second dimension, where it divides."""
+    ranks = distributed.get_world_size()
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % ranks == 0 else Shard(0)
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    return _sharded(Model(), mesh, shard_placement_fn=place)
+
+
+def hybrid() -> nn.Module:
+    """HSDP: copies of shards."""
+    shape = (2, distributed.get_world_size() // 2)
+    return _sharded(Model(), init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")))
+
+
+def tensor_parallel() -> nn.Module:
+    """FSDP2 on tensor parallelism: strided shards, and tensors on one mesh dimension only."""
+    ranks = distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = Model(inner=48)
+    plan = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], plan)
+    return _sharded(model, mesh["dp"])
+
+
+def copies() -> nn.Module:
+    """DDP: everything on every rank."""
+    return DistributedDataParallel(Model())
+
+
+class Experts(nn.Module):
+    """Experts that are spread over ranks, beside a router that all have."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        stacked = torch.randn(EXPERTS, WIDTH, INNER) * 0.1
+        self.experts = nn.Parameter(distribute_tensor(stacked, mesh, [Shard(0)]))
+
+
+def experts() -> nn.Module:
+    """Expert parallelism, as a sharded tensor."""
+    return Experts(init_device_mesh("cpu", (distributed.get_world_size(),)))
+
+
+def stages() -> nn.Module:
+    """Pipeline parallelism: every rank has other layers."""
+    torch.manual_seed(5)
+    whole = Model()
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    mine = nn.Module()
+    mine.blocks = nn.ModuleDict(
+        {str(n): block for n, block in enumerate(whole.blocks) if n % ranks == rank}
+    )
+    if rank == 0:
+        mine.embed = whole.embed
+    if rank == ranks - 1:
+        mine.frozen = whole.frozen
+    return mine
+
+
+LAYOUTS: Final[Mapping[str, Callable[..., nn.Module]]] = {
+    "rows": rows,
+    "columns": columns,
+    "hybrid": hybrid,
+    "tensor_parallel": tensor_parallel,
+    "copies": copies,
+    "experts": experts,
+    "stages": stages,
+}
+
+
+def train_step(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """One step of a model in a layout."""
+    if layout not in ("experts", "stages"):
+        step(model, optimizer, seed)
+        return
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for number, parameter in enumerate(trained):  # no forward pass joins the ranks
+        generator = torch.Generator().manual_seed(100 * seed + number)
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        grad = torch.randn(local.shape, generator=generator)
+        if isinstance(parameter, DTensor):
+            grad = DTensor.from_local(
+                grad,
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        parameter.grad = grad
+    optimizer.step()
+
+
+def whole(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
+    """Every tensor that some rank has, whole; all ranks of the group must call it."""
+    mine: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in named_tensors(model):
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        mine[name] = full.detach().clone()
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, mine, group=group)
+    return {name: tensor for one in reversed(found) for name, tensor in one.items()}

@@ -1,0 +1,68 @@
+"""Ranks of a trainer on this machine: processes that talk by gloo."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import time
+from multiprocessing.connection import wait
+from typing import Any, Final
+
+import torch
+from torch import distributed, multiprocessing
+
+DEADLINE_S: Final = 180.0
+
+
+def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
+    """Call ``module:function`` with the rank and arguments on every rank.
+
+    Args:
+        function: What to call.
+        ranks: How many.
+        arguments: Further ones.
+        deaths: How many of them are killed by themselves.
+
+    Raises:
+        AssertionError: A rank failed, as its output says, or took too long.
+    """
+    context = multiprocessing.get_context("spawn")
+    meeting = f"tcp://127.0.0.1:{_free_port()}"
+    processes = [
+        context.Process(target=_rank, args=(function, rank, ranks, meeting, arguments))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        alive = list(processes)
+        while alive and time.monotonic() < deadline:
+            wait([process.sentinel for process in alive], timeout=1.0)
+            alive = [process for process in alive if process.is_alive()]
+            failed = [p for p in processes if p.exitcode not in (None, 0, -9)]
+            assert not failed, f"ranks {[processes.index(p) for p in failed]} failed"
+        assert not alive, f"ranks {[processes.index(p) for p in alive]} hang"
+        killed = [process for process in processes if process.exitcode == -9]
+        assert len(killed) == deaths, f"{len(killed)} ranks died, {deaths} should have"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _rank(function: str, rank: int, ranks: int, meeting: str, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    module, _, name = function.partition(":")
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    getattr(importlib.import_module(module), name)(rank, *arguments)
+    distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,146 @@
+"""Trials with models and trainers of transformers, which take seconds to import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+import deltachain
+from deltachain.cli.pull import pull
+from deltachain.publish import PublishConfig, Publisher
+from tests.ranks.layouts import whole
+from tests.ranks.trials import RATE, compare
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def _model() -> Any:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**TINY, head_dim=8))
+
+
+def trainer_with_copies(rank: int, url: str, folder: str) -> None:
+    """The Trainer of transformers under DDP, attached in one line."""
+    _say_where(rank)
+    model = _model()
+    tokens = torch.randint(0, 60, (16, 12), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = TrainingArguments(
+        output_dir=f"{folder}/out-{rank}",
+        use_cpu=True,
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=RATE,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    callback = deltachain.attach(trainer, url=url, dtype="BF16", when_busy="wait")
+    trainer.train()
+    assert [receipt.step for receipt in callback.receipts] == [1, 2, 3, 4]
+    _compare(rank, model, url, folder)
+
+
+def accelerate_with_shards(rank: int, url: str, folder: str) -> None:
+    """FSDP2 by Accelerate, with the optimizer's hook as the trigger."""
+    _say_where(rank)
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Qwen3DecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision="bf16")
+    state = AcceleratorState()  # on CPUs it leaves FSDP out without a word
+    state._shared_state["distributed_type"] = DistributedType.FSDP
+    state._shared_state["fsdp_plugin"] = plugin
+    plugin.set_mixed_precision("bf16")
+    model = _model().bfloat16()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=RATE)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    attachment = deltachain.attach(model, optimizer, url=url, dtype="BF16", when_busy="wait")
+    tokens = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(rank))
+    for _ in range(4):
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    attachment.detach()
+    assert attachment.publisher.version == 4
+    _compare(rank, model, url, folder)
+
+
+def _say_where(rank: int) -> None:
+    """What a launcher tells its processes."""
+    ranks = distributed.get_world_size()
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(number) for name, number in where.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # the group is there already
+
+
+def _compare(rank: int, model: Any, url: str, folder: str) -> None:
+    full = whole(model)
+    if rank == 0:
+        pull(url, out=Path(folder) / "pulled")
+        compare(Path(folder) / "pulled", full)
+
+
+def experts_of_transformers(rank: int, url: str, folder: str) -> None:
+    """A model of transformers with fused experts, under FSDP2, into a folder that loads."""
+    torch.manual_seed(0)
+    experts: dict[str, Any] = {
+        "moe_intermediate_size": 16,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+    }
+    config = Qwen3MoeConfig(**TINY, **experts)
+    model = Qwen3MoeForCausalLM(config)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    settings = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
+    tokens = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(1))
+    with Publisher(settings).attach(model) as publisher:
+        for number in range(10):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            publisher.publish(step=number)
+    full = {n: tensor.to(torch.bfloat16) for n, tensor in whole(model).items()}
+    if rank:
+        return
+    pulled = Path(folder) / "pulled"
+    pull(url, out=pulled)
+    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(full)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(pulled, dtype=torch.bfloat16)
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor.view(torch.int16), full[name].view(torch.int16)), name
+    with torch.no_grad():
+        assert torch.equal(plain(tokens).logits, loaded(tokens).logits)

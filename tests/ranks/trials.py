@@ -1,0 +1,209 @@
+"""What ranks do in a trial; every function here runs on each of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor.debug import CommDebugMode
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.cli.pull import pull
+from deltachain.errors import ConfigError, RankError
+from deltachain.kernels.device import bits_of
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import open_store
+from deltachain.subscribe import FolderTarget, Subscriber
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.types import BITS_DTYPES
+from tests.ranks.layouts import LAYOUTS, Block, train_step, whole
+
+RATE = 2e-3
+DEADLINE_S = 4.0
+
+
+def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: int) -> None:
+    """Train, publish every step, and hold every pulled version against the whole model."""
+    model = LAYOUTS[layout]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    for number in range(first):  # as if restored from a checkpoint of that step
+        train_step(layout, model, optimizer, number)
+    config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
+    dice = random.Random(rank)
+    with Publisher(config).attach(model) as publisher:
+        check(rank, publisher.version, model, url, folder)
+        for number in range(first, first + steps):
+            train_step(layout, model, optimizer, number)
+            time.sleep(dice.random() * 0.1)  # ranks are never in step by themselves
+            with CommDebugMode() as communication:
+                future = publisher.publish(step=number)
+            assert communication.get_total_counts() == 0
+            receipt = future.result(60)
+            assert receipt.step == number
+            check(rank, receipt.version, model, url, folder)
+
+
+def check(rank: int, version: int, model: nn.Module, url: str, folder: str) -> None:
+    """Compare a version, pulled, with the model, gathered."""
+    expected = whole(model)
+    if rank == 0:
+        pulled = Path(folder) / str(version)
+        pull(url, out=pulled, version=version)
+        compare(pulled, expected)
+
+
+def compare(folder: Path, expected: dict[str, Tensor]) -> None:
+    """Every tensor of a checkpoint equals the model's, bit for bit, and there is no other."""
+    checkpoint = Checkpoint(folder)
+    assert set(checkpoint.specs) == set(expected)
+    for name, tensor in expected.items():
+        wire = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        bits = bits_of(wire.contiguous()).numpy().view(BITS_DTYPES[wire.element_size()])
+        assert (checkpoint.bits(name) == bits.reshape(-1)).all(), name
+
+
+def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
+    """One rank is killed in the second publish; the others say so, and commit nothing."""
+    fault = [Fault(do, prefix, nth=2)] if rank == victim else []  # type: ignore[arg-type]
+    store = FaultyStore(open_store(url, writer=True), *fault)
+    config = PublishConfig(
+        url=url, dtype="BF16", when_busy="wait", deadline_s=DEADLINE_S, anchor_factor=0.01
+    )
+    model = LAYOUTS["stages"]()  # its ranks do not wait for each other when they train
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    publisher = Publisher(config, store=store).attach(model)
+    futures, noticed = [], []
+    start = time.monotonic()
+    try:
+        for number in range(3):
+            train_step("stages", model, optimizer, number)
+            futures.append(publisher.publish(step=number))
+            futures[-1].exception(60)
+    except RankError as exc:
+        noticed.append(exc)
+    assert time.monotonic() - start < 10 * DEADLINE_S
+    errors = [error for future in futures if (error := future.exception(60)) is not None]
+    assert errors or noticed, "somebody died, and nobody noticed"
+    assert all(isinstance(error, RankError) for error in errors), errors
+    os._exit(0)  # the process group can not be left in order
+
+
+def stalls(rank: int, url: str, folder: str) -> None:
+    """One rank takes too long over its part once; the next version covers what was left."""
+    slow = [Fault("slow", "deltas/", nth=2, seconds=3 * DEADLINE_S)] if rank == 1 else []
+    store = FaultyStore(open_store(url, writer=True), *slow)
+    config = PublishConfig(
+        url=url, dtype="BF16", when_busy="wait", on_error="warn", deadline_s=DEADLINE_S
+    )
+    model = LAYOUTS["rows"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    with Publisher(config, store=store).attach(model) as publisher:
+        outcomes = []
+        for number in range(4):
+            train_step("rows", model, optimizer, number)
+            future = publisher.publish(step=number)
+            outcomes.append(type(future.exception(60)).__name__)
+        assert outcomes == ["NoneType", "RankError", "NoneType", "NoneType"]
+        assert publisher.version == 3
+        check(rank, 3, model, url, folder)
+
+
+def refused(rank: int, kind: str, message: str, hint: str, url: str) -> None:
+    """A model that can not be published: every rank is told what to do instead."""
+    del rank
+    with pytest.raises(ConfigError, match=message) as caught:
+        Publisher(PublishConfig(url=url, deadline_s=30)).attach(REFUSED[kind]())
+    assert hint in caught.value.hint
+    assert not Path(url).exists()
+
+
+def _fsdp1(*, original: bool) -> nn.Module:
+    return FullyShardedDataParallel(
+        Block(), use_orig_params=original, device_id=torch.device("cpu")
+    )
+
+
+def _partial() -> nn.Module:
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    module = nn.Module()
+    module.w = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    return module
+
+
+def _unequal() -> nn.Module:
+    """Copies that are not equal."""
+    module = nn.Linear(3, 2)
+    nn.init.constant_(module.weight, distributed.get_rank())
+    return module
+
+
+def _another_shape() -> nn.Module:
+    """Shards that call themselves by one name, as plain tensors."""
+    return nn.Linear(3, 2 + distributed.get_rank())
+
+
+REFUSED: dict[str, Callable[[], nn.Module]] = {
+    "flat": partial(_fsdp1, original=False),
+    "fsdp1": partial(_fsdp1, original=True),
+    "partial": _partial,
+    "unequal": _unequal,
+    "shape": _another_shape,
+}
+
+
+def direct(rank: int, folder: str) -> None:
+    """Two ranks train, two follow, and nothing lies between them but their process group."""
+    trainers = distributed.new_group([0, 1])
+    distributed.new_group([2, 3])
+    url = "dist://run"
+    store = open_store(url)  # every rank opens it
+    mesh = DeviceMesh.from_group(trainers, "cpu") if rank < 2 else None
+    versions = 5
+    if mesh is not None:
+        model = LAYOUTS["rows"](mesh)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+        config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
+        receipts = []
+        with Publisher(config).attach(model, group=trainers) as publisher:
+            for number in range(versions):
+                train_step("rows", model, optimizer, number)
+                receipts.append(publisher.publish(step=number).result(60))
+        note(folder, rank, states=[str(receipt.state) for receipt in receipts])
+        full = whole(model, trainers)
+        if rank == 0:
+            torch.save(full, Path(folder) / "full.pt")
+    else:
+        while store.find("manifests/00000000000000000000.json") is None:
+            time.sleep(0.02)
+        out, states = Path(folder) / f"follower-{rank}", {}
+        with Subscriber(url, FolderTarget(out)) as subscriber:
+            while subscriber.version != versions:
+                receipt = subscriber.update()
+                if receipt is not None:
+                    states[receipt.version] = str(receipt.state)
+                time.sleep(0.02)
+        note(folder, rank, states=states)
+    distributed.barrier()
+    if rank > 1:
+        compare(Path(folder) / f"follower-{rank}", torch.load(Path(folder) / "full.pt"))
+    distributed.barrier()  # whoever holds objects stays until all have read them
+
+
+def note(folder: str, rank: int, **facts: Any) -> None:
+    """Leave facts for the test."""
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(facts))
