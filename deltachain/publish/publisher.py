@@ -13,7 +13,7 @@ import msgspec
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from deltachain.errors import ConfigError, DeltaChainError, PublisherFencedError
+from deltachain.errors import ConfigError, DeltaChainError, PublisherFencedError, RankError
 from deltachain.publish.assets import collect_assets
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.ranks import Ranks
@@ -189,6 +189,9 @@ class Publisher:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self._ranks.count > 1:
+            for future in self._take_waiting():  # the other ranks may never meet this one again
+                future.set_exception(RankError("training ended before this was published"))
         self.close()
 
     def _require_session(self) -> Session:

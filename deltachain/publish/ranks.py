@@ -143,6 +143,9 @@ class Ranks:
             who = ", ".join(key.rpartition("/")[2] for key in silent) if len(keys) > 1 else "0"
             topic = keys[0].rpartition("/")[0] or keys[0]
             raise RankError(f"rank {who} did not answer in {deadline_s:g} s ({topic})") from exc
+        if self._store.has_extended_api():  # one question for all of them
+            words: list[bytes] = self._ask(lambda: self._store.multi_get(list(keys)))
+            return words
         return [self._ask(lambda key=key: self._store.get(key)) for key in keys]
 
     def _is_said(self, key: str) -> bool:

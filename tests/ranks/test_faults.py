@@ -42,3 +42,7 @@ def test_a_rank_that_is_killed_commits_nothing_and_the_next_publish_covers_it(
 def test_a_rank_that_stalls_is_named_and_the_next_version_covers_it(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
     run("tests.ranks.trials:stalls", 2, url, str(tmp_path))
+
+
+def test_a_rank_whose_training_fails_ends_at_once(tmp_path: Path) -> None:
+    run("tests.ranks.trials:leaves", 2, (tmp_path / "chain").as_uri())

@@ -122,6 +122,28 @@ def stalls(rank: int, url: str, folder: str) -> None:
         check(rank, 3, model, url, folder)
 
 
+def leaves(rank: int, url: str) -> None:
+    """One rank's training fails while a version waits; it ends at once, and the other is told."""
+    slow = Fault("slow", "deltas/", seconds=1.0, times=None)
+    store = FaultyStore(open_store(url, writer=True), slow)
+    config = PublishConfig(url=url, dtype="BF16", deadline_s=DEADLINE_S)
+    model = LAYOUTS["stages"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    publisher = Publisher(config, store=store).attach(model)
+    for number in range(2):
+        train_step("stages", model, optimizer, number)
+        waiting = publisher.publish(step=number)
+    start = time.monotonic()
+    if rank == 1:
+        publisher.__exit__(ValueError, ValueError("a batch that can not be read"), None)
+        assert time.monotonic() - start < DEADLINE_S
+    else:
+        with pytest.raises(RankError, match="rank 1 did not answer"):
+            publisher.__exit__(None, None, None)
+    assert isinstance(waiting.exception(60), RankError)
+
+
 def refused(rank: int, kind: str, message: str, hint: str, url: str) -> None:
     """A model that can not be published: every rank is told what to do instead."""
     del rank
