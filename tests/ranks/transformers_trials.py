@@ -10,20 +10,20 @@ import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from torch import distributed
+from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
     Trainer,
     TrainingArguments,
 )
 
 import deltachain
 from deltachain.cli.pull import pull
+from deltachain.kernels.device import bits_of
 from deltachain.publish import PublishConfig, Publisher
 from tests.ranks.layouts import whole
 from tests.ranks.trials import RATE, compare
@@ -110,20 +110,53 @@ def _compare(rank: int, model: Any, url: str, folder: str) -> None:
         compare(Path(folder) / "pulled", full)
 
 
-def experts_of_transformers(rank: int, url: str, folder: str) -> None:
-    """A model of transformers with fused experts, under FSDP2, into a folder that loads."""
-    torch.manual_seed(0)
-    experts: dict[str, Any] = {
+CONVERTED: dict[str, dict[str, Any]] = {
+    # fused experts, which the checkpoint has one by one
+    "qwen3_moe": {
+        **TINY,
         "moe_intermediate_size": 16,
         "num_experts": 3,
         "num_experts_per_tok": 2,
-    }
-    config = Qwen3MoeConfig(**TINY, **experts)
-    model = Qwen3MoeForCausalLM(config)
-    for layer in model.model.layers:
+    },
+    # projections that the checkpoint has in one tensor
+    "hrm_text": {
+        **TINY,
+        "num_hidden_layers": 8,
+        "num_layers_per_stack": 1,
+        "head_dim": 8,
+    },
+    # fused experts whose gate and up alternate in the checkpoint
+    "inkling2_text": {
+        **TINY,
+        "unpadded_vocab_size": 64,
+        "head_dim": 8,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "sliding_window_size": 16,
+        "d_rel": 4,
+        "rel_extent": 16,
+        "moe_intermediate_size": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "eos_token_id": 1,
+    },
+}
+"""Models of transformers whose checkpoint has other tensors than the model."""
+
+
+def converted(rank: int, kind: str, url: str, folder: str) -> None:
+    """Such a model under FSDP2, into a folder that loads and computes the same."""
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**CONVERTED[kind])
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
+    assert layers
+    for layer in layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
     settings = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
     tokens = torch.randint(0, 60, (2, 12), generator=torch.Generator().manual_seed(1))
     with Publisher(settings).attach(model) as publisher:
@@ -132,15 +165,25 @@ def experts_of_transformers(rank: int, url: str, folder: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
             publisher.publish(step=number)
-    full = {n: tensor.to(torch.bfloat16) for n, tensor in whole(model).items()}
+    full = {name: _on_wire(tensor) for name, tensor in whole(model).items()}
     if rank:
         return
     pulled = Path(folder) / "pulled"
     pull(url, out=pulled)
-    plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    plain.load_state_dict(full)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(pulled, dtype=torch.bfloat16)
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor.view(torch.int16), full[name].view(torch.int16)), name
+    gathered: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    gathered.load_state_dict(full, strict=False)
+    gathered.save_pretrained(Path(folder) / "saved")
+    saved, loaded = (_load(Path(folder) / name) for name in ("saved", "pulled"))
+    state = loaded.state_dict()
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(bits_of(state[name]), bits_of(tensor)), name
     with torch.no_grad():
-        assert torch.equal(plain(tokens).logits, loaded(tokens).logits)
+        assert torch.equal(saved(tokens).logits, loaded(tokens).logits)
+
+
+def _load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def _on_wire(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
