@@ -79,6 +79,12 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
     return found
 
 
+def as_saved(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds in place of one tensor of a model."""
+    saved = _saved_by_transformers(model)
+    yield from ((name, tensor),) if saved is None else _convert(saved, {name: tensor}).items()
+
+
 def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
     """The model that knows how it is saved, out of its wrappers."""
     try:

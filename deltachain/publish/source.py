@@ -135,6 +135,7 @@ def walk(
     if not isinstance(model, nn.Module):
         return _walk_export(model, dtype)
     refuse_foreign(model)
+    _refuse_adapters(model)
     wire = {} if dtype else _checkpoint_dtypes(checkpoint or origin(model))
     live, aliases = _distinct(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
@@ -218,13 +219,18 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return live, aliases
 
 
+def _refuse_adapters(model: nn.Module) -> None:
+    for name, _ in model.named_parameters():
+        if ".lora_" in name:
+            raise ConfigError(
+                f"{name!r} is an adapter: its base weights do not change",
+                hint="attach to `lambda: deltachain.publish.lora.adapter_tensors(model)`, or to "
+                "`merged_tensors` there for what it makes of its base",
+            )
+
+
 def _refuse(name: str, tensor: Tensor) -> None:
     """Say what to do with weights that have no bits of their own here."""
-    if ".lora_" in name:
-        raise ConfigError(
-            f"{name!r} is an adapter: its base weights do not change",
-            hint="merge it into a copy of the model and publish that, or ship the adapter itself",
-        )
     if tensor.is_meta:
         raise ConfigError(f"{name!r} has no data yet (meta device)", hint="attach after loading")
     if tensor.dtype not in WIRE_NAMES or not tensor.is_contiguous():

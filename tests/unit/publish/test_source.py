@@ -61,7 +61,8 @@ def test_adapters_are_refused_with_what_to_do_instead() -> None:
     model.proj.lora_A = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match="adapter") as caught:
         walk(model)
-    assert "merge" in caught.value.hint
+    assert "adapter_tensors" in caught.value.hint
+    assert "merged_tensors" in caught.value.hint
 
 
 def test_a_model_without_data_is_refused() -> None:

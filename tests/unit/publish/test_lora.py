@@ -1,0 +1,119 @@
+"""What a real PEFT model publishes, against PEFT itself."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from deltachain.chain import Chain
+from deltachain.errors import ConfigError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.lora import adapter_assets, adapter_tensors, merged_tensors
+from deltachain.store import MemoryStore
+from deltachain.testing.models import recompute
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def base() -> Any:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    return Qwen3ForCausalLM(config).bfloat16().eval()
+
+
+def adapted() -> Any:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
+    model = get_peft_model(base(), config)
+    return model.eval()
+
+
+def train_(model: Any, step: int) -> None:
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 40, (2, 8), generator=generator)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+
+
+def bits(tensors: Any) -> dict[str, bytes]:
+    return {n: t.detach().contiguous().view(torch.uint8).numpy().tobytes() for n, t in tensors}
+
+
+def test_versions_of_an_adapter_load_into_peft(tmp_path: Path) -> None:
+    model, store = adapted(), MemoryStore()
+    logits = [model(TOKENS).logits]
+    config = PublishConfig(url=store.url)
+    with Publisher(config, store=store).attach(
+        lambda: adapter_tensors(model), assets=adapter_assets(model)
+    ) as publisher:
+        for step in range(3):
+            train_(model, step)
+            logits.append(model(TOKENS).logits)
+            receipt = publisher.publish(step=step).result(60)
+            assert receipt.numel == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    chain = Chain.open(store)
+    for number, found in recompute(store).items():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, data in chain.assets():
+            (folder / name).write_bytes(data)
+        tensors = {
+            spec.name: torch.from_numpy(found.state[spec.name].copy())
+            .view(torch.float32 if spec.dtype == "F32" else torch.bfloat16)
+            .view(spec.shape)
+            for spec in chain.table.specs()
+        }
+        save_file(tensors, folder / "adapter_model.safetensors")
+        loaded = PeftModel.from_pretrained(base(), folder).eval()
+        assert torch.equal(loaded(TOKENS).logits, logits[number])
+
+
+def test_a_merged_publish_is_what_peft_merges_and_leaves_the_live_model_alone() -> None:
+    model, store = adapted(), MemoryStore()
+    frozen = bits((n, p) for n, p in model.named_parameters() if not p.requires_grad)
+    with Publisher(PublishConfig(url=store.url), store=store).attach(
+        lambda: merged_tensors(model)
+    ) as publisher:
+        for step in range(3):
+            train_(model, step)
+            publisher.publish(step=step).result(60)
+    assert bits((n, p) for n, p in model.named_parameters() if not p.requires_grad) == frozen
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    merged = {name: tensor for name, tensor in merged.items() if name != "lm_head.weight"}
+    *_, newest = recompute(store).values()
+    published = {name: data.tobytes() for name, data in newest.state.items()}
+    del published["lm_head.weight"]
+    assert published == bits(merged.items())
+
+
+def test_merging_rounds_once() -> None:
+    model = adapted()
+    train_(model, 0)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    exact: Tensor = layer.base_layer.weight.float() + 2.0 * (b.float() @ a.float())
+    merged = dict(merged_tensors(model))["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(merged, exact.to(torch.bfloat16))
+
+
+def test_an_adapter_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"no adapter 'other'; the model has \['default'\]"):
+        list(adapter_tensors(adapted(), "other"))
+    with pytest.raises(ConfigError, match="no adapter"):
+        list(merged_tensors(base()))
