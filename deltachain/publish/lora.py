@@ -53,10 +53,11 @@ def merged_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple
     The sum is taken in fp32 and rounded once, to the dtype of ``W``, into a tensor of its own.
 
     Raises:
-        ConfigError: The model has no such adapter.
+        ConfigError: The model has no such adapter, or it does more than add to linear layers.
     """
-    _find(model, adapter)
+    config = _find(model, adapter)
     base: Any = model.get_base_model()
+    _refuse_more(config, base, adapter)
     layers = {
         f"{name}.weight": layer
         for name, layer in base.named_modules()
@@ -74,6 +75,21 @@ def merged_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple
                 added = layers[own].get_delta_weight(adapter)
                 weight = (weight.float() + added.float()).to(weight.dtype)
         yield from as_saved(base, own, weight)
+
+
+def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
+    """Refuse what ``W + s B A`` of linear layers is not all of."""
+    wanted = ("use_dora", "lora_bias", "modules_to_save", "target_parameters")
+    more = [name for name in wanted if getattr(config, name, None)]
+    if any(adapter in getattr(layer, "lora_embedding_A", ()) for layer in base.modules()):
+        more.append("an embedding")
+    if str(getattr(config, "peft_type", "")).rpartition(".")[2] != "LORA":
+        more.append(str(config.peft_type))
+    if more:
+        raise ConfigError(
+            f"adapter {adapter!r} has {', '.join(more)}, which is not merged here",
+            hint="publish the adapter by itself (adapter_tensors), or a merged copy of the model",
+        )
 
 
 def _find(model: PeftModel, adapter: str) -> Any:  # noqa: ANN401 - a configuration of peft

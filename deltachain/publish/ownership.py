@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from deltachain.errors import ConfigError
@@ -13,11 +13,18 @@ Holding: TypeAlias = Mapping[str, Box]
 """What one rank holds, by the name of the live tensor."""
 
 
-def elect(holdings: Sequence[Holding]) -> list[frozenset[str]]:
+def elect(
+    holdings: Sequence[Holding], *, of_the_first: Collection[str] = ()
+) -> list[frozenset[str]]:
     """Give every box to one of the ranks that hold it, so that all have about as much to do.
 
     Every rank finds the same answer from the same holdings. To be at coordinate 0 of all mesh
     dimensions that replicate would not do: a tensor that a plan leaves out has a mesh of its own.
+
+    Args:
+        holdings: Of every rank.
+        of_the_first: What the first rank that holds it publishes: buffers, of which ranks may have
+            values of their own, are then all of one rank.
 
     Returns:
         The names that each rank publishes.
@@ -31,7 +38,8 @@ def elect(holdings: Sequence[Holding]) -> list[frozenset[str]]:
     load = [0] * len(holdings)
     largest_first = sorted(holders, key=lambda held: (-held[1].numel, held[0], held[1].offset))
     for name, box in largest_first:
-        rank = min(holders[name, box], key=lambda number: (load[number], number))
+        ranks = holders[name, box]
+        rank = min(ranks if name not in of_the_first else ranks[:1], key=lambda n: (load[n], n))
         owned[rank].add(name)
         load[rank] += box.numel
     return [frozenset(names) for names in owned]

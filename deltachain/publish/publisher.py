@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import NamedTuple, Self, TypeAlias
 
 import msgspec
 from torch import nn
@@ -19,10 +20,11 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.ranks import Ranks
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
-from deltachain.publish.session import Session
+from deltachain.publish.session import Session, Share
 from deltachain.publish.snapshot import Diff
 from deltachain.publish.source import Live, walk
 from deltachain.publish.together import led, together
+from deltachain.publish.upload import Slot
 from deltachain.store import Store, open_store
 from deltachain.types import Version
 
@@ -36,6 +38,33 @@ class Here(msgspec.Struct, frozen=True):
 
     free: bool
     step: int | None
+    calls: int
+
+
+class Flight(NamedTuple):
+    """A diff on its way to being a version.
+
+    Attributes:
+        topic: Under which ranks talk about it.
+        diff: What changed; nothing where finding it failed.
+        error: Why that failed on this rank: the others are told when they bring their parts.
+        diff_s: Seconds it took.
+        step: The trainer's.
+        covered: The calls of ``publish`` that it answers.
+    """
+
+    topic: str
+    diff: Diff
+    error: ConfigError | None
+    diff_s: float
+    step: int | None
+    covered: list[Published]
+
+    def put(self, session: Session, slot: Slot) -> Share:
+        """This rank's part of it."""
+        if self.error is not None:
+            raise self.error
+        return session.put_delta(slot, self.diff)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -78,7 +107,7 @@ class Publisher:
         self._unsettled: tuple[Version, Diff] | None = None
         self._fenced: PublisherFencedError | None = None
         self._ranks = Ranks.alone()
-        self._turn = 0
+        self._turn = self._calls = 0
 
     def attach(
         self,
@@ -152,6 +181,7 @@ class Publisher:
         future: Published = Future()
         self._waiting.append(future)
         self._waiting_step = step
+        self._calls += 1
         self._try(session, free=not self._busy or self.config.when_busy == "wait")
         return future
 
@@ -233,7 +263,7 @@ class Publisher:
     def _try(self, session: Session, *, free: bool) -> None:
         """Launch, if all ranks are free to."""
         self._turn += 1
-        here = Here(free=free, step=self._waiting_step)
+        here = Here(free=free, step=self._waiting_step, calls=self._calls)
         topic = f"{self._turn}/meet"
         try:
             kinds = (Here, Verdict)
@@ -256,17 +286,18 @@ class Publisher:
         session = self._require_session()
         if not all(one.free for one in here):
             return Verdict(go=False)
-        if len({one.step for one in here}) > 1:
+        if len({(one.step, one.calls) for one in here}) > 1:
             raise ConfigError(
-                f"ranks publish different steps: {[one.step for one in here]}",
+                f"ranks publish different steps: {[(one.step, one.calls) for one in here]}",
                 hint="every rank calls publish after the same steps",
             )
         if self._fenced is not None:
             raise self._fenced
         if self._in_flight is not None:
             wait([self._in_flight])
-        if session.writer.settle():
-            session.head += 1
+        session.writer.settle()
+        if session.writer.parent is not None:
+            session.head = session.writer.parent.version
         return Verdict(go=True, head=session.head)
 
     def _launch(self, session: Session, verdict: Verdict) -> None:
@@ -278,45 +309,48 @@ class Publisher:
         if unsettled is not None and unsettled[0] <= verdict.head:
             session.snapshot.redo(unsettled[1])  # it was committed after all
         session.head = verdict.head
-        start = time.perf_counter()
-        diff = session.snapshot.diff_()
-        diff_s = time.perf_counter() - start
-        covered, step = self._take_waiting(), self._waiting_step
+        start, diff, failure = time.perf_counter(), {}, None
+        try:
+            diff = session.snapshot.diff_()
+        except ConfigError as error:
+            if self._ranks.count == 1:
+                raise
+            failure = error
+        flight = Flight(
+            topic=str(self._turn),
+            diff=diff,
+            error=failure,
+            diff_s=time.perf_counter() - start,
+            step=self._waiting_step,
+            covered=self._take_waiting(),
+        )
         self._busy = True
-        self._in_flight = self._pool.submit(self._run, session, diff, step, diff_s, covered)
+        self._in_flight = self._pool.submit(self._run, session, flight)
 
-    def _run(
-        self,
-        session: Session,
-        diff: Diff,
-        step: int | None,
-        diff_s: float,
-        covered: list[Published],
-    ) -> PublishReceipt:
+    def _run(self, session: Session, flight: Flight) -> PublishReceipt:
         """Commit the diff, then an anchor behind it if one is due; in the publisher's thread."""
-        topic = str(self._turn)
         try:
             receipt = session.commit(
                 "delta",
-                lambda slot: session.put_delta(slot, diff),
-                topic=topic,
-                step=step,
-                diff_s=diff_s,
+                partial(flight.put, session),
+                topic=flight.topic,
+                step=flight.step,
+                diff_s=flight.diff_s,
             )
         except BaseException as error:
-            session.snapshot.restore(diff)
-            self._unsettled = session.head + 1, diff
+            session.snapshot.restore(flight.diff)
+            self._unsettled = session.head + 1, flight.diff
             self._busy = False
-            for future in covered:
+            for future in flight.covered:
                 future.set_exception(error)
             raise
         self.last = receipt
         logger.info("%s", receipt)
         try:
-            _add_anchor(session, topic)
+            _add_anchor(session, flight.topic)
         finally:
             self._busy = False  # first: whoever waits for the result may publish again at once
-            for future in covered:
+            for future in flight.covered:
                 future.set_result(receipt)
         return receipt
 

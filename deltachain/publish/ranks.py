@@ -62,7 +62,7 @@ class Ranks:
         place = f"deltachain/{'all' if group is None else group.group_name}"
         # The n-th publisher of every rank is the same one.
         ticket = (shared.add(f"{place}/publishers", 1) - 1) // count
-        store = c10d.PrefixStore(f"{place}/{ticket}", shared)
+        store = c10d.PrefixStore(f"{place}/{ticket}", shared.clone())
         return cls(number, count, deadline_s, store)
 
     def clone(self) -> Ranks:

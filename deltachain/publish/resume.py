@@ -24,7 +24,7 @@ from deltachain.publish.session import Session, Share
 from deltachain.publish.sharing import share
 from deltachain.publish.snapshot import WINDOW, Diff, Snapshot
 from deltachain.publish.source import Source
-from deltachain.publish.together import all_say, led
+from deltachain.publish.together import all_say, together
 from deltachain.publish.upload import sparse_nbytes
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store
@@ -63,17 +63,18 @@ def begin(
         RankError: Another rank could not do its part.
     """
     source = share(walk, ranks)
-    snapshot = Snapshot(source)
+    snapshots: list[Snapshot] = []
     writers: list[Writer] = []
 
-    def take() -> Begun:
+    def take(_: list[None]) -> Begun:
         writers.append(_take(store, source, config, assets()))
         parent = writers[0].parent
         return Begun(epoch=writers[0].epoch, head=parent.version if parent else -1)
 
-    begun = led(ranks, "begin", take, Begun)
+    kinds = (type(None), Begun)
+    begun = together(ranks, "begin", lambda: snapshots.append(Snapshot(source)), take, kinds)
     writer = writers[0] if ranks.leads else _beside(store, source, config, begun)
-    session = Session(source, snapshot, writer, config, ranks)
+    session = Session(source, snapshots[0], writer, config, ranks)
     if writer.parent is None:
         first_version(session)
     else:

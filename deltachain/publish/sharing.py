@@ -26,6 +26,7 @@ class Held(msgspec.Struct, frozen=True):
         offset: Where what is held begins in it.
         shape: Of what is held.
         frozen: Whether training leaves it alone.
+        is_buffer: Whether it is no parameter: all that ranks hold of one are the first holder's.
         bits: A digest of what is held: ranks that hold the same must hold equal bits.
     """
 
@@ -33,6 +34,7 @@ class Held(msgspec.Struct, frozen=True):
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     frozen: bool
+    is_buffer: bool
     bits: str
 
     @property
@@ -73,7 +75,9 @@ def share(walk: Callable[[], Source], ranks: Ranks) -> Source:
         exc.hint = "every rank makes a publisher and attaches it, whatever it holds"
         raise
     _check(holdings)
-    owned = elect([{name: held.box for name, held in h.held.items()} for h in holdings])
+    buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
+    boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]
+    owned = elect(boxes, of_the_first=buffers)
     mine = tuple(w for w in walked[0].weights if w.spec.name in owned[ranks.number])
     specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
     aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
@@ -90,7 +94,7 @@ def _holding(source: Source, *, alone: bool) -> Holding:
 def _held(weight: Weight, *, alone: bool) -> Held:
     box = weight.route.box
     bits = "" if alone else str(host.digest((0, 0), wire_bits(weight)))
-    return Held(box.full, box.offset, box.shape, weight.frozen, bits)
+    return Held(box.full, box.offset, box.shape, weight.frozen, weight.is_buffer, bits)
 
 
 def _check(holdings: Sequence[Holding]) -> None:
@@ -102,7 +106,7 @@ def _check(holdings: Sequence[Holding]) -> None:
         first: dict[Box, tuple[int, Held]] = {}
         for number, piece in zip(ranks, pieces, strict=True):
             other, same = first.setdefault(piece.box, (number, piece))
-            if piece.box.numel and piece.bits != same.bits:
+            if piece.box.numel and piece.bits != same.bits and not piece.is_buffer:
                 raise ConfigError(
                     f"{name!r} differs on ranks {other} and {number}, which both hold this part",
                     hint="replicas must be equal: load one checkpoint on all, or shard as DTensors",

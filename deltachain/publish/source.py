@@ -33,12 +33,14 @@ class Weight:
         tensor: The local part of the parameter or buffer, as it was when the model was walked.
         frozen: Whether training leaves it alone: then it is in anchors and digests only.
         route: Where that lies in the checkpoint.
+        is_buffer: Whether it is no parameter: then ranks may have values of their own.
     """
 
     spec: TensorSpec
     tensor: Tensor
     frozen: bool
     route: Route
+    is_buffer: bool = False
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
@@ -141,7 +143,13 @@ def walk(
     shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
     converted = conversions(model, shapes)
-    weights = [_weight(name, live[name], converted.get(name), dtype, wire) for name in sorted(live)]
+    weights = [
+        replace(
+            _weight(name, live[name], converted.get(name), dtype, wire),
+            is_buffer=not isinstance(live[name], nn.Parameter),
+        )
+        for name in sorted(live)
+    ]
     if not weights:
         raise ConfigError("the model has no weights")
     specs = specs_of(slot.spec for weight in weights for slot in weight.route.slots)

@@ -100,11 +100,13 @@ def together(
     return led(ranks, topic, all_parts, kinds[1])
 
 
-def _attempt(action: Callable[[], object]) -> tuple[Word, DeltaChainError | None]:
+def _attempt(action: Callable[[], object]) -> tuple[Word, Exception | None]:
     try:
         value = msgspec.json.encode(action())
     except DeltaChainError as exc:
         return Word(trouble=Trouble(type(exc).__name__, str(exc.args[0]), exc.hint)), exc
+    except (OSError, MemoryError, RuntimeError) as exc:  # a full disk, a full GPU
+        return Word(trouble=Trouble(type(exc).__name__, repr(exc)[:500])), exc
     return Word(value=msgspec.Raw(value)), None
 
 

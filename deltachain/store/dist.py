@@ -188,11 +188,11 @@ class DistStore:
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store``."""
         check_key(key)
-        if len(bytes_view(data)) > SMALL:
-            raise ConfigError(f"{key!r}: {len(bytes_view(data))} bytes, at most {SMALL} at once")
         nonce, word = self._hold(data)
         there = self._ask(lambda: self._words.compare_set(f"object/{key}", "", word))
         if bytes(there) != word:
+            with self._lock:
+                self._held.pop(nonce, None)
             raise AlreadyExistsError(
                 f"{self.url} already has an object {key!r}", key=key, url=self.url
             )
@@ -297,20 +297,24 @@ class DistStore:
             name = f"ask/{self._rank}/{number}"
             try:
                 words.wait([name], timedelta(days=365))
+                word = bytes(words.get(name))
+                words.delete_key(name)
+                if not word:
+                    return
+                self._answer(words, number, msgspec.msgpack.decode(word, type=_Ask))
             except dist.DistError:
-                return
-            word = bytes(words.get(name))
-            words.delete_key(name)
-            if not word:
-                return
-            ask = msgspec.msgpack.decode(word, type=_Ask)
-            with self._lock:
-                held = self._held.get(ask.nonce)
-            words.set(f"answer/{self._rank}/{number}", b"gone" if held is None else b"here")
-            if held is not None and ask.length:
-                view = bytearray(held[ask.start : ask.start + ask.length])
-                tensor = torch.frombuffer(view, dtype=torch.uint8)
-                dist.send(tensor, dst=ask.rank, group=self._group, tag=number)
+                return  # the job is over
+            except RuntimeError:
+                continue  # whoever asked is gone
+
+    def _answer(self, words: Any, number: int, ask: _Ask) -> None:  # noqa: ANN401 - as above
+        with self._lock:
+            held = self._held.get(ask.nonce)
+        words.set(f"answer/{self._rank}/{number}", b"gone" if held is None else b"here")
+        if held is not None and ask.length:
+            view = bytearray(held[ask.start : ask.start + ask.length])
+            tensor = torch.frombuffer(view, dtype=torch.uint8)
+            dist.send(tensor, dst=ask.rank, group=self._group, tag=number)
 
     def _stop(self) -> None:
         """End the thread that sends: the interpreter can not, while it waits."""

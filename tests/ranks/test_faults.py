@@ -46,3 +46,10 @@ def test_a_rank_that_stalls_is_named_and_the_next_version_covers_it(tmp_path: Pa
 
 def test_a_rank_whose_training_fails_ends_at_once(tmp_path: Path) -> None:
     run("tests.ranks.trials:leaves", 2, (tmp_path / "chain").as_uri())
+
+
+def test_ranks_that_publish_without_a_pause_commit_every_version(tmp_path: Path) -> None:
+    url = (tmp_path / "chain").as_uri()
+    run("tests.ranks.trials:hurries", 2, url, str(tmp_path))
+    proofs = list(verify(Chain.open(open_store(url))))
+    assert [proof.version for proof in proofs] == list(range(25))

@@ -229,3 +229,19 @@ def direct(rank: int, folder: str) -> None:
 def note(folder: str, rank: int, **facts: Any) -> None:
     """Leave facts for the test."""
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(facts))
+
+
+def hurries(rank: int, url: str, folder: str) -> None:
+    """Ranks publish again at once: no version takes the words of another for its own."""
+    config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=30)
+    model = LAYOUTS["rows"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    with Publisher(config).attach(model) as publisher:
+        futures = []
+        for number in range(6):
+            train_step("rows", model, optimizer, number)
+            futures += [publisher.publish(step=number) for _ in range(4)]
+        versions = [future.result(60).version for future in futures]
+    assert versions == list(range(1, 25))
+    check(rank, 24, model, url, folder)

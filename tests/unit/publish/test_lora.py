@@ -112,6 +112,21 @@ def test_merging_rounds_once() -> None:
     assert torch.equal(merged, exact.to(torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"target_modules": ["embed_tokens"]}, "an embedding"),
+    ],
+)
+def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], name: str) -> None:
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], **more}
+    model = get_peft_model(base(), LoraConfig(r=4, **settings))
+    with pytest.raises(ConfigError, match=name):
+        list(merged_tensors(model))
+
+
 def test_an_adapter_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no adapter 'other'; the model has \['default'\]"):
         list(adapter_tensors(adapted(), "other"))

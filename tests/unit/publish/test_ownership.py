@@ -25,6 +25,12 @@ def test_a_shard_is_published_by_a_rank_that_holds_it() -> None:
     assert sorted(published, key=lambda box: box.offset) == [rows(0, 3), rows(3, 3)]
 
 
+def test_buffers_are_all_of_the_first_rank() -> None:
+    copies = [{name: Box.whole((4,)) for name in ("mean", "var", "weight")} for _ in range(2)]
+    owned = elect(copies, of_the_first={"mean", "var"})
+    assert owned == [{"mean", "var"}, {"weight"}]
+
+
 def test_an_empty_shard_is_nobodys_and_an_empty_tensor_is_somebodys() -> None:
     owned = elect([{"w": rows(0, 6), "none": Box.whole((0, 2))}, {"w": rows(6, 0)}])
     assert owned[1] == frozenset()
