@@ -23,7 +23,7 @@ from deltachain.publish.resume import begin
 from deltachain.publish.session import Session, Share
 from deltachain.publish.snapshot import Diff
 from deltachain.publish.source import Live, walk
-from deltachain.publish.together import led, together
+from deltachain.publish.together import FAILURES, led, together
 from deltachain.publish.upload import Slot
 from deltachain.store import Store, open_store
 from deltachain.types import Version
@@ -55,7 +55,7 @@ class Flight(NamedTuple):
 
     topic: str
     diff: Diff
-    error: ConfigError | None
+    error: Exception | None
     diff_s: float
     step: int | None
     covered: list[Published]
@@ -312,7 +312,7 @@ class Publisher:
         start, diff, failure = time.perf_counter(), {}, None
         try:
             diff = session.snapshot.diff_()
-        except ConfigError as error:
+        except FAILURES as error:
             if self._ranks.count == 1:
                 raise
             failure = error

@@ -50,9 +50,6 @@ class Ranks:
         Args:
             group: This rank is in it.
             deadline_s: Seconds that a rank may be behind the others.
-
-        Raises:
-            RankError: They can not be talked to.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return cls.alone()

@@ -18,6 +18,10 @@ SHARED: Final = (errors.PublisherFencedError, errors.ChainMismatchError, errors.
 """Errors of the first rank that mean the same to all; the rest are its own."""
 
 
+FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
+"""What a rank's part may fail of, and tells the others: a full disk and a full GPU among it."""
+
+
 class Trouble(msgspec.Struct, frozen=True):
     """What went wrong on a rank."""
 
@@ -105,7 +109,7 @@ def _attempt(action: Callable[[], object]) -> tuple[Word, Exception | None]:
         value = msgspec.json.encode(action())
     except DeltaChainError as exc:
         return Word(trouble=Trouble(type(exc).__name__, str(exc.args[0]), exc.hint)), exc
-    except (OSError, MemoryError, RuntimeError) as exc:  # a full disk, a full GPU
+    except FAILURES as exc:
         return Word(trouble=Trouble(type(exc).__name__, repr(exc)[:500])), exc
     return Word(value=msgspec.Raw(value)), None
 
