@@ -22,7 +22,10 @@ from deltachain.store.base import is_segment
 from deltachain.types import Bits, StateDigest, TensorSpec
 
 WEIGHTS_FILE: Final = "model.safetensors"
+ADAPTER_FILE: Final = "adapter_model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
+
+_PEFT_PREFIX: Final = "base_model.model."
 
 HELD_FILE: Final = "deltachain.json"
 """What a folder that follows a chain says of itself: it belongs to that folder alone."""
@@ -129,6 +132,12 @@ def read_assets(folder: Path) -> dict[str, bytes]:
         and is_segment(file.name)
         and file.stat().st_size <= ASSET_NBYTES
     }
+
+
+def weights_file(names: Iterable[str]) -> str:
+    """The file that a checkpoint's loader looks for: PEFT's where all tensors are an adapter's."""
+    is_adapter = all(name.startswith(_PEFT_PREFIX) for name in names)
+    return ADAPTER_FILE if is_adapter else WEIGHTS_FILE
 
 
 def write_weights(

@@ -10,13 +10,15 @@ import typer
 from typer.core import TyperGroup
 
 import deltachain
+from deltachain.cli.agent import agent
 from deltachain.cli.bench import bench
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.demo import demo
 from deltachain.cli.diff import diff, patch
+from deltachain.cli.follow import follow
 from deltachain.cli.inspecting import inspect
 from deltachain.cli.log import log
-from deltachain.cli.pull import follow, pull
+from deltachain.cli.pull import pull
 from deltachain.cli.push import push
 from deltachain.cli.verify import verify
 from deltachain.errors import ConfigError, DeltaChainError
@@ -108,7 +110,7 @@ def options(
 
 PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Look": (log, inspect, verify),
-    "Publish and follow": (push, pull, follow),
+    "Publish and follow": (push, pull, follow, agent),
     "Offline": (diff, patch),
     "Try": (demo, bench),
 }

@@ -41,3 +41,11 @@ Base: TypeAlias = Annotated[
         help="Where the base checkpoint lies here, if the chain starts from one and it moved.",
     ),
 ]
+Out: TypeAlias = Annotated[
+    Path,
+    typer.Option("--out", "-o", metavar="DIR", help="A new folder, or one that this chain fills."),
+]
+Poll: TypeAlias = Annotated[
+    float | None,
+    typer.Option(metavar="S", help="Seconds between looks. Default: what the store bears."),
+]

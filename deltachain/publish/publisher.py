@@ -10,20 +10,26 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
 
-import msgspec
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from deltachain.errors import ConfigError, DeltaChainError, PublisherFencedError, RankError
+from deltachain.errors import (
+    ChainError,
+    ConfigError,
+    DeltaChainError,
+    PublisherFencedError,
+    RankError,
+)
 from deltachain.publish.assets import collect_assets
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.meeting import Meeting, Verdict
 from deltachain.publish.ranks import Ranks
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import Session, Share
 from deltachain.publish.snapshot import Diff
 from deltachain.publish.source import Live, walk
-from deltachain.publish.together import FAILURES, led, together
+from deltachain.publish.together import FAILURES, led
 from deltachain.publish.upload import Slot
 from deltachain.store import Store, open_store
 from deltachain.types import Version
@@ -31,14 +37,6 @@ from deltachain.types import Version
 logger = logging.getLogger(__name__)
 
 Published: TypeAlias = "Future[PublishReceipt]"
-
-
-class Here(msgspec.Struct, frozen=True):
-    """Where a rank is when it calls ``publish``."""
-
-    free: bool
-    step: int | None
-    calls: int
 
 
 class Flight(NamedTuple):
@@ -65,13 +63,6 @@ class Flight(NamedTuple):
         if self.error is not None:
             raise self.error
         return session.put_delta(slot, self.diff)
-
-
-class Verdict(msgspec.Struct, frozen=True):
-    """Whether all ranks take a diff now, and the newest committed version."""
-
-    go: bool
-    head: Version = -1
 
 
 class Publisher:
@@ -106,8 +97,9 @@ class Publisher:
         self._waiting_step: int | None = None
         self._unsettled: tuple[Version, Diff] | None = None
         self._fenced: PublisherFencedError | None = None
+        self._failure: DeltaChainError | None = None
         self._ranks = Ranks.alone()
-        self._turn = self._calls = 0
+        self._meeting = Meeting(self._ranks)
 
     def attach(
         self,
@@ -146,6 +138,7 @@ class Publisher:
             self._ranks,
         )
         session.ranks = self._ranks.clone()  # for the thread that commits
+        self._meeting = Meeting(self._ranks)
         self._session = session
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
@@ -181,7 +174,7 @@ class Publisher:
         future: Published = Future()
         self._waiting.append(future)
         self._waiting_step = step
-        self._calls += 1
+        self._meeting.call()
         self._try(session, free=not self._busy or self.config.when_busy == "wait")
         return future
 
@@ -207,6 +200,8 @@ class Publisher:
             if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.write_head()
         finally:
+            for future in self._take_waiting():  # nothing will cover it any more
+                future.set_exception(self._failure or ChainError("closed before it was published"))
             self._pool.shutdown()
             self._store.close()
 
@@ -242,6 +237,7 @@ class Publisher:
     def _fail(self, error: BaseException) -> None:
         """Raise what went wrong, or log it and leave those who wait to the next version."""
         if self.config.on_error == "warn" and isinstance(error, DeltaChainError):
+            self._failure = error
             logger.warning("publish failed, the next version makes up for it: %s", error)
             return
         for future in self._take_waiting():
@@ -262,12 +258,8 @@ class Publisher:
 
     def _try(self, session: Session, *, free: bool) -> None:
         """Launch, if all ranks are free to."""
-        self._turn += 1
-        here = Here(free=free, step=self._waiting_step, calls=self._calls)
-        topic = f"{self._turn}/meet"
         try:
-            kinds = (Here, Verdict)
-            verdict = together(self._ranks, topic, lambda: here, self._decide, kinds)
+            verdict = self._meeting.meet(free=free, step=self._waiting_step, settle=self._settle)
         except DeltaChainError as error:
             if not self._busy:
                 self._land()  # what failed before is said first
@@ -281,24 +273,13 @@ class Publisher:
                 self._land()
                 self._launch(session, verdict)
 
-    def _decide(self, here: list[Here]) -> Verdict:
-        """What the first rank makes of where all of them are."""
-        session = self._require_session()
-        if not all(one.free for one in here):
-            return Verdict(go=False)
-        if len({(one.step, one.calls) for one in here}) > 1:
-            raise ConfigError(
-                f"ranks publish different steps: {[(one.step, one.calls) for one in here]}",
-                hint="every rank calls publish after the same steps",
-            )
+    def _settle(self) -> Version:
+        """The newest committed version, once nothing is in flight; on the first rank."""
         if self._fenced is not None:
             raise self._fenced
         if self._in_flight is not None:
             wait([self._in_flight])
-        session.writer.settle()
-        if session.writer.parent is not None:
-            session.head = session.writer.parent.version
-        return Verdict(go=True, head=session.head)
+        return self._require_session().settle()
 
     def _launch(self, session: Session, verdict: Verdict) -> None:
         """Take the diff, and send it on its way."""
@@ -317,7 +298,7 @@ class Publisher:
                 raise
             failure = error
         flight = Flight(
-            topic=str(self._turn),
+            topic=self._meeting.topic,
             diff=diff,
             error=failure,
             diff_s=time.perf_counter() - start,

@@ -7,13 +7,16 @@ was late here reads what was decided without it and is back in step.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from deltachain.errors import RankError
+
+EVERY_RANK: Final = "every rank makes a publisher and attaches it, whatever it holds"
 
 
 class Ranks:
@@ -50,17 +53,51 @@ class Ranks:
         Args:
             group: This rank is in it.
             deadline_s: Seconds that a rank may be behind the others.
+
+        Raises:
+            RankError: Some rank did not come in time. Those that come again meet those that wait.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return cls.alone()
         number, count = dist.get_rank(group), dist.get_world_size(group)
         c10d: Any = dist.distributed_c10d
-        shared = c10d._get_default_store()
         place = f"deltachain/{'all' if group is None else group.group_name}"
-        # The n-th publisher of every rank is the same one.
-        ticket = (shared.add(f"{place}/publishers", 1) - 1) // count
-        store = c10d.PrefixStore(f"{place}/{ticket}", shared.clone())
-        return cls(number, count, deadline_s, store)
+        shared = c10d._get_default_store().clone()
+        door = cls(number, count, deadline_s, c10d.PrefixStore(place, shared))
+        return cls(number, count, deadline_s, c10d.PrefixStore(f"{place}/{door._enter()}", shared))
+
+    def _enter(self) -> str:
+        """A name for what begins here, which no earlier attempt of these ranks has."""
+        mine = uuid.uuid4().hex
+        knock = f"at the door/{self.number}"
+        self._ask(lambda: self._store.set(knock, mine))
+        try:
+            if self.leads:
+                return self._let_in(mine)
+            answer = self._listen([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
+        finally:
+            self._ask(lambda: self._store.delete_key(knock))
+        name, _, refusal = answer.partition(":")
+        if refusal:
+            raise RankError(refusal, hint=EVERY_RANK)
+        return name
+
+    def _let_in(self, name: str) -> str:
+        """Answer whoever is at the door: with the name once all are there, else who is missing."""
+        doors = [f"at the door/{number}" for number in range(self.count)]
+        refusal = None
+        try:
+            self._listen(doors, self.deadline_s)
+        except RankError as exc:
+            refusal = RankError(str(exc.args[0]), hint=EVERY_RANK)
+        for door in doors[1:]:
+            if self._is_said(door):
+                guest = self._ask(lambda door=door: self._store.get(door)).decode()
+                answer = f"{name}:{refusal.args[0] if refusal else ''}"
+                self._ask(lambda to=f"answers/{guest}", answer=answer: self._store.set(to, answer))
+        if refusal is not None:
+            raise refusal
+        return name
 
     def clone(self) -> Ranks:
         """For another thread: one that waits would make the other wait too."""

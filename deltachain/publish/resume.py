@@ -73,12 +73,17 @@ def begin(
 
     kinds = (type(None), Begun)
     begun = together(ranks, "begin", lambda: snapshots.append(Snapshot(source)), take, kinds)
-    writer = writers[0] if ranks.leads else _beside(store, source, config, begun)
-    session = Session(source, snapshots[0], writer, config, ranks)
-    if writer.parent is None:
+
+    def stand_beside() -> None:
+        if not ranks.leads:
+            writers.append(_beside(store, source, config, begun))
+
+    all_say(ranks, "beside", stand_beside, type(None))
+    session = Session(source, snapshots[0], writers[0], config, ranks)
+    if session.writer.parent is None:
         first_version(session)
     else:
-        catch_up(session, writer.parent)
+        catch_up(session, session.writer.parent)
     return session
 
 
@@ -162,9 +167,14 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
     states = all_say(session.ranks, "states", lambda: own, StateDigest)
     if sum(states, StateDigest()) == head.state:
         return
-    diff = _difference(session, head)
-    mine = _weigh(session, diff)
-    found = all_say(session.ranks, "difference", lambda: mine, Difference)
+    diffs: list[Diff | None] = []
+
+    def difference() -> Difference:
+        diffs.append(_difference(session, head))
+        return _weigh(session, diffs[0])
+
+    found = all_say(session.ranks, "difference", difference, Difference)
+    diff = diffs[0]
     if diff is not None and _is_proven(found, head) and _nbytes(found) < session.anchor_nbytes:
         logger.info("version %d continues from another state", head.version + 1)
         known = diff

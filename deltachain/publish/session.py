@@ -22,7 +22,7 @@ from deltachain.publish.source import Source, Weight
 from deltachain.publish.together import together
 from deltachain.publish.upload import DENSE_SHARE, Slot, sparse_change, upload, window_change
 from deltachain.publish.writer import Writer
-from deltachain.types import StateDigest
+from deltachain.types import StateDigest, Version
 
 INDEX_NBYTES = 8
 """Of the index of an element, where a window is not a whole tensor."""
@@ -80,6 +80,18 @@ class Session:
         """Whether a newcomer would pay too much without an anchor; the first rank knows."""
         limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
         return self.writer.parent is not None and self.writer.newcomer_cost > limit
+
+    def settle(self) -> Version:
+        """The newest committed version, now that the outcome of every commit is known.
+
+        Raises:
+            PublisherFencedError: Another publisher has committed the version after it.
+            StoreError: It can not be told yet.
+        """
+        self.writer.settle()
+        if self.writer.parent is not None:
+            self.head = self.writer.parent.version
+        return self.head
 
     def put_anchor(self, slot: Slot) -> Share:
         """Put all bits of the snapshot as the parts of an anchor; nothing names them yet.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
-from deltachain.errors import ConfigError, RankError
+from deltachain.errors import ConfigError
 from deltachain.kernels import host
 from deltachain.publish.ownership import check_cover, elect
 from deltachain.publish.ranks import Ranks
@@ -69,11 +69,7 @@ def share(walk: Callable[[], Source], ranks: Ranks) -> Source:
         walked.append(walk())
         return _holding(walked[0], alone=ranks.count == 1)
 
-    try:
-        holdings = all_say(ranks, "held", holding, Holding)
-    except RankError as exc:
-        exc.hint = "every rank makes a publisher and attaches it, whatever it holds"
-        raise
+    holdings = all_say(ranks, "held", holding, Holding)
     _check(holdings)
     buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
     boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]

@@ -19,10 +19,10 @@ import numpy as np
 
 from deltachain.checkpoint import (
     HELD_FILE,
-    WEIGHTS_FILE,
     Checkpoint,
     allocate,
     creating,
+    weights_file,
     write_atomic,
 )
 from deltachain.delta import TensorDelta
@@ -152,10 +152,11 @@ class FolderTarget(PatchedTarget):
 
     def _create(self, patches: Iterable[Patch], held: Held) -> None:
         """Write the weights file of a folder that had none, one patch in memory at a time."""
-        for left in self.folder.glob(f".{WEIGHTS_FILE}.*"):  # by a process that was killed
+        file = weights_file(self._specs)
+        for left in self.folder.glob(f".{file}.*"):  # by a process that was killed
             left.unlink()
         absent = set(self._specs)
-        with creating(self.folder / WEIGHTS_FILE) as partial:
+        with creating(self.folder / file) as partial:
             last = allocate(partial, self._specs.values())
             os.truncate(partial, partial.stat().st_size + sum(spec.nbytes for spec in last))
             checkpoint = Checkpoint(partial)

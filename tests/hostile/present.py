@@ -25,10 +25,10 @@ from torch import Tensor
 
 from deltachain.chain import Chain
 from deltachain.checkpoint import HELD_FILE, WEIGHTS_FILE
-from deltachain.cli.folder import write_assets
 from deltachain.names import WIRE_NAMES
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Held, Subscriber
+from deltachain.subscribe.own_folder import write_assets
 from deltachain.subscribe.tensors import TensorTarget
 from deltachain.types import TensorSpec
 from tests.hostile.case import Case

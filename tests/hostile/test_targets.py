@@ -9,7 +9,6 @@ import pytest
 
 from deltachain.chain import Chain
 from deltachain.checkpoint import read_assets
-from deltachain.cli.folder import write_assets
 from deltachain.codec import Part
 from deltachain.digest import object_digest
 from deltachain.errors import BrokenChainError, TensorMismatchError
@@ -17,6 +16,7 @@ from deltachain.keys import payload_key
 from deltachain.manifest import Edge, ObjectRef, Table
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber
+from deltachain.subscribe.own_folder import write_assets
 from deltachain.types import StateDigest, TensorSpec
 from tests.format.forge import take_apart
 from tests.format.forgeries import PARTS

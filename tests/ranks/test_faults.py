@@ -53,3 +53,15 @@ def test_ranks_that_publish_without_a_pause_commit_every_version(tmp_path: Path)
     run("tests.ranks.trials:hurries", 2, url, str(tmp_path))
     proofs = list(verify(Chain.open(open_store(url))))
     assert [proof.version for proof in proofs] == list(range(25))
+
+
+def test_ranks_that_could_not_attach_meet_at_the_next_attempt(tmp_path: Path) -> None:
+    run("tests.ranks.apart:comes_late", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
+
+
+def test_a_rank_that_flushes_alone_is_in_step_again_later(tmp_path: Path) -> None:
+    run("tests.ranks.apart:flushes_alone", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+
+
+def test_a_rank_that_can_not_read_the_store_tells_the_others(tmp_path: Path) -> None:
+    run("tests.ranks.apart:can_not_look", 2, (tmp_path / "chain").as_uri())

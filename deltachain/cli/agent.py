@@ -1,0 +1,66 @@
+"""``deltachain agent``: a server that is led along a chain from beside it."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+from __future__ import annotations
+
+import signal
+from threading import Event
+from typing import Annotated
+
+import typer
+
+from deltachain.cli import console as c
+from deltachain.cli.follow import show_version, stopping
+from deltachain.cli.options import Base, Out, Poll, Url
+
+
+def agent(  # noqa: PLR0913 - one argument an option
+    url: Url,
+    *,
+    engine: Annotated[
+        str, typer.Option(metavar="URL", help="The server; it sees the folder of --out.")
+    ],
+    out: Out,
+    adapter: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Version 7 is loaded as a LoRA adapter named NAME-v7."),
+    ],
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Adapters that stay loaded.")] = 2,
+    key: Annotated[
+        str, typer.Option(envvar="DELTACHAIN_ENGINE_KEY", help="The server's API key.")
+    ] = "",
+    poll: Poll = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Bring it to the head as it is now, and end.")
+    ] = False,
+    base: Base = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line on stdout, one a version.")
+    ] = False,
+) -> None:
+    """Lead a stock vLLM server along a chain of LoRA adapters, from beside it.
+
+    Every version is fetched and proven in a folder, and then loaded under a name that says it. A
+    server that is down is waited for; one that was started again is told anew.
+
+    Example: `deltachain agent /mnt/lora --engine http://127.0.0.1:8000 --out /mnt/a --adapter policy`
+    """
+    from deltachain.control.adapters import AdapterServer
+    from deltachain.control.agent import Agent
+    from deltachain.subscribe import SubscribeConfig
+
+    config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
+    server = AdapterServer(engine, name=adapter, folder=out, key=key, keep=keep)
+    stop = Event()
+    with Agent(config, out / "head", server) as led, stopping(stop, led.subscriber) as by:
+        if once:
+            receipt = led.update()
+            if receipt is not None:
+                show_version(receipt, as_json=as_json)
+        else:
+            for receipt in led.follow(stop):
+                show_version(receipt, as_json=as_json)
+        if not as_json:
+            c.say(f"{engine} has version {led.subscriber.version}", "dim")
+    if signal.SIGINT in by:
+        raise typer.Exit(130)

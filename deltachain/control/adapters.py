@@ -1,0 +1,105 @@
+"""LoRA adapters of a vLLM server: every version is an adapter whose name says it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from deltachain.checkpoint import ADAPTER_FILE, read_assets
+from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.types import Version
+
+TIMEOUT_S: Final = 120.0
+
+HINT: Final = (
+    "start vLLM with --enable-lora --max-lora-rank R --max-loras N, and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+)
+
+
+class AdapterServer:
+    """Loads versions of an adapter into vLLM; a request chooses one as its model: ``policy-v7``.
+
+    Nothing pauses: a request ends with the adapter that it began with. What an older version cached
+    is never used for a newer one, since vLLM tells adapters apart by name.
+
+    Args:
+        url: Of the server, which sees ``folder``.
+        name: Version 7 of ``policy`` is ``policy-v7``.
+        folder: Gets a folder a version.
+        key: The server's API key.
+        keep: Versions that stay loaded.
+    """
+
+    def __init__(self, url: str, *, name: str, folder: Path, key: str = "", keep: int = 2) -> None:
+        if not re.fullmatch(r"[\w.-]+", name) or keep < 1:
+            raise ConfigError(f"{name!r}, keep={keep}: expected a plain name, and 1 or more")
+        self._name, self._folder, self._keep = name, folder.absolute(), keep
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(
+            base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False
+        )
+
+    def versions(self) -> list[Version]:
+        """Those that the server has loaded, oldest first.
+
+        Raises:
+            ControlPlaneError: It does not answer.
+        """
+        models = self._ask("GET", "/v1/models").json()["data"]
+        found = (re.fullmatch(rf"{re.escape(self._name)}-v(\d+)", model["id"]) for model in models)
+        return sorted(int(match[1]) for match in found if match)
+
+    def bring(self, folder: Path, version: Version) -> None:
+        """Load the version that lies in a folder, and unload the oldest; see :class:`Reader`."""
+        loaded = self.versions()
+        if version not in loaded:
+            lies = self._copy(folder, version)
+            self._ask(
+                "POST",
+                "/v1/load_lora_adapter",
+                {"lora_name": self._named(version), "lora_path": str(lies)},
+            )
+            loaded = sorted([*loaded, version])
+        others = [number for number in loaded if number != version]
+        for old in others[: max(0, len(loaded) - self._keep)]:
+            self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._named(old)})
+            shutil.rmtree(self._folder / self._named(old), ignore_errors=True)
+
+    def close(self) -> None:
+        """See :class:`Reader`."""
+        self._client.close()
+
+    def _named(self, version: Version) -> str:
+        return f"{self._name}-v{version}"
+
+    def _copy(self, folder: Path, version: Version) -> Path:
+        """The adapter in a folder of its own: the one that is followed into changes under it."""
+        if not (folder / ADAPTER_FILE).is_file():
+            raise ConfigError(
+                f"{folder} has no {ADAPTER_FILE}: the chain is not an adapter's",
+                hint="publish deltachain.publish.lora.adapter_tensors(model) on a chain of its own",
+            )
+        lies = self._folder / self._named(version)
+        partial = lies.with_name(f".{lies.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, data in read_assets(folder).items():
+            (partial / name).write_bytes(data)
+        shutil.copyfile(folder / ADAPTER_FILE, partial / ADAPTER_FILE)
+        shutil.rmtree(lies, ignore_errors=True)
+        return partial.rename(lies)
+
+    def _ask(self, method: str, path: str, body: dict[str, str] | None = None) -> httpx.Response:
+        try:
+            answer = self._client.request(method, path, json=body)
+        except httpx.HTTPError as exc:
+            raise ControlPlaneError(f"{self._client.base_url}: {exc}") from exc
+        if answer.status_code != httpx.codes.OK:
+            about = f"{self._client.base_url} answered {answer.status_code} to {path}"
+            raise ControlPlaneError(f"{about}: {answer.text[:300]}", hint=HINT)
+        return answer
