@@ -14,6 +14,7 @@ from deltachain.cli.agent import agent
 from deltachain.cli.bench import bench
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.demo import demo
+from deltachain.cli.demo_async import demo_async
 from deltachain.cli.diff import diff, patch
 from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
@@ -114,7 +115,7 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Publish and follow": (push, pull, follow),
     "Replicas": (fleet, agent),
     "Offline": (diff, patch),
-    "Try": (demo, bench),
+    "Try": (demo, demo_async, bench),
 }
 """The commands as ``--help`` groups them."""
 
