@@ -1,0 +1,267 @@
+"""The game over HTTP, for as many players at once as a batch of rollouts has.
+
+``python server.py --host 127.0.0.1 --port 7860 --words FILE``
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import secrets
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Final, TypeVar
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.exceptions import HTTPException
+
+from game import LENGTH, PROMPT, TURNS, Game, play, secret_of
+
+LIMIT: Final = 256
+"""Sessions that may be open at once."""
+
+IDLE_S: Final = 300.0
+"""Seconds after which a session may be dropped."""
+
+LARGEST: Final = 4096
+"""Bytes of a request's body."""
+
+WORDS: Final = Path(__file__).with_name("words.txt")
+
+_Body = TypeVar("_Body", bound=BaseModel)
+
+
+class Opening(BaseModel):
+    """What a session is opened with."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    seed: int | None = None
+
+
+class Guess(BaseModel):
+    """A turn."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    word: str
+
+
+class Refusal(Exception):  # noqa: N818 - an answer, not a failure
+    """What a request is answered with instead.
+
+    Args:
+        status: Of HTTP.
+        message: What is wrong.
+        hint: What the caller should do now.
+        retry_after_s: When the same may work, if that is known.
+    """
+
+    def __init__(self, status: int, message: str, hint: str, retry_after_s: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.hint = hint
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(slots=True)
+class _Session:
+    game: Game
+    used: float
+
+
+class Sessions:
+    """The games that are being played. Safe to use from several threads.
+
+    Args:
+        words: What may be guessed, and be a secret.
+        idle_s: Seconds after which an unused session makes place for a new one.
+        clock: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        idle_s: float = IDLE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._words = tuple(words)
+        self._known = frozenset(words)
+        self._idle_s = idle_s
+        self._clock = clock
+        self._lock = Lock()
+        self._open: OrderedDict[str, _Session] = OrderedDict()  # the longest unused one first
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, seed: int | None) -> str:
+        """Begin a game; its name.
+
+        Raises:
+            Refusal: 429, all places are taken.
+        """
+        secret = secret_of(secrets.randbits(64) if seed is None else seed, self._words)
+        name = secrets.token_urlsafe(16)
+        with self._lock:
+            now = self._clock()
+            self._make_place(now)
+            self._open[name] = _Session(Game(hidden=secret), now)
+        return name
+
+    def guess(self, name: str, word: str) -> tuple[Game, str]:
+        """Make a guess; the game after it, and what the player reads.
+
+        Raises:
+            Refusal: 404, there is no such session; 409, its game is done.
+        """
+        with self._lock:
+            session = self._find(name)
+            session.used = self._clock()
+            self._open.move_to_end(name)
+            if session.game.done:
+                raise Refusal(409, "this game is done", "open another session")
+            session.game, observation = play(session.game, word, self._known)
+            return session.game, observation
+
+    def close(self, name: str) -> None:
+        """Forget a game.
+
+        Raises:
+            Refusal: 404, there is no such session.
+        """
+        with self._lock:
+            self._find(name)
+            del self._open[name]
+
+    def _find(self, name: str) -> _Session:
+        found = self._open.get(name)
+        if found is None:
+            hint = f"open one; who is idle for {self._idle_s:g} s may lose theirs"
+            raise Refusal(404, "there is no such session", hint)
+        return found
+
+    def _make_place(self, now: float) -> None:
+        while len(self._open) >= LIMIT:
+            oldest = next(iter(self._open))
+            wait_s = self._open[oldest].used + self._idle_s - now
+            if wait_s >= 0:
+                raise Refusal(
+                    429,
+                    f"{LIMIT} sessions are open",
+                    "delete those that are done, or try again later",
+                    retry_after_s=max(1, math.ceil(wait_s)),
+                )
+            del self._open[oldest]
+
+
+def make_app(sessions: Sessions) -> FastAPI:
+    """The routes around sessions."""
+    app = FastAPI(title="words", openapi_url=None)
+    app.add_exception_handler(Refusal, _refused)
+    app.add_exception_handler(HTTPException, _no_route)
+
+    @app.post("/sessions", status_code=201)
+    async def begin(request: Request) -> dict[str, str | int]:
+        opening = await _body(request, Opening, '{"seed": 7} or {"seed": null}')
+        name = sessions.open(opening.seed)
+        return {"session": name, "observation": PROMPT, "turns_left": TURNS}
+
+    @app.post("/sessions/{session}/guess")
+    async def guess(session: str, request: Request) -> dict[str, str | float | bool | int]:
+        asked = await _body(request, Guess, '{"word": "crane"}')
+        game, observation = sessions.guess(session, asked.word)
+        return {
+            "observation": observation,
+            "reward": game.reward,
+            "done": game.done,
+            "turns_left": game.turns_left,
+        }
+
+    @app.delete("/sessions/{session}", status_code=204)
+    async def end(session: str) -> Response:
+        sessions.close(session)
+        return Response(status_code=204)
+
+    @app.get("/healthz")
+    async def healthz() -> dict[str, int]:
+        return {"sessions": len(sessions), "limit": LIMIT}
+
+    return app
+
+
+async def _body(request: Request, kind: type[_Body], example: str) -> _Body:
+    """A request's body, of which no more is read than may be sent."""
+    raw = b""
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > LARGEST:
+            raise Refusal(413, f"the body has more than {LARGEST} bytes", f"send {example}")
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise Refusal(422, f"{place}: {first['msg']}", f"send {example}") from exc
+
+
+async def _refused(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, Refusal)  # noqa: S101 - it is registered for no other
+    return _error(exc.status, exc.message, exc.hint, exc.retry_after_s)
+
+
+async def _no_route(_: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException)  # noqa: S101 - as above
+    return _error(exc.status_code, str(exc.detail), "README.md has the routes")
+
+
+def _error(status: int, message: str, hint: str, retry_after_s: int = 0) -> Response:
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s else None
+    return JSONResponse({"error": {"message": message, "hint": hint}}, status, headers)
+
+
+def read_words(file: Path) -> list[str]:
+    """The words of a file, one a line.
+
+    Raises:
+        ValueError: It has none, or a line that is no word.
+    """
+    words = file.read_text(encoding="utf-8").split()
+    if not words:
+        raise ValueError(f"{file} has no words")
+    for word in words:
+        if not (len(word) == LENGTH and word.isascii() and word.isalpha() and word.islower()):
+            raise ValueError(f"{file} has {word!r}, which is not {LENGTH} lowercase letters")
+    return words
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until told to end; the exit status."""
+    parser = argparse.ArgumentParser(description="A game of guessing words, over HTTP.")
+    parser.add_argument("--host", default="0.0.0.0", help="default: all")  # noqa: S104
+    parser.add_argument("--port", type=int, default=7860)
+    parser.add_argument("--words", type=Path, default=WORDS, help="a word a line")
+    parser.add_argument("--idle", type=float, default=IDLE_S, metavar="S", help="default: 300")
+    given = parser.parse_args(arguments)
+    try:
+        words = read_words(given.words)
+    except (OSError, ValueError) as exc:
+        sys.stderr.write(f"error  {exc}\nhint   --words takes a file with a word a line\n")
+        return 2
+    app = make_app(Sessions(words, idle_s=given.idle))
+    uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Serves a stock SGLang that follows the chain at DELTACHAIN_URL; README.md has the variables.
+#
+# The checkpoint that it loads is brought to the head of the chain first. So a Space that was
+# started again, or has slept, is where the chain is, whatever its folder held.
+set -euo pipefail
+exec </dev/null # nobody is there to be asked
+
+refuse() { # message, hint
+  printf 'error  %s\nhint   %s\n' "$1" "$2" >&2
+  exit 2
+}
+
+say() { printf 'entrypoint  %s\n' "$1" >&2; }
+
+[[ ${DELTACHAIN_URL:-} ]] ||
+  refuse "DELTACHAIN_URL is not set" "the chain to follow, such as hf://buckets/me/policy/run-1"
+[[ ${DELTACHAIN_TOKEN:-} ]] ||
+  refuse "DELTACHAIN_TOKEN is not set" "a secret, for those who may say which version is served"
+[[ $DELTACHAIN_URL != hf://* || ${HF_TOKEN:-} ]] ||
+  say "HF_TOKEN is not set: only a public bucket can be read"
+wait_s=${WAIT_S:-3000}
+[[ $wait_s =~ ^[0-9]+$ ]] || refuse "WAIT_S is '$wait_s', not whole seconds" "such as 3000"
+[[ ${PORT:=7860} =~ ^[0-9]+$ ]] || refuse "PORT is '$PORT', not a number" "such as 7860"
+
+# xargs splits at blanks but for quotes, and runs nothing, which eval would.
+words=$(xargs -r -n 1 printf '%s\n' <<<"${ENGINE_ARGS:-}") ||
+  refuse "ENGINE_ARGS can not be split into words" "close every quote: ${ENGINE_ARGS:-}"
+engine_args=()
+[[ -z $words ]] || mapfile -t engine_args <<<"$words"
+
+# Process 1 gets no signal that it does not trap, and a trap waits for what runs in front.
+child=
+end() {
+  trap - TERM INT
+  [[ -z $child ]] || kill -TERM "$child" 2>/dev/null || true
+  wait || true
+  exit "$1"
+}
+trap 'end 143' TERM
+trap 'end 130' INT
+
+run() {
+  local code=0
+  "$@" &
+  child=$!
+  wait "$child" || code=$?
+  child=
+  return "$code"
+}
+
+policy=${POLICY_DIR:-$HOME/policy}
+mkdir -p "$policy" 2>/dev/null && [[ -w $policy ]] ||
+  refuse "$policy can not be written to by user $(id -u)" "give another folder in POLICY_DIR"
+
+base=()
+if [[ ${MODEL:-} ]]; then
+  if [[ ! -d $MODEL ]]; then
+    say "fetching $MODEL, which the chain may begin with"
+    run hf download "$MODEL" --revision "${MODEL_REVISION:-main}" --local-dir "$HOME/base" --quiet
+    MODEL=$HOME/base
+  fi
+  base=(--base "$MODEL")
+  export DELTACHAIN_BASE=$MODEL
+fi
+
+# What is not there yet is waited for. A folder that holds another chain, or what nobody can use, is
+# filled anew: it is a copy. One that deltachain has not filled is left alone.
+until
+  code=0
+  run deltachain pull "$DELTACHAIN_URL" --out "$policy" "${base[@]}" || code=$?
+  ((code == 0))
+do
+  if ((code >= 4 && code <= 6)) && [[ -e $policy/deltachain.json ]]; then
+    say "filling $policy anew"
+    find "$policy" -mindepth 1 -delete
+  elif ((code != 3 && code != 4)); then
+    exit "$code"
+  elif ((SECONDS >= wait_s)); then
+    say "nothing to serve after $wait_s s"
+    exit "$code"
+  else
+    run sleep "${RETRY_S:-10}"
+  fi
+done
+
+export DELTACHAIN_FOLLOW=1
+
+# SGLang. An admin key of its own would guard nothing: /server_info shows it to whoever may ask.
+key=()
+if [[ ${API_KEY:-} ]]; then
+  key=(--api-key "$API_KEY")
+else
+  say "API_KEY is not set: who reaches this server may write its weights; keep the Space private"
+fi
+[[ -z ${SGLANG_PLUGINS:-} ]] || export SGLANG_PLUGINS=$SGLANG_PLUGINS,deltachain
+exec python3 -m sglang.launch_server --model-path "$policy" \
+  --host "${HOST:-0.0.0.0}" --port "$PORT" \
+  --served-model-name "${MODEL_NAME:-policy}" \
+  "${key[@]}" "${engine_args[@]}"

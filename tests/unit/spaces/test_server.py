@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any, Protocol
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+
+from game import TURNS, secret_of
+from server import IDLE_S, LARGEST, LIMIT, WORDS, Sessions, main, make_app, read_words
+
+LIST = read_words(WORDS)
+SERVER = WORDS.with_name("server.py")
+
+
+class Answer(Protocol):
+    """Of any HTTP client: which one a TestClient is made of is starlette's business."""
+
+    @property
+    def status_code(self) -> int: ...
+
+    def json(self) -> Any: ...
+
+
+class Clock:
+    """Goes where it is told."""
+
+    def __init__(self) -> None:
+        self.now = 1e6
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def client(clock: Clock) -> Iterator[TestClient]:
+    with TestClient(make_app(Sessions(LIST, clock=clock))) as client:
+        yield client
+
+
+def begin(client: TestClient, seed: int | None = 7) -> str:
+    answer = client.post("/sessions", json={"seed": seed})
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["session"])
+
+
+def guess(client: TestClient, session: str, word: str) -> dict[str, Any]:
+    answer = client.post(f"/sessions/{session}/guess", json={"word": word})
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+def refusal(answer: Answer) -> int:
+    """The status of an answer that says what is wrong and what to do."""
+    error = answer.json()["error"]
+    assert error.keys() == {"message", "hint"}
+    assert all(error.values())
+    return answer.status_code
+
+
+def test_a_game_is_won(client: TestClient) -> None:
+    opened = client.post("/sessions", json={"seed": 7}).json()
+    session = opened.pop("session")
+    assert opened == {"observation": "guess:", "turns_left": TURNS}
+    secret = secret_of(7, LIST)
+    assert guess(client, session, "zzzzz") == {
+        "observation": " = ?\nguess:",
+        "reward": 0.0,
+        "done": False,
+        "turns_left": 3,
+    }
+    assert guess(client, session, f" {secret.upper()} ") == {
+        "observation": " = g g g g g\n",
+        "reward": 0.9,
+        "done": True,
+        "turns_left": 2,
+    }
+
+
+def test_a_game_is_lost(client: TestClient) -> None:
+    session = begin(client)
+    wrong = next(word for word in LIST if word != secret_of(7, LIST))
+    answers = [guess(client, session, wrong) for _ in range(TURNS)]
+    assert [a["done"] for a in answers] == [False, False, False, True]
+    assert [a["turns_left"] for a in answers] == [3, 2, 1, 0]
+    assert not answers[-1]["observation"].endswith("guess:")
+    assert 0.0 <= answers[-1]["reward"] < 0.5
+
+
+@pytest.mark.parametrize("body", ["{}", '{"seed": null}'])
+def test_without_a_seed_words_differ(client: TestClient, body: str) -> None:
+    seen = set()
+    for _ in range(40):
+        session = client.post("/sessions", content=body).json()["session"]
+        seen.add(guess(client, session, "crane")["observation"])
+    assert len(seen) > 1
+
+
+def test_what_is_not_there_is_404(client: TestClient) -> None:
+    assert refusal(client.post("/sessions/none/guess", json={"word": "crane"})) == 404
+    assert refusal(client.delete("/sessions/none")) == 404
+    assert refusal(client.get("/elsewhere")) == 404
+    assert refusal(client.get("/sessions")) == 405
+
+
+def test_a_game_that_is_done_is_409(client: TestClient) -> None:
+    session = begin(client)
+    guess(client, session, secret_of(7, LIST))
+    assert refusal(client.post(f"/sessions/{session}/guess", json={"word": "crane"})) == 409
+    assert client.delete(f"/sessions/{session}").status_code == 204
+    assert refusal(client.post(f"/sessions/{session}/guess", json={"word": "crane"})) == 404
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"crane",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"word": null}',
+        b'{"word": 7}',
+        b'{"word": ["crane"]}',
+        b'{"word": "crane", "more": 1}',
+        b'{"word": "\\ud800"}',
+        b'{"word": "\xff"}',
+        b'{"word": "crane"',
+    ],
+)
+def test_a_malformed_guess_is_422_and_costs_nothing(client: TestClient, body: bytes) -> None:
+    session = begin(client)
+    assert refusal(client.post(f"/sessions/{session}/guess", content=body)) == 422
+    assert guess(client, session, "zzzzz")["turns_left"] == 3
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"7", b'{"seed": "7"}', b'{"seed": 7.5}', b'{"seed": true}', b'{"sed": 7}']
+)
+def test_a_malformed_opening_is_422_and_takes_no_place(client: TestClient, body: bytes) -> None:
+    assert refusal(client.post("/sessions", content=body)) == 422
+    assert client.get("/healthz").json() == {"sessions": 0, "limit": LIMIT}
+
+
+def test_seeds_may_be_large_or_negative(client: TestClient) -> None:
+    for seed in (-1, 0, 2**64, -(10**3_000)):
+        session = begin(client, seed)
+        assert guess(client, session, secret_of(seed, LIST))["reward"] == 1.0
+
+
+def test_a_large_body_is_413(client: TestClient) -> None:
+    def padded(size: int) -> bytes:
+        return b'{"seed": 7}'.ljust(size)
+
+    assert client.post("/sessions", content=padded(LARGEST)).status_code == 201
+    assert refusal(client.post("/sessions", content=padded(LARGEST + 1))) == 413
+    session = begin(client)
+    large = b'{"word": "' + b"a" * LARGEST + b'"}'
+    assert refusal(client.post(f"/sessions/{session}/guess", content=large)) == 413
+
+
+def test_256_play_at_once_and_the_257th_is_told_to_wait(client: TestClient) -> None:
+    barrier = Barrier(32)
+
+    def rollouts(first: int) -> list[str]:
+        barrier.wait()
+        sessions = {seed: begin(client, seed) for seed in range(first, first + 8)}
+        for _ in range(TURNS - 1):
+            for session in sessions.values():
+                assert guess(client, session, "zzzzz")["observation"] == " = ?\nguess:"
+        for seed, session in sessions.items():
+            last = guess(client, session, secret_of(seed, LIST))
+            assert (last["reward"], last["done"]) == (0.7, True)
+        return list(sessions.values())
+
+    with ThreadPoolExecutor(32) as pool:
+        names = [n for each in pool.map(rollouts, range(0, LIMIT, 8)) for n in each]
+    assert len(set(names)) == LIMIT
+    assert client.get("/healthz").json() == {"sessions": LIMIT, "limit": LIMIT}
+    refused = client.post("/sessions", json={"seed": 7})
+    assert refusal(refused) == 429
+    assert refused.headers["retry-after"] == str(int(IDLE_S))
+    client.delete(f"/sessions/{names[0]}")
+    begin(client)
+    assert refusal(client.post("/sessions", json={"seed": 7})) == 429
+
+
+def test_of_all_who_want_the_last_places_as_many_get_one(client: TestClient) -> None:
+    for _ in range(LIMIT - 10):
+        begin(client)
+    with ThreadPoolExecutor(32) as pool:
+        codes = list(
+            pool.map(lambda n: client.post("/sessions", json={"seed": n}).status_code, range(50))
+        )
+    assert (codes.count(201), codes.count(429)) == (10, 40)
+
+
+def test_the_idle_make_place_and_the_busy_stay(client: TestClient, clock: Clock) -> None:
+    idle, busy = begin(client), begin(client)
+    clock.now += IDLE_S / 2
+    for _ in range(LIMIT - 2):
+        begin(client)
+    clock.now += IDLE_S / 2
+    guess(client, busy, "zzzzz")
+    refused = client.post("/sessions", json={"seed": 7})
+    assert (refusal(refused), refused.headers["retry-after"]) == (429, "1")
+    clock.now += 1
+    begin(client)
+    assert refusal(client.post(f"/sessions/{idle}/guess", json={"word": "crane"})) == 404
+    assert guess(client, busy, "zzzzz")["turns_left"] == 2
+    assert refusal(client.post("/sessions", json={"seed": 7})) == 429
+    clock.now += IDLE_S
+    begin(client)
+    assert client.get("/healthz").json()["sessions"] == LIMIT
+
+
+def test_nobody_is_dropped_while_there_is_place(client: TestClient, clock: Clock) -> None:
+    session = begin(client)
+    clock.now += 100 * IDLE_S
+    begin(client)
+    assert guess(client, session, "zzzzz")["turns_left"] == 3
+
+
+def test_the_script_serves_the_given_words_and_ends_when_told_to(tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    words.write_text("abbey\n", encoding="utf-8")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    process = subprocess.Popen(
+        [sys.executable, SERVER, "--host", "127.0.0.1", "--port", str(port), "--words", words],
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+    )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+            _wait_for(http, process)
+            session = http.post("/sessions", json={"seed": None}).json()["session"]
+            answer = http.post(f"/sessions/{session}/guess", json={"word": "abbey"}).json()
+            assert answer["reward"] == 1.0
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_for(http: httpx.Client, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            assert http.get("/healthz").status_code == 200
+        except httpx.TransportError:
+            time.sleep(0.1)
+        else:
+            return
+    pytest.fail("the server did not start")
+
+
+def test_a_file_without_words_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--words", str(tmp_path / "none")]) == 2
+    assert "hint" in capsys.readouterr().err
