@@ -29,13 +29,13 @@ class Game:
         hidden: The word to be found.
         turns_left: Guesses that may still be made.
         won: Whether the last guess was the secret.
-        best: Most that a guess so far was worth, a green letter 1 and a yellow one half.
+        worth: What all guesses so far were worth, a green letter 1 and a yellow one half.
     """
 
     hidden: str
     turns_left: int = TURNS
     won: bool = False
-    best: float = 0.0
+    worth: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -49,7 +49,7 @@ class Game:
             return 0.0
         if self.won:
             return (10 - (TURNS - self.turns_left - 1)) / 10
-        return self.best / LENGTH / 2
+        return self.worth / (TURNS * LENGTH) / 2
 
 
 def secret_of(seed: int, words: Sequence[str]) -> str:
@@ -94,5 +94,5 @@ def play(game: Game, word: str, words: frozenset[str]) -> tuple[Game, str]:
     if guess in words:
         marks = marks_of(guess, game.hidden)
         worth = marks.count(GREEN) + marks.count(YELLOW) / 2
-        after = replace(after, won=guess == game.hidden, best=max(game.best, worth))
+        after = replace(after, won=guess == game.hidden, worth=game.worth + worth)
     return after, f" = {' '.join(marks)}\n{'' if after.done else PROMPT}"

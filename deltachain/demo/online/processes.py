@@ -113,9 +113,10 @@ class Service:
             Thread(target=self._listen, args=(self._process,), daemon=True).start()
 
     def _listen(self, process: subprocess.Popen[str]) -> None:
-        for line in process.stdout or ():
-            if self._heard is not None:
-                self._heard(line)
+        if process.stdout is not None and self._heard is not None:
+            with process.stdout as lines:
+                for line in lines:
+                    self._heard(line)
 
     def _watch(self) -> None:
         while self._process is not None:

@@ -95,8 +95,7 @@ class OnlineReport:
             "mismatching bits": f"{self.mismatching_bits}",
             "replica's live weights": "the trainer's" if self.replica_agrees else "OTHERS",
             "chain": "verified" if self.verified else "BROKEN",
-            "started again": ", ".join(f"{n} {c}x" for n, c in self.deaths.items() if c)
-            or "nobody",
+            "started again": again or "nobody",
         }
         for name, value in rows.items():
             table.add_row(name, value)

@@ -60,13 +60,13 @@ def test_of_equal_letters_the_first_are_yellow(guess: str, secret: str) -> None:
 
 @given(listed, st.lists(typed, min_size=TURNS, max_size=TURNS))
 def test_a_game_ends_by_the_secret_or_after_four_turns(secret: str, guesses: list[str]) -> None:
-    game, best = Game(hidden=secret), 0.0
+    game, worth = Game(hidden=secret), 0.0
     for turn, word in enumerate(guesses, 1):
         game, observation = play(game, word, KNOWN)
         guess = word.strip().lower()
         if guess in KNOWN:
             marks = marks_of(guess, secret)
-            best = max(best, (marks.count("g") + 0.5 * marks.count("y")) / 5)
+            worth += (marks.count("g") + 0.5 * marks.count("y")) / 5
         else:
             marks = "?"
         assert observation == f" = {' '.join(marks)}\n" + ("" if game.done else "guess:")
@@ -75,14 +75,14 @@ def test_a_game_ends_by_the_secret_or_after_four_turns(secret: str, guesses: lis
         if guess == secret:
             assert game.reward == pytest.approx(1.0 - 0.1 * (turn - 1))
             return
-        assert game.reward == pytest.approx(best / 2 if game.done else 0.0)
+        assert game.reward == pytest.approx(worth / 4 / 2 if game.done else 0.0)
     assert game.done
 
 
 def test_who_wins_late_has_more_than_who_nearly_did() -> None:
     rewards = [Game(hidden="crane", turns_left=left, won=True).reward for left in (3, 2, 1, 0)]
     assert rewards == [1.0, 0.9, 0.8, 0.7]
-    assert Game(hidden="crane", turns_left=0, best=4.0).reward == 0.4
+    assert Game(hidden="crane", turns_left=0, worth=16.0).reward == 0.4
 
 
 def test_who_guessed_no_word_gets_nothing() -> None:

@@ -1,0 +1,207 @@
+"""TRL's asynchronous GRPO trainer, really training, with the chain as its weight transfer."""
+
+from __future__ import annotations
+
+import queue
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from deltachain.control.client import ReplicaClient
+from deltachain.control.transfer import DeltaChainWeightTransfer
+from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
+from deltachain.demo.online.cpu import run_on_cpu
+from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
+from deltachain.publish import publisher as publisher_module
+from deltachain.store import MemoryStore
+from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.models import recompute, same
+
+STEPS = 3
+
+
+class Samples:
+    """A rollout worker whose samples are noise: enough to change weights."""
+
+    def __init__(self, transfer: DeltaChainWeightTransfer) -> None:
+        self.rollout_buffer: Any = queue.Queue()
+        self.metrics_queue: Any = queue.Queue()
+        self.synced: list[tuple[int, int]] = []
+        self._transfer = transfer
+
+    def start(self) -> None:
+        dice = np.random.default_rng(0)
+        for number in range(4 * STEPS):
+            mask = np.ones(16, np.int64)
+            mask[:4] = 0
+            self.rollout_buffer.put(
+                RolloutSample(
+                    prompt=[],
+                    completion=[],
+                    input_ids=dice.integers(5, 500, 16).astype(np.int64),
+                    completion_mask=mask,
+                    old_log_probs=np.full(16, -6.0, np.float32),
+                    advantage=float((-1) ** number),
+                    model_version=1,
+                    group_id=number,
+                    metrics={},
+                    enqueued_at=time.time(),
+                )
+            )
+
+    def stop(self) -> None:
+        pass
+
+    def update_model_version(self, model_version: int) -> None:
+        self.synced.append((model_version, self._transfer.version))
+
+    def check_health(self, stale_after_s: float) -> None:
+        del stale_after_s
+
+
+class Told(ReplicaClient):
+    """A replica that takes a version when it is told, or when it feels like it."""
+
+    def __init__(self, name: str, *, late_s: float = 0.0) -> None:
+        super().__init__(f"http://{name}")
+        self.versions: list[int] = []
+        self._late_s = late_s
+
+    def update(self, version: int | None = None) -> Any:
+        assert version is not None
+        time.sleep(self._late_s)
+        if self._late_s > 5:
+            raise ControlPlaneError("it hangs")
+        self.versions.append(version)
+        return type("Status", (), {"version": version})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_checkpoint(make_model(0), make_tokenizer(), folder)
+    return folder
+
+
+def train(base: Path, folder: Path, transfer: DeltaChainWeightTransfer, *, attach: bool) -> Any:
+    run_on_cpu()
+    worker = Samples(transfer)
+    trainer: Any = AsyncGRPOTrainer(
+        model=str(base),
+        args=AsyncGRPOConfig(
+            output_dir=str(folder),
+            max_steps=STEPS,
+            learning_rate=1e-4,
+            per_device_train_batch_size=1,
+            gradient_accumulation_steps=1,
+            token_budget=40,
+            gradient_checkpointing=False,
+            dtype="float32",
+            use_cpu=True,
+            bf16=False,
+            logging_steps=1,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [""]}),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        processing_class=AutoTokenizer.from_pretrained(base),
+        rollout_worker=worker,
+        weight_transfer=transfer,
+    )
+    if attach:
+        transfer.attach(trainer)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    made = FaultyStore(MemoryStore())
+    monkeypatch.setattr(publisher_module, "open_store", lambda *_, **__: made)
+    monkeypatch.setattr(made, "close", lambda: None)
+    return made
+
+
+@pytest.mark.parametrize("attach", [True, False], ids=["own", "given"])
+def test_every_sync_is_a_version_that_all_engines_hold(
+    base: Path, tmp_path: Path, store: FaultyStore, attach: bool
+) -> None:
+    engines = [Told("a"), Told("b", late_s=0.2)]
+    transfer = DeltaChainWeightTransfer("memory://policy", engines=engines, dtype="BF16")
+    trainer = train(base, tmp_path, transfer, attach=attach)
+    assert trainer.rollout_worker.synced == [(n + 1, n) for n in range(STEPS + 1)]
+    assert all(engine.versions == list(range(STEPS + 1)) for engine in engines)
+    last = recompute(store)[STEPS].state
+    model = {n: p.detach().to(torch.bfloat16) for n, p in trainer.model.named_parameters()}
+    assert same(last, {n: t.view(torch.int16).numpy().view("u2").ravel() for n, t in model.items()})
+    if attach:
+        logs = trainer.state.log_history
+        assert [line["deltachain/version"] for line in logs if "loss" in line] == [1, 2, 3]
+        assert all(line["deltachain/stragglers"] == 0 for line in logs if "loss" in line)
+
+
+def test_training_goes_on_without_an_engine_that_hangs(
+    base: Path, tmp_path: Path, store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines = [Told("a"), Told("b", late_s=6)]
+    transfer = DeltaChainWeightTransfer(
+        "memory://policy", engines=engines, deadline=0.5, dtype="BF16"
+    )
+    start = time.monotonic()
+    train(base, tmp_path, transfer, attach=True)
+    assert time.monotonic() - start < 60
+    assert engines[0].versions == list(range(STEPS + 1))
+    assert "http://b" in caplog.text
+    assert transfer.announced is not None
+    assert transfer.announced.stragglers == ("http://b",)
+    assert recompute(store).keys() == set(range(STEPS + 1))
+
+
+def test_a_store_that_fails_once_costs_a_version_and_no_more(
+    base: Path, tmp_path: Path, store: FaultyStore
+) -> None:
+    store.add(Fault("fail", "deltas/", nth=1, times=1))
+    engine = Told("a")
+    transfer = DeltaChainWeightTransfer(
+        "memory://policy", engines=[engine], on_error="warn", dtype="BF16"
+    )
+    trainer = train(base, tmp_path, transfer, attach=True)
+    assert engine.versions == [0, 1, 2]
+    assert trainer.rollout_worker.synced == [(1, 0), (2, 0), (3, 1), (4, 2)]
+
+
+def test_a_store_that_fails_ends_training_where_that_is_wanted(
+    base: Path, tmp_path: Path, store: FaultyStore
+) -> None:
+    store.add(Fault("fail", "deltas/", times=None))
+    transfer = DeltaChainWeightTransfer("memory://policy", dtype="BF16")
+    with pytest.raises(StoreUnavailableError):
+        train(base, tmp_path, transfer, attach=True)
+
+
+def test_nobody_is_waited_for(base: Path, tmp_path: Path, store: FaultyStore) -> None:
+    engine = Told("a", late_s=0.5)
+    transfer = DeltaChainWeightTransfer(
+        "memory://policy", engines=[engine], wait="none", when_busy="wait", dtype="BF16"
+    )
+    train(base, tmp_path, transfer, attach=True)
+    assert recompute(store).keys() == set(range(STEPS + 1))
+    assert engine.versions
+    assert len(transfer.receipts) == STEPS
+
+
+def test_a_trainer_that_streams_in_another_way_is_refused() -> None:
+    with pytest.raises(ConfigError, match="_streaming_iter"):
+        DeltaChainWeightTransfer("memory://policy").attach(object())

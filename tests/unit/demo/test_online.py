@@ -1,0 +1,225 @@
+"""The parts of the asynchronous demo that need no engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from trl.experimental.async_grpo.packing import TreeRow
+
+from deltachain.demo.online import engine as engines
+from deltachain.demo.online.cpu import tree_attention
+from deltachain.demo.online.engine import UnlabelledError, sample
+from deltachain.demo.online.game import read_words, transcripts
+from deltachain.demo.online.processes import Service, until
+from deltachain.demo.online.rollouts import Played, rewards_of, staleness_of, versions_of
+from deltachain.demo.replica import DemoError
+
+
+def rows(*samples: list[int]) -> TreeRow:
+    row = TreeRow()
+    for tokens in samples:
+        ids = np.array(tokens)
+        row.add(
+            {
+                "input_ids": ids,
+                "completion_mask": np.ones_like(ids),
+                "old_log_probs": np.zeros(len(ids), np.float32),
+                "advantage": 1.0,
+                "group_id": 0,
+            }
+        )
+    return row
+
+
+@pytest.mark.parametrize(
+    "samples",
+    [
+        ([1, 2, 3, 4],),
+        ([1, 2, 3, 4], [5, 6, 7]),
+        ([1, 2, 3, 4, 5], [1, 2, 3, 9, 8, 7], [1, 2, 6]),
+        ([1, 2, 3], [1, 2, 3, 4, 5]),
+    ],
+)
+def test_every_sample_of_a_packed_row_attends_as_if_it_were_alone(
+    samples: tuple[list[int], ...],
+) -> None:
+    row = rows(*samples)
+    packed = row.pack()
+    torch.manual_seed(0)
+    table = torch.randn(3, 16, 4)  # of every token, for q, k, v
+    ids, depths = packed["input_ids"], packed["position_ids"]
+    q, k, v = (table[i, ids] + depths[:, None] for i in range(3))
+
+    def heads(x: torch.Tensor, count: int) -> torch.Tensor:
+        return x[None, None].repeat(1, count, 1, 1)
+
+    found, _ = tree_attention(
+        None,
+        heads(q, 4),
+        heads(k, 2),
+        heads(v, 2),
+        None,
+        tree_kv_index=packed["tree_kv_index"],
+        tree_cu_seqlens_q=packed["tree_cu_seqlens_q"],
+        tree_cu_seqlens_k=packed["tree_cu_seqlens_k"],
+        scaling=0.5,
+    )
+    assert found.shape == (1, len(ids), 4, 4)
+    for tokens in samples:
+        own = torch.tensor(tokens)
+        late = torch.arange(len(own))[:, None]
+        a, b, c = (table[i, own] + late for i in range(3))
+        expected = scaled_dot_product_attention(
+            a[None], b[None], c[None], is_causal=True, scale=0.5
+        )
+        places = [_place(packed, tokens, depth) for depth in range(len(own))]
+        assert torch.allclose(found[0, places, 0], expected[0], atol=1e-6)
+
+
+def _place(packed: dict[str, Any], tokens: list[int], depth: int) -> int:
+    """Where a token of a sample lies in a packed row: at the end of what it attends to."""
+    wanted = torch.tensor(tokens[: depth + 1])
+    starts, ends = packed["tree_cu_seqlens_q"][:-1], packed["tree_cu_seqlens_q"][1:]
+    paths = packed["tree_cu_seqlens_k"]
+    for number, (begin, end) in enumerate(zip(starts, ends, strict=True)):
+        path = packed["tree_kv_index"][paths[number] : paths[number + 1]]
+        for place in range(begin, end):
+            before = path[: len(path) - (int(end) - place) + 1]
+            if torch.equal(packed["input_ids"][before], wanted):
+                return place
+    raise AssertionError
+
+
+def answering(body: dict[str, Any]) -> httpx.AsyncClient:
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=body))
+    return httpx.AsyncClient(transport=transport, base_url="http://engine")
+
+
+def vllm(spans: list[dict[str, Any]], *, finish: str = "stop") -> dict[str, Any]:
+    content = [{"logprob": -1.0}, {"logprob": -2.0}, {"logprob": -3.0}]
+    choice = {
+        "token_ids": [7, 8, 9],
+        "logprobs": {"content": content},
+        "weight_versions": spans,
+        "finish_reason": finish,
+    }
+    return {"choices": [choice]}
+
+
+async def _draw(kind: engines.Kind, body: dict[str, Any]) -> engines.Sampled:
+    async with answering(body) as client:
+        return await sample(client, kind, [1], length=3, stop=[9], seed=0)
+
+
+def draw(kind: engines.Kind, body: dict[str, Any]) -> engines.Sampled:
+    import asyncio  # noqa: PLC0415
+
+    return asyncio.run(_draw(kind, body))
+
+
+def test_tokens_have_the_version_that_drew_them() -> None:
+    spans = [{"start": 0, "end": 2, "version": "4"}, {"start": 2, "end": 3, "version": "5"}]
+    found = draw("vllm", vllm(spans))
+    assert found.tokens == (7, 8, 9)
+    assert found.logprobs == (-1.0, -2.0, -3.0)
+    assert found.versions == (4, 4, 5)
+    meta = {
+        "output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None], [-3.0, 9, None]],
+        "weight_versions": spans,
+        "finish_reason": {"type": "stop"},
+    }
+    assert draw("sglang", {"output_ids": [7, 8, 9], "meta_info": meta}) == found
+    assert not draw("vllm", vllm(spans, finish="abort")).finished
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [{"start": 0, "end": 2, "version": "4"}],
+        [{"start": 1, "end": 3, "version": "4"}],
+        [{"start": 0, "end": 3, "version": "default"}],
+    ],
+)
+def test_tokens_of_no_known_version_are_refused(spans: list[dict[str, Any]]) -> None:
+    with pytest.raises(UnlabelledError):
+        draw("vllm", vllm(spans))
+
+
+def test_a_game_knows_what_it_drew() -> None:
+    game = Played()
+    game.read([1, 2])
+    game.say(engines.Sampled(tokens=(3,), logprobs=(-0.5,), versions=(7,), finished=True))
+    game.read([4])
+    game.say(engines.Sampled(tokens=(5,), logprobs=(-0.25,), versions=(6,), finished=True))
+    assert game.drawn == [0, 0, 1, 0, 1]
+    assert game.logprobs == [0, 0, -0.5, 0, -0.25]
+    assert game.oldest == 6
+
+
+def test_what_the_diary_says(tmp_path: Path) -> None:
+    lines = [
+        {"reward": 0.0, "versions": [[3, 2]], "held": 5},
+        {"reward": 1.0, "versions": [[4, 1], [5, 1]], "held": 5},
+    ]
+    diary = tmp_path / "samples"
+    diary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sorted(staleness_of(diary)) == [0, 1, 2, 2]
+    assert versions_of(diary) == {3: 2, 4: 1, 5: 1}
+    assert rewards_of(diary, 0.5) == (0.0, 1.0)
+
+
+def test_transcripts_are_games() -> None:
+    words = set(read_words())
+    games = list(islice(transcripts(0), 50))
+    assert games == list(islice(transcripts(0), 50))
+    guesses = [line.split(" = ") for game in games for line in game.strip().splitlines()]
+    real = [feedback != "?" for _, feedback in guesses]
+    assert [guess.split()[1] in words for guess, _ in guesses] == real
+    assert 0.3 < sum(real) / len(real) < 0.7
+
+
+def test_a_service_that_is_killed_is_started_again(tmp_path: Path) -> None:
+    beat = tmp_path / "beat"
+    program = f"import time, pathlib; pathlib.Path({str(beat)!r}).touch(); time.sleep(60)"
+    with Service("beat", [sys.executable, "-c", program], tmp_path, {}) as service:
+        until(beat.exists, service, 20)
+        beat.unlink()
+        first = service.pid
+        service.kill()
+        until(beat.exists, service, 20)
+        assert service.pid not in (0, first)
+        assert service.deaths == 1
+    assert service.pid == 0
+
+
+def test_a_service_that_does_not_come_up_is_given_up_with_its_log(tmp_path: Path) -> None:
+    program = "import sys; sys.exit('no such file')"
+    with (
+        Service("server", [sys.executable, "-c", program], tmp_path, {}) as service,
+        pytest.raises(DemoError, match="not ready") as caught,
+    ):
+        until(lambda: False, service, 60)
+    assert "no such file" in caught.value.hint
+
+
+def test_a_service_that_does_its_work_ends(tmp_path: Path) -> None:
+    heard: list[str] = []
+    command = [sys.executable, "-c", "print('done')"]
+    with Service("job", command, tmp_path, {}, forever=False, heard=heard.append) as service:
+        service.wait(30)
+        deadline = time.monotonic() + 5
+        while not heard and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert heard == ["done\n"]
+    assert service.deaths == 0
