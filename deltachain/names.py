@@ -41,6 +41,15 @@ def normalise(name: str) -> str:
     return name.removeprefix("module.")
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside ``DistributedDataParallel``, which passes no attribute of it on."""
+    while isinstance(inner := getattr(model, "module", None), nn.Module) and (
+        type(model).__name__ in ("DistributedDataParallel", "DataParallel")
+    ):
+        model = inner
+    return model
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, then persistent buffers; tied ones under every name they have."""
     kept = {normalise(name) for name in model.state_dict(keep_vars=True)}

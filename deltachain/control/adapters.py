@@ -9,8 +9,10 @@ from typing import Final
 
 import httpx
 
-from deltachain.checkpoint import ADAPTER_FILE, read_assets
+from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
 from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.manifest import parse
+from deltachain.subscribe.folder import HeldFile
 from deltachain.types import Version
 
 TIMEOUT_S: Final = 120.0
@@ -44,47 +46,57 @@ class AdapterServer:
             base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False
         )
 
-    def versions(self) -> list[Version]:
-        """Those that the server has loaded, oldest first.
+    def loaded(self) -> dict[Version, Path]:
+        """Versions that the server has, and the folder that each was loaded from, oldest first.
 
         Raises:
             ControlPlaneError: It does not answer.
         """
-        models = self._ask("GET", "/v1/models").json()["data"]
-        found = (re.fullmatch(rf"{re.escape(self._name)}-v(\d+)", model["id"]) for model in models)
-        return sorted(int(match[1]) for match in found if match)
+        found: dict[Version, Path] = {}
+        for model in self._ask("GET", "/v1/models").json()["data"]:
+            match = re.fullmatch(rf"{re.escape(self._name)}-v(\d+)", model["id"])
+            if match:
+                found[int(match[1])] = Path(model["root"])
+        return dict(sorted(found.items()))
 
     def bring(self, folder: Path, version: Version) -> None:
         """Load the version that lies in a folder, and unload the oldest; see :class:`Reader`."""
-        loaded = self.versions()
-        if version not in loaded:
-            lies = self._copy(folder, version)
+        loaded = self.loaded()
+        lies = self._folder / f"{self._named(version)}-{_state_of(folder)[:16]}"
+        if version in loaded and loaded[version] != lies:  # of another run
+            self._unload(version)
+        if loaded.get(version) != lies:
+            self._copy(folder, lies)
             self._ask(
                 "POST",
                 "/v1/load_lora_adapter",
                 {"lora_name": self._named(version), "lora_path": str(lies)},
             )
-            loaded = sorted([*loaded, version])
         others = [number for number in loaded if number != version]
-        for old in others[: max(0, len(loaded) - self._keep)]:
-            self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._named(old)})
-            shutil.rmtree(self._folder / self._named(old), ignore_errors=True)
+        for old in others[: max(0, len(others) + 1 - self._keep)]:
+            self._unload(old)
+        # vLLM may still read what was unloaded now: a request that waits began with it.
+        for left in self._folder.glob(f"{self._name}-v*"):
+            if left != lies and left not in loaded.values():
+                shutil.rmtree(left, ignore_errors=True)
 
     def close(self) -> None:
         """See :class:`Reader`."""
         self._client.close()
 
+    def _unload(self, version: Version) -> None:
+        self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._named(version)})
+
     def _named(self, version: Version) -> str:
         return f"{self._name}-v{version}"
 
-    def _copy(self, folder: Path, version: Version) -> Path:
+    def _copy(self, folder: Path, lies: Path) -> None:
         """The adapter in a folder of its own: the one that is followed into changes under it."""
         if not (folder / ADAPTER_FILE).is_file():
             raise ConfigError(
                 f"{folder} has no {ADAPTER_FILE}: the chain is not an adapter's",
                 hint="publish deltachain.publish.lora.adapter_tensors(model) on a chain of its own",
             )
-        lies = self._folder / self._named(version)
         partial = lies.with_name(f".{lies.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -92,7 +104,7 @@ class AdapterServer:
             (partial / name).write_bytes(data)
         shutil.copyfile(folder / ADAPTER_FILE, partial / ADAPTER_FILE)
         shutil.rmtree(lies, ignore_errors=True)
-        return partial.rename(lies)
+        partial.rename(lies)
 
     def _ask(self, method: str, path: str, body: dict[str, str] | None = None) -> httpx.Response:
         try:
@@ -103,3 +115,12 @@ class AdapterServer:
             about = f"{self._client.base_url} answered {answer.status_code} to {path}"
             raise ControlPlaneError(f"{about}: {answer.text[:300]}", hint=HINT)
         return answer
+
+
+def _state_of(folder: Path) -> str:
+    """What lies in a folder, by its bits: a number alone may be that of another run."""
+    file = folder / HELD_FILE
+    held = parse(file.read_bytes(), HeldFile, key=str(file)).held
+    if held is None:
+        raise ConfigError(f"{folder} holds no version")
+    return held.state

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from deltachain.checkpoint import read_assets
+from deltachain.names import unwrapped
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.source import Live, origin
 
@@ -40,7 +41,8 @@ def collect_assets(
     if folder is not None:
         return read_assets(folder)
     with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
-        for thing in (getattr(model, "config", None), *others):
+        whole = unwrapped(model) if isinstance(model, nn.Module) else model
+        for thing in (getattr(whole, "config", None), *others):
             if isinstance(thing, SavesItself):
                 thing.save_pretrained(scratch)
         return read_assets(Path(scratch))

@@ -53,8 +53,9 @@ class PublishConfig:
     the next version."""
 
     deadline_s: float = 300.0
-    """Seconds that a rank of a sharded trainer may be behind the others, in ``publish`` or in its
-    part of a version; then nothing is committed, and ``on_error`` says what follows."""
+    """Seconds that the first rank waits for the others, in ``publish`` or for their parts of a
+    version; then nothing is committed, and ``on_error`` says what follows. The others wait three
+    times as long for what it says: it may itself wait for one of them, and then for the store."""
 
     part_nbytes: int = 512 << 20
     """Most bytes of changes that go into one object before compression."""

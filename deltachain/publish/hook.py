@@ -115,15 +115,21 @@ def attach(
 
 
 def unwrap_optimizer(optimizer: object) -> Optimizer:
-    """The torch optimizer inside wrappers.
+    """The torch optimizer inside Accelerate's wrapper.
 
-    Accelerate's wrapper is an Optimizer by class, but lacks what hooks need: to register one raises
-    AttributeError although the method is there.
+    That is an Optimizer by class, but lacks what hooks need: to register one raises AttributeError
+    although the method is there. Other wrappers (DeepSpeed's, Megatron's) copy masters into the
+    model after the inner step: a hook there would see the step before.
 
     Raises:
-        ConfigError: There is none inside.
+        ConfigError: There is none inside, or what wraps it may do more than step.
     """
     while hasattr(optimizer, "optimizer"):
+        if type(optimizer).__module__.partition(".")[0] != "accelerate":
+            raise ConfigError(
+                f"{type(optimizer).__name__} wraps an optimizer, and may change weights after it",
+                hint="call Publisher.publish yourself after its step",
+            )
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(

@@ -166,7 +166,8 @@ class Publisher:
         """Publish what has changed since the last version.
 
         While a version is in flight the change is left to the next call (or, as configured, waited
-        for); the future then resolves with the version that covers it.
+        for); the future then resolves with the version that covers it. Ranks call this after the
+        same steps, and know each other's calls by ``step``.
 
         Returns:
             A future of the receipt; it raises what went wrong.
@@ -178,7 +179,7 @@ class Publisher:
         future: Published = Future()
         self._waiting.append(future)
         self._waiting_step = step
-        self._meeting.call()
+        self._meeting.call(step)
         self._try(session, free=not self._busy or self.config.when_busy == "wait")
         return future
 
@@ -263,7 +264,7 @@ class Publisher:
     def _try(self, session: Session, *, free: bool) -> None:
         """Launch, if all ranks are free to."""
         try:
-            verdict = self._meeting.meet(free=free, step=self._waiting_step, settle=self._settle)
+            verdict = self._meeting.meet(free=free, settle=self._settle)
         except DeltaChainError as error:
             if not self._busy:
                 self._land()  # what failed before is said first

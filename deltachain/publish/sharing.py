@@ -95,6 +95,8 @@ def _held(weight: Weight, *, alone: bool) -> Held:
 
 def _check(holdings: Sequence[Holding]) -> None:
     """Together they hold one model."""
+    if not any(holding.held for holding in holdings):
+        raise ConfigError("there are no weights", hint="no rank has any part of a model")
     for name in sorted({name for holding in holdings for name in holding.held}):
         ranks = [number for number, holding in enumerate(holdings) if name in holding.held]
         pieces = [holdings[number].held[name] for number in ranks]
@@ -108,4 +110,8 @@ def _check(holdings: Sequence[Holding]) -> None:
                     hint="replicas must be equal: load one checkpoint on all, or shard as DTensors",
                 )
             if piece.frozen != same.frozen:
-                raise ConfigError(f"{name!r} is frozen on rank {other}, trained on rank {number}")
+                frozen, trained = (other, number) if same.frozen else (number, other)
+                raise ConfigError(
+                    f"{name!r} is frozen on rank {frozen}, trained on rank {trained}",
+                    hint="freeze the same weights on every rank",
+                )

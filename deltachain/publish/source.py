@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ConfigError, FormatError
 from deltachain.manifest import Table
-from deltachain.names import TORCH_DTYPES, WIRE_NAMES, named_tensors
+from deltachain.names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
 from deltachain.publish.conversion import Conversion, Target, conversions
 from deltachain.publish.held import held, local_of, refuse_foreign
 from deltachain.publish.route import Route, Slot
@@ -136,6 +136,7 @@ def walk(
     """
     if not isinstance(model, nn.Module):
         return _walk_export(model, dtype)
+    model = unwrapped(model)
     refuse_foreign(model)
     _refuse_adapters(model)
     wire = {} if dtype else _checkpoint_dtypes(checkpoint or origin(model))
@@ -150,8 +151,6 @@ def walk(
         )
         for name in sorted(live)
     ]
-    if not weights:
-        raise ConfigError("the model has no weights")
     specs = specs_of(slot.spec for weight in weights for slot in weight.route.slots)
     if not dtype and not wire and any(spec.dtype == "F32" for spec in specs):
         logger.warning(
@@ -168,12 +167,13 @@ def _walk_export(live: Live, dtype: str | None) -> Source:
     weights: dict[str, Weight] = {}
     for name, tensor in live():
         if name in weights:
-            raise ConfigError(f"the export gives {name!r} twice")
+            raise ConfigError(
+                f"the export gives {name!r} twice",
+                hint="what a checkpoint joins must be given joined, once",
+            )
         weight = _weight(name, tensor.detach(), None, dtype, {})
         gone = torch.empty_like(weight.tensor, device="meta")
         weights[name] = replace(weight, tensor=gone, frozen=False)
-    if not weights:
-        raise ConfigError("the export gives no tensors")
     found = tuple(weights[name] for name in sorted(weights))
     return Source(found, specs_of(weight.route.slots[0].spec for weight in found), {}, live)
 
@@ -232,8 +232,8 @@ def _refuse_adapters(model: nn.Module) -> None:
         if ".lora_" in name:
             raise ConfigError(
                 f"{name!r} is an adapter: its base weights do not change",
-                hint="attach to `lambda: deltachain.publish.lora.adapter_tensors(model)`, or to "
-                "`merged_tensors` there for what it makes of its base",
+                hint="Publisher(url).attach(lambda: adapter_tensors(model)), or merged_tensors for "
+                "what it makes of its base, both of deltachain.publish.lora; publish by hand",
             )
 
 
@@ -251,7 +251,7 @@ def _refuse(name: str, tensor: Tensor) -> None:
 
 def origin(model: nn.Module) -> Path | None:
     """The folder that the model was loaded from: a path, or the Hub's cache of its repository."""
-    config = getattr(model, "config", None)
+    config = getattr(unwrapped(model), "config", None)
     name = getattr(config, "_name_or_path", "")
     if not name or Path(name).is_dir():
         return Path(name) if name else None

@@ -284,7 +284,13 @@ class DistStore:
             number = self._ask(lambda: self._words.add(f"asks/{place}", 1))
             word = msgspec.msgpack.encode(ask)
             self._ask(lambda: self._words.set(f"ask/{place}/{number}", word))
-            if bytes(self._await(f"answer/{place}/{number}")) != b"here":
+            try:
+                answer = bytes(self._await(f"answer/{place}/{number}"))
+            except StoreUnavailableError:
+                word = msgspec.msgpack.encode(msgspec.structs.replace(ask, length=0))
+                self._ask(lambda: self._words.set(f"ask/{place}/{number}", word))
+                raise
+            if answer != b"here":
                 return None
             arrived = torch.empty(length, dtype=torch.uint8)
             if length:
@@ -296,7 +302,8 @@ class DistStore:
         for number in itertools.count(1):
             name = f"ask/{self._rank}/{number}"
             try:
-                words.wait([name], timedelta(days=365))
+                if not self._is_asked(words, name, number):
+                    continue
                 word = bytes(words.get(name))
                 words.delete_key(name)
                 if not word:
@@ -307,6 +314,19 @@ class DistStore:
             except RuntimeError:
                 continue  # whoever asked is gone
 
+    def _is_asked(self, words: Any, name: str, number: int) -> bool:  # noqa: ANN401 - as above
+        """Wait for a question; not for one whose asker died before it had said what it wants."""
+        while True:
+            try:
+                words.wait([name], timedelta(seconds=TURN_S))
+            except dist.DistNetworkError:
+                raise
+            except dist.DistStoreError:  # nobody has asked, so far
+                if words.add(f"asks/{self._rank}", 0) > number and not words.check([name]):
+                    return False
+            else:
+                return True
+
     def _answer(self, words: Any, number: int, ask: _Ask) -> None:  # noqa: ANN401 - as above
         with self._lock:
             held = self._held.get(ask.nonce)
@@ -314,7 +334,9 @@ class DistStore:
         if held is not None and ask.length:
             view = bytearray(held[ask.start : ask.start + ask.length])
             tensor = torch.frombuffer(view, dtype=torch.uint8)
-            dist.send(tensor, dst=ask.rank, group=self._group, tag=number)
+            sending = dist.isend(tensor, dst=ask.rank, group=self._group, tag=number)
+            if sending is not None:  # whoever asked may be gone, and others wait
+                sending.wait(timedelta(seconds=WAIT_S))
 
     def _stop(self) -> None:
         """End the thread that sends: the interpreter can not, while it waits."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import random
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
+from torch import Tensor, distributed
 
+from deltachain.chain import Chain
+from deltachain.checkpoint import Checkpoint
+from deltachain.cli.pull import pull
 from deltachain.errors import RankError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.testing.faults import Fault, FaultyStore
-from tests.ranks.layouts import LAYOUTS, train_step
-from tests.ranks.trials import RATE, check
+from tests.ranks.layouts import LAYOUTS, train_step, whole
+from tests.ranks.trials import RATE, check, compare
 
 
 def comes_late(rank: int, url: str, folder: str) -> None:
@@ -62,3 +68,69 @@ def can_not_look(rank: int, url: str) -> None:
         Publisher(config, store=store).attach(model)
     assert isinstance(caught.value, RankError) == (rank != 1)
     assert time.monotonic() - start < config.deadline_s / 2
+
+
+def misses_one(rank: int, url: str, folder: str) -> None:
+    """One rank leaves a call of publish out; both are in step again at the next."""
+    model = LAYOUTS["rows"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    config = PublishConfig(url=url, dtype="BF16", when_busy="wait", on_error="warn", deadline_s=1.0)
+    with Publisher(config).attach(model) as publisher:
+        for number in range(4):
+            train_step("rows", model, optimizer, number)
+            if (rank, number) != (1, 1):
+                future = publisher.publish(step=number)
+                assert number == 1 or future.result(60).step == number
+            distributed.barrier()
+        check(rank, publisher.version, model, url, folder)
+    assert publisher.version == 3
+
+
+def covers(rank: int, url: str, folder: str) -> None:
+    """Ranks come at their own pace while versions are in flight: each is of one step, on all."""
+    slow = Fault("slow", "deltas/", seconds=0.2, times=None)
+    store = FaultyStore(open_store(url, writer=True), slow)
+    model = LAYOUTS["rows"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    dice, steps = random.Random(rank), {}
+    config = PublishConfig(url=url, dtype="BF16", deadline_s=60)
+    with Publisher(config, store=store).attach(model) as publisher:
+        for number in range(24):
+            train_step("rows", model, optimizer, number)
+            steps[number] = whole(model)
+            time.sleep(dice.random() * 0.1)
+            publisher.publish(step=number)
+        publisher.flush()
+    if rank:
+        return
+    chain = Chain.open(open_store(url))
+    published = [committed.manifest for committed in chain.history(1, publisher.version)]
+    assert 3 < len(published) < 24
+    for manifest in published:
+        assert manifest.step is not None
+        pull(url, out=Path(folder) / str(manifest.version), version=manifest.version)
+        compare(Path(folder) / str(manifest.version), steps[manifest.step])
+
+
+def exports(rank: int, url: str, folder: str) -> None:
+    """An export of which every rank gives a part, and one rank nothing."""
+
+    def part() -> Iterator[tuple[str, Tensor]]:
+        if rank < 2:
+            yield f"layer.{rank}", torch.full((3, 4), float(step * (rank + 1)))
+            yield "shared", torch.full((5,), float(step))
+
+    step = 0
+    config = PublishConfig(url=url, when_busy="wait", deadline_s=60)
+    with Publisher(config).attach(part) as publisher:
+        for number in (1, 2):
+            step = number
+            assert publisher.publish(step=step).result(60).version == step
+    if rank == 0:
+        pull(url, out=Path(folder) / "pulled")
+        expected = {"layer.0": torch.full((3, 4), 2.0), "layer.1": torch.full((3, 4), 4.0)}
+        checkpoint = Checkpoint(Path(folder) / "pulled")
+        for name, tensor in (expected | {"shared": torch.full((5,), 2.0)}).items():
+            assert (checkpoint.bits(name).view("float32") == tensor.flatten().numpy()).all(), name

@@ -65,3 +65,11 @@ def test_a_rank_that_flushes_alone_is_in_step_again_later(tmp_path: Path) -> Non
 
 def test_a_rank_that_can_not_read_the_store_tells_the_others(tmp_path: Path) -> None:
     run("tests.ranks.apart:can_not_look", 2, (tmp_path / "chain").as_uri())
+
+
+def test_a_rank_that_misses_a_publish_is_in_step_at_the_next(tmp_path: Path) -> None:
+    run("tests.ranks.apart:misses_one", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+
+
+def test_versions_that_cover_several_steps_are_of_one_step_on_all_ranks(tmp_path: Path) -> None:
+    run("tests.ranks.apart:covers", 2, (tmp_path / "chain").as_uri(), str(tmp_path))

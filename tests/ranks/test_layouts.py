@@ -37,6 +37,40 @@ def test_every_version_of_a_sharded_model_is_the_gathered_one(
     assert [proof.version for proof in verify(chain)] == list(range(STEPS + 1))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ("rows", 4),
+        ("columns", 3),
+        ("columns", 4),
+        ("hybrid", 2),
+        ("copies", 3),
+        ("experts", 3),
+        ("experts", 4),
+        ("stages", 3),
+        ("stages", 4),
+    ],
+)
+def test_so_it_is_with_other_numbers_of_ranks(tmp_path: Path, layout: str, ranks: int) -> None:
+    test_every_version_of_a_sharded_model_is_the_gathered_one(tmp_path, layout, ranks)
+
+
+def test_a_restart_in_another_layout_from_another_state_publishes_the_difference(
+    tmp_path: Path,
+) -> None:
+    url = (tmp_path / "chain").as_uri()
+    run("tests.ranks.trials:ten_steps", 2, "columns", url, str(tmp_path), 0, 3)
+    run("tests.ranks.trials:ten_steps", 3, "rows", url, str(tmp_path), 1, 2)
+    chain = Chain.open(open_store(url))
+    assert [proof.epoch for proof in verify(chain)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert chain.read(5).manifest.nnz > 0
+
+
+def test_an_export_of_which_every_rank_gives_a_part(tmp_path: Path) -> None:
+    run("tests.ranks.apart:exports", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
+
+
 def test_a_restart_with_another_world_size_continues_the_chain(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
     first = 0

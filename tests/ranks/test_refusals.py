@@ -12,6 +12,10 @@ REFUSALS = [
     ("partial", "partial sum", "redistribute"),
     ("unequal", "differs on ranks 0 and 1", "replicas must be equal"),
     ("shape", "on one rank", "DTensors"),
+    ("scattered", "rows that are not neighbours", "deltachain push"),
+    ("misfit", "this rank holds", "between steps"),
+    ("frozen", "is frozen on rank 1, trained on rank 0", "the same weights"),
+    ("nothing", "there are no weights", "no rank has any part"),
 ]
 
 

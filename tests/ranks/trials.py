@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
@@ -178,12 +179,44 @@ def _another_shape() -> nn.Module:
     return nn.Linear(3, 2 + distributed.get_rank())
 
 
+def _scattered() -> nn.Module:
+    """Rows that are dealt out one by one."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    module = nn.Module()
+    placement = _StridedShard(0, split_factor=2)
+    whole = DTensor.from_local(torch.ones(4), mesh, [placement], shape=torch.Size([8]), stride=(1,))
+    module.w = nn.Parameter(whole)
+    return module
+
+
+def _misfit() -> nn.Module:
+    """A shard of another size than its placement says."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    module = nn.Module()
+    local = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=torch.Size([8]), stride=(1,))
+    module.w = nn.Parameter(local)
+    return module
+
+
+def _frozen_on_one() -> nn.Module:
+    """Copies of which one is not trained."""
+    module = nn.Linear(3, 2)
+    nn.init.ones_(module.weight)
+    nn.init.ones_(module.bias)
+    module.weight.requires_grad_(distributed.get_rank() == 0)
+    return module
+
+
 REFUSED: dict[str, Callable[[], nn.Module]] = {
     "flat": partial(_fsdp1, original=False),
     "fsdp1": partial(_fsdp1, original=True),
     "partial": _partial,
     "unequal": _unequal,
     "shape": _another_shape,
+    "scattered": _scattered,
+    "misfit": _misfit,
+    "frozen": _frozen_on_one,
+    "nothing": nn.Identity,
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from threading import Event
+from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -84,8 +87,90 @@ def test_names_that_are_no_names(tmp_path: Path, name: str, keep: int) -> None:
         AdapterServer("http://127.0.0.1:9", name=name, folder=tmp_path, keep=keep)
 
 
-def test_weights_that_are_no_adapter_are_refused(tmp_path: Path) -> None:
-    server = AdapterServer("http://127.0.0.1:9", name="a", folder=tmp_path)
-    server.versions = list  # type: ignore[method-assign]
-    with pytest.raises(ConfigError, match="not an adapter's"):
-        server.bring(tmp_path, 1)
+class Vllm:
+    """What vLLM's routes for adapters do: it knows names, and where each was loaded from."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, str] = {}
+        self.asked: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or b"{}")
+        name = body.get("lora_name", "")
+        self.asked.append(f"{request.url.path.rpartition('/')[2]} {name}".strip())
+        if request.url.path == "/v1/models":
+            data = [{"id": "base", "root": "/base"}]
+            data += [{"id": one, "root": root} for one, root in self.adapters.items()]
+            return httpx.Response(200, json={"data": data})
+        if request.url.path == "/v1/load_lora_adapter":
+            if name in self.adapters:
+                return httpx.Response(400, text="has already been loaded")
+            assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
+            self.adapters[name] = body["lora_path"]
+        else:
+            del self.adapters[name]
+        return httpx.Response(200)
+
+
+class Adapters(torch.nn.Module):
+    """Something with the names of an adapter."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.base_model = torch.nn.Module()
+        self.base_model.model = torch.nn.Linear(3, 2, bias=False)
+        torch.nn.init.constant_(self.base_model.model.weight, value)
+
+
+def versions_of(value: float) -> MemoryStore:
+    made = MemoryStore()
+    model: Any = Adapters(value)
+    with Publisher(PublishConfig(url=made.url), store=made).attach(model) as publisher:
+        for step in range(4):
+            torch.nn.init.constant_(model.base_model.model.weight, value + step)
+            publisher.publish(step=step + 1).result(60)
+    return made
+
+
+def serves(vllm: Vllm, name: str) -> float:
+    return float(
+        Checkpoint(Path(vllm.adapters[name])).bits("base_model.model.weight").view("float32")[0]
+    )
+
+
+def lead(store: MemoryStore, folder: Path, head: Path, vllm: Vllm) -> Agent:
+    server = AdapterServer("http://engine", name="policy", folder=folder, keep=2)
+    server._client = httpx.Client(transport=httpx.MockTransport(vllm), base_url="http://engine")
+    return Agent(config(store), head, server, store=store)
+
+
+def test_the_newest_adapters_stay_and_their_folders_a_while_longer(tmp_path: Path) -> None:
+    vllm, folder = Vllm(), tmp_path / "adapters"
+    with lead(versions_of(1.0), folder, tmp_path / "head", vllm) as agent:
+        for version in range(4):
+            agent.update(version)
+        assert sorted(vllm.adapters) == ["policy-v2", "policy-v3"]
+        assert serves(vllm, "policy-v3") == 3.0
+        there = sorted(lies.name.rpartition("-")[0] for lies in folder.glob("policy-*"))
+        assert there == ["policy-v1", "policy-v2", "policy-v3"]
+        vllm.asked.clear()
+        agent.update(3)
+        assert vllm.asked == ["models"]
+
+
+def test_the_adapter_of_another_run_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    vllm, folder = Vllm(), tmp_path / "adapters"
+    with lead(versions_of(1.0), folder, tmp_path / "one", vllm) as agent:
+        agent.update(4)
+    assert serves(vllm, "policy-v4") == 4.0
+    with lead(versions_of(100.0), folder, tmp_path / "two", vllm) as agent:
+        agent.update(4)
+    assert serves(vllm, "policy-v4") == 103.0
+
+
+def test_weights_that_are_no_adapter_are_refused(store: MemoryStore, tmp_path: Path) -> None:
+    with (
+        lead(store, tmp_path / "adapters", tmp_path / "head", Vllm()) as agent,
+        pytest.raises(ConfigError, match="not an adapter's"),
+    ):
+        agent.update()

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import nn
 
@@ -141,7 +142,7 @@ def test_an_anchor_holds_the_bits_of_its_version_although_training_goes_on(
 
 
 def test_an_anchor_of_changed_frozen_weights_is_not_recorded(
-    attach: Attach, store: MemoryStore
+    attach: Attach, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = TinyModel()
     publisher = attach(model, anchor_factor=0.001)
@@ -150,6 +151,7 @@ def test_an_anchor_of_changed_frozen_weights_is_not_recorded(
         frozen.add_(1)
     publish(publisher, model, range(1, 2))
     assert anchored(store) == []
+    assert "a frozen weight was changed in place" in caplog.text
     newcomer = Subscriber("memory://unused", tensors_of(model), store=store)
     assert newcomer.update() is not None
     assert newcomer.version == 1

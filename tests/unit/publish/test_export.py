@@ -96,5 +96,5 @@ def test_an_export_that_gives_a_name_twice_is_refused() -> None:
 
 
 def test_an_empty_export_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no tensors"):
+    with pytest.raises(ConfigError, match="no weights"):
         Publisher("memory://u", store=MemoryStore()).attach(lambda: ())

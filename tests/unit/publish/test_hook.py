@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from deltachain.errors import ConfigError
 from deltachain.publish import Attachment, PublishConfig, attach
@@ -115,10 +115,16 @@ def test_accelerate_is_unwrapped(hook: Hook, tmp_path: Path) -> None:
     assert same(found[2].state, bits_of(model))
 
 
-def test_wrappers_in_wrappers_are_unwrapped() -> None:
-    class Wrapper:
-        def __init__(self, optimizer: object) -> None:
-            self.optimizer = optimizer
+def test_a_wrapper_that_may_change_weights_after_the_step_is_refused(hook: Hook) -> None:
+    """As DeepSpeed's and Megatron's do: their masters go into the model when it is over."""
 
-    inner: Optimizer = SGD(fp32_model().parameters())
-    assert unwrap_optimizer(Wrapper(Wrapper(inner))) is inner
+    class Masters:
+        def __init__(self, model: nn.Module) -> None:
+            self.model = model
+            self.masters = [p.detach().clone().requires_grad_() for p in model.parameters()]
+            self.optimizer = SGD(self.masters, lr=0.1)
+
+    model = fp32_model()
+    with pytest.raises(ConfigError, match="Masters wraps an optimizer") as caught:
+        hook(model, Masters(model))
+    assert "Publisher.publish" in caught.value.hint

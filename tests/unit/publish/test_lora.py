@@ -119,6 +119,7 @@ def test_merging_rounds_once() -> None:
         ({"use_dora": True}, "use_dora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["embed_tokens"]}, "an embedding"),
+        ({"trainable_token_indices": {"embed_tokens": [1, 2]}}, "trainable_token_indices"),
     ],
 )
 def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], name: str) -> None:
@@ -126,6 +127,46 @@ def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], 
     model = get_peft_model(base(), LoraConfig(r=4, **settings))
     with pytest.raises(ConfigError, match=name):
         list(merged_tensors(model))
+
+
+@pytest.mark.parametrize("name", ["lora_bias", "target_parameters"])
+def test_what_an_adapter_adds_elsewhere_is_not_merged(name: str) -> None:
+    model = adapted()
+    setattr(model.peft_config["default"], name, True)
+    with pytest.raises(ConfigError, match=name):
+        list(merged_tensors(model))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings")
+def test_an_adapter_of_a_tied_layer_is_not_merged() -> None:
+    tied = base()
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    model = get_peft_model(tied, LoraConfig(r=4, target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match="share"):
+        list(merged_tensors(model))
+
+
+def test_an_adapter_that_is_merged_already_is_not_added_again() -> None:
+    model = adapted()
+    train_(model, 0)
+    model.merge_adapter()
+    with pytest.raises(ConfigError, match="merged into the live weights already"):
+        list(merged_tensors(model))
+    model.unmerge_adapter()
+    assert list(merged_tensors(model))
+
+
+def test_factors_in_bf16_are_multiplied_exactly() -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    model: Any = get_peft_model(base(), config, autocast_adapter_dtype=False)
+    train_(model, 0)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    assert a.dtype == torch.bfloat16
+    exact = (layer.base_layer.weight.float() + 2.0 * (b.float() @ a.float())).to(torch.bfloat16)
+    merged = dict(merged_tensors(model))["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(merged, exact)
 
 
 def test_an_adapter_that_is_not_there_is_named() -> None:

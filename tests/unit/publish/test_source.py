@@ -10,13 +10,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.chain import Chain
 from deltachain.errors import ConfigError
-from deltachain.publish import Publisher
-from deltachain.publish.source import walk
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.assets import collect_assets
+from deltachain.publish.conversion import Target
+from deltachain.publish.source import _wire_dtype, specs_of, walk
 from deltachain.store import MemoryStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from deltachain.types import TensorSpec
 
 
 class Wrapped(nn.Module):
@@ -84,7 +88,7 @@ def test_weights_of_a_dtype_without_wire_form_are_refused() -> None:
 
 def test_a_model_without_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="no weights"):
-        walk(nn.ReLU())
+        Publisher("memory://nothing").attach(nn.ReLU())
 
 
 def test_an_unknown_dtype_is_refused() -> None:
@@ -239,3 +243,36 @@ def test_the_table_in_the_store_names_every_tensor(
     attach(TinyModel())
     table = Chain.open(store).table
     assert table == walk(TinyModel()).table()
+
+
+def test_two_tensors_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'a' is both"):
+        specs_of([TensorSpec("a", "F32", (1,)), TensorSpec("a", "BF16", (1,))])
+
+
+def test_what_a_checkpoint_has_in_two_dtypes_is_not_guessed() -> None:
+    targets = [Target(name, (1,), 0, 0, 1) for name in ("gate", "up")]
+    wire = {"gate": "BF16", "up": "F32"}
+    with pytest.raises(ConfigError, match="what lies beside it") as caught:
+        _wire_dtype(targets, torch.zeros(2), None, wire)
+    assert "dtype=" in caught.value.hint
+
+
+def test_a_model_wrapped_for_ddp_keeps_its_dtypes_and_its_configuration(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "base"
+    config = Qwen3Config(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        head_dim=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(checkpoint)
+    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    wrapped = type("DistributedDataParallel", (nn.Module,), {})()
+    wrapped.module = model
+    assert {spec.dtype for spec in walk(wrapped).specs} == {"BF16"}
+    assert walk(wrapped).specs == walk(model).specs
+    assert "config.json" in collect_assets(wrapped, PublishConfig(url="memory://x"))
