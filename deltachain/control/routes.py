@@ -43,16 +43,16 @@ router = APIRouter(tags=["deltachain"])
 
 
 @router.get("/healthz", response_class=PlainTextResponse)
-async def healthz() -> str:
-    """200 while the server answers; for probes, which know no token."""
-    return "ok"
+async def healthz() -> PlainTextResponse:
+    """200 while the server answers; asks for no token, since probes know none."""
+    return PlainTextResponse("ok")
 
 
 @router.get(
     "/readyz", response_class=PlainTextResponse, responses={503: {"description": "not ready"}}
 )
 async def readyz(request: Request) -> PlainTextResponse:
-    """200 when the replica should be sent requests, else 503; for probes, which know no token."""
+    """200 when the replica should be sent requests, else 503; asks for no token either."""
     leader = control_of(request).leader
     if leader is not None and leader.status().ready:
         return PlainTextResponse("ready")

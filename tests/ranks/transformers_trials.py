@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Qwen3Config,
     Qwen3ForCausalLM,
     Trainer,
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 import deltachain
+from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.kernels.device import bits_of
 from deltachain.publish import PublishConfig, Publisher
@@ -125,6 +127,21 @@ CONVERTED: dict[str, dict[str, Any]] = {
         "num_layers_per_stack": 1,
         "head_dim": 8,
     },
+    # an image model, whose text model has other names in the checkpoint
+    "llava": {
+        "text_config": {"model_type": "llama", **TINY},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+            "projection_dim": 8,
+        },
+        "image_token_index": 63,
+    },
     # fused experts whose gate and up alternate in the checkpoint
     "inkling2_text": {
         **TINY,
@@ -149,7 +166,8 @@ def converted(rank: int, kind: str, url: str, folder: str) -> None:
     """Such a model under FSDP2, into a folder that loads and computes the same."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**CONVERTED[kind])
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    maker: Any = AutoModelForImageTextToText if kind == "llava" else AutoModelForCausalLM
+    model: Any = maker.from_config(config, dtype=torch.float32)
     layers = [m for m in model.modules() if type(m).__name__.endswith("DecoderLayer")]
     assert layers
     for layer in layers:
@@ -170,19 +188,21 @@ def converted(rank: int, kind: str, url: str, folder: str) -> None:
         return
     pulled = Path(folder) / "pulled"
     pull(url, out=pulled)
-    gathered: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    gathered.load_state_dict(full, strict=False)
+    gathered: Any = maker.from_config(config, dtype=torch.bfloat16)
+    lacking = gathered.load_state_dict(full, strict=False)
+    assert not lacking.unexpected_keys
     gathered.save_pretrained(Path(folder) / "saved")
-    saved, loaded = (_load(Path(folder) / name) for name in ("saved", "pulled"))
+    names = [set(Checkpoint(Path(folder) / name).specs) for name in ("saved", "pulled")]
+    assert names[0] == names[1]
+    saved, loaded = (
+        maker.from_pretrained(Path(folder) / name, dtype=torch.bfloat16)
+        for name in ("saved", "pulled")
+    )
     state = loaded.state_dict()
     for name, tensor in saved.state_dict().items():
         assert torch.equal(bits_of(state[name]), bits_of(tensor)), name
     with torch.no_grad():
         assert torch.equal(saved(tokens).logits, loaded(tokens).logits)
-
-
-def _load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
 
 
 def _on_wire(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError, RankError
 from deltachain.kernels.device import bits_of
-from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish import PublishConfig, Publisher, PublishReceipt
 from deltachain.store import open_store
 from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.testing.faults import Fault, FaultyStore
@@ -44,7 +45,10 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
         train_step(layout, model, optimizer, number)
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
     dice = random.Random(rank)
-    with Publisher(config).attach(model) as publisher:
+    with CommDebugMode() as attaching:
+        publisher = Publisher(config).attach(model)
+    assert attaching.get_total_counts() == 0
+    with publisher:
         check(rank, publisher.version, model, url, folder)
         for number in range(first, first + steps):
             train_step(layout, model, optimizer, number)
@@ -233,11 +237,17 @@ def direct(rank: int, folder: str) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
         config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
-        receipts = []
-        with Publisher(config).attach(model, group=trainers) as publisher:
+        beside = replace(config, url=(Path(folder) / "beside").as_uri())
+        receipts, others = [], []
+        with (
+            Publisher(config).attach(model, group=trainers) as publisher,
+            Publisher(beside).attach(model, group=trainers) as other,
+        ):
             for number in range(versions):
                 train_step("rows", model, optimizer, number)
                 receipts.append(publisher.publish(step=number).result(60))
+                others.append(other.publish(step=number).result(60))
+        assert [said(receipt) for receipt in receipts] == [said(receipt) for receipt in others]
         note(folder, rank, states=[str(receipt.state) for receipt in receipts])
         full = whole(model, trainers)
         if rank == 0:
@@ -257,6 +267,12 @@ def direct(rank: int, folder: str) -> None:
     if rank > 1:
         compare(Path(folder) / f"follower-{rank}", torch.load(Path(folder) / "full.pt"))
     distributed.barrier()  # whoever holds objects stays until all have read them
+
+
+def said(receipt: PublishReceipt) -> dict[str, Any]:
+    """What a receipt says that does not depend on the clock, nor on what carries it."""
+    kept = ("version", "epoch", "kind", "step", "state", "nnz", "numel", "nbytes", "kernel")
+    return {name: getattr(receipt, name) for name in kept}
 
 
 def note(folder: str, rank: int, **facts: Any) -> None:

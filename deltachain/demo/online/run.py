@@ -120,9 +120,9 @@ class _Trainer:
         self.folder.mkdir(parents=True)
         environment = stack.enter_context(self._environment())
         replica = stack.enter_context(self._replica())
-        up = until(lambda: _answers(f"{self.environment}/healthz"), environment, START_S)
+        up = until(lambda: answers(f"{self.environment}/healthz"), environment, START_S)
         say(f"  [cyan]environment[/] plays at {self.environment} ({up:.0f} s)")
-        up = until(lambda: _answers(f"{self.engine}/health"), replica, START_S)
+        up = until(lambda: answers(f"{self.engine}/health"), replica, START_S)
         say(f"  [cyan]replica[/] a stock {plan.kind} serves at {self.engine} ({up:.0f} s)")
         stack.enter_context(self._watching())
         trainer = self._service()
@@ -285,7 +285,8 @@ def _manifests(run: _Trainer) -> list[Manifest]:
     return [committed.manifest for committed in chain.history(0, head.version)]
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a server says 200 to a look at an address."""
     with suppress(httpx.HTTPError):
         return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
     return False

@@ -1,0 +1,59 @@
+"""Two ranks under FSDP2, each of which publishes its own shards; nobody gathers the model.
+
+::
+
+    python examples/06_fsdp2.py          # in earnest: torchrun --nproc-per-node 8 ...
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch.distributed.fsdp import fully_shard
+
+import deltachain
+from deltachain.demo.online.processes import free_port
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 64))
+
+
+def train(rank: int, ranks: int, port: int, url: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
+    )
+    model = make()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    with deltachain.Publisher(url).attach(model) as publisher:  # on every rank
+        for step in range(5):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            receipt = publisher.publish(step=step).result()
+    if rank == 0:
+        print(receipt)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as url:
+        multiprocessing.spawn(train, args=(2, free_port(), url), nprocs=2)
+        replica = make()
+        with deltachain.Subscriber(url, replica) as subscriber:
+            print(subscriber.update())
+            assert subscriber.version == 5
+
+
+if __name__ == "__main__":
+    sys.exit(main())
