@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 from deltachain.bench import report
 from deltachain.errors import DeltaChainError
 from examples.cross_region import figures
-from examples.cross_region.measure import Sample, measure, opened
+from examples.cross_region.measure import WARM_UP, Sample, measure, opened
 from examples.cross_region.network import check_host, network
 from examples.cross_region.plan import REPLICAS, STORE, TRAINER
 from examples.cross_region.scene import Scene, make_scene
@@ -37,11 +37,12 @@ def run(
     check_host()
     with tempfile.TemporaryDirectory(prefix="deltachain-regions-") as name:
         folder = Path(name)
-        scene = make_scene(folder, parameters=parameters, versions=versions, density=density)
+        steps = WARM_UP + versions
+        scene = make_scene(folder, parameters=parameters, versions=steps, density=density)
         settings = {
             "parameters": scene.numel,
             "versions": versions,
-            "density": _density(scene, versions),
+            "density": _density(scene, steps),
             "poll_s": poll_s,
         }
         with (

@@ -18,6 +18,9 @@ START_S: Final = 120.0
 VERSION_S: Final = 120.0
 """Longest that anything is waited for: far more than any of it should take."""
 
+WARM_UP: Final = 2
+"""Versions at first that load libraries and open connections, which a run of hours does once."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -131,15 +134,18 @@ def opened(network: Network, scene: Scene, folder: Path, *, poll_s: float) -> It
 
 
 def measure(run: Run, ways: Sequence[str], *, versions: int) -> dict[str, list[Sample]]:
-    """Every version of every way."""
-    found: dict[str, list[Sample]] = {}
-    for way in ways:
-        say(f"{way}: version 0")
-        with run.way(way) as cast:
-            found[way] = []
-            for number in range(1, versions + 1):
-                found[way].append(cast.version(number))
-                times = found[way][-1].served_s.items()
-                served = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in times)
-                say(f"{way}: version {number} of {versions}: {served}")
+    """So many versions of every way, after the first ones, which do not count."""
+    return {way: _measure(run, way, versions) for way in ways}
+
+
+def _measure(run: Run, way: str, versions: int) -> list[Sample]:
+    say(f"{way}: version 0")
+    found: list[Sample] = []
+    with run.way(way) as cast:
+        for number in range(1, WARM_UP + versions + 1):
+            sample = cast.version(number)
+            times = ", ".join(f"{name} {took:.3f} s" for name, took in sample.served_s.items())
+            say(f"{way}: version {number} of {WARM_UP + versions}: {times}")
+            if number > WARM_UP:
+                found.append(sample)
     return found
