@@ -67,7 +67,7 @@ test-sglang-long: venv-sglang  ## those of them that take minutes
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
 	.venv-vllm/bin/python -m tests.engines.bench
 
-cross-region: venv  ## what a deployment over regions costs: Linux, as root, five minutes
+cross-region: venv  ## what a deployment over regions costs: Linux, as root, six minutes
 	$(BIN)/python -m examples.cross_region
 
 bench-dist: venv  ## what publishing costs the ranks of a sharded trainer

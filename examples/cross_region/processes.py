@@ -19,6 +19,9 @@ from examples.cross_region.plan import NetworkPlan
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 STOP_S: Final = 10.0
+"""Seconds that a process has to end by itself."""
+FAILED_STOP_S: Final = 1.0
+"""The same after a failure or Ctrl-C, when it may wait for a version that will not come."""
 _TAIL: Final = 2000
 
 Answer: TypeAlias = Mapping[str, Any]
@@ -75,7 +78,7 @@ class Process:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.stop()
+        self.stop(STOP_S if exc is None else FAILED_STOP_S)
 
     def order(self, **values: Any) -> None:  # noqa: ANN401 - JSON
         """Tell it something."""
@@ -94,23 +97,24 @@ class Process:
         try:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            line = ""
+            raise self._failed(f"said nothing for {timeout_s} s") from None
         if not line:
-            code = self._process.poll()
-            ended = f"ended with {code}" if code is not None else f"said nothing for {timeout_s} s"
-            tail = self._log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
-            raise CrossRegionError(f"the {self.name} {ended}:\n{tail}")
+            raise self._failed("ended too early")
         found: Answer = json.loads(line)
         return found
 
-    def stop(self) -> None:
+    def _failed(self, what: str) -> CrossRegionError:
+        tail = self._log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+        return CrossRegionError(f"the {self.name} {what}\n{tail}")
+
+    def stop(self, patience_s: float = STOP_S) -> None:
         """Let it end, and end it if it does not."""
         assert self._process.stdin is not None  # noqa: S101
         with suppress(BrokenPipeError):
             self._process.stdin.close()
         for insist in (self._process.terminate, self._process.kill):
             try:
-                self._process.wait(STOP_S)
+                self._process.wait(patience_s)
             except subprocess.TimeoutExpired:
                 insist()
         self._process.wait()

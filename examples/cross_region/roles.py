@@ -7,6 +7,7 @@ Each reads orders and writes answers, JSON objects a line, and ends when its ord
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -107,6 +108,7 @@ def main() -> int:
     """Play the role that the command line names, by the settings in the first order."""
     if len(sys.argv) != 2 or sys.argv[1] not in ROLES:
         raise ConfigError(f"expected one of {', '.join(ROLES)}", hint="the run starts these itself")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started here ends as well
     ROLES[sys.argv[1]](_heed())
     return 0
 
