@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: test-dist test-dist-long bench-dist bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
+.PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
@@ -66,6 +66,9 @@ test-sglang-long: venv-sglang  ## those of them that take minutes
 
 bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and peers: 20 minutes, 8 GB
 	.venv-vllm/bin/python -m tests.engines.bench
+
+cross-region: venv  ## what a deployment over regions costs: Linux, as root, six minutes
+	$(BIN)/python -m examples.cross_region
 
 bench-dist: venv  ## what publishing costs the ranks of a sharded trainer
 	$(BIN)/python -m tests.ranks.bench

