@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from deltachain.chain import Chain as Chain
+    from deltachain.control.fleet import Fleet as Fleet
+    from deltachain.control.transfer import DeltaChainWeightTransfer as DeltaChainWeightTransfer
     from deltachain.errors import DeltaChainError as DeltaChainError
     from deltachain.publish import DeltaChainCallback as DeltaChainCallback
     from deltachain.publish import PublishConfig as PublishConfig
@@ -30,6 +32,8 @@ _HOME: Final = {
     "Chain": "deltachain.chain",
     "DeltaChainCallback": "deltachain.publish",
     "DeltaChainError": "deltachain.errors",
+    "DeltaChainWeightTransfer": "deltachain.control.transfer",
+    "Fleet": "deltachain.control.fleet",
     "PublishConfig": "deltachain.publish",
     "PublishReceipt": "deltachain.publish",
     "Publisher": "deltachain.publish",

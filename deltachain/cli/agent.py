@@ -43,7 +43,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     Every version is fetched and proven in a folder, and then loaded under a name that says it. A
     server that is down is waited for; one that was started again is told anew.
 
-    Example: `deltachain agent /mnt/lora --engine http://127.0.0.1:8000 --out /mnt/a --adapter policy`
+    Example: `deltachain agent /mnt/lora --engine http://127.0.0.1:8000 --out loras --adapter pi`
     """
     from deltachain.control.adapters import AdapterServer
     from deltachain.control.agent import Agent

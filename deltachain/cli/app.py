@@ -14,7 +14,9 @@ from deltachain.cli.agent import agent
 from deltachain.cli.bench import bench
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.demo import demo
+from deltachain.cli.demo_async import demo_async
 from deltachain.cli.diff import diff, patch
+from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
 from deltachain.cli.inspecting import inspect
 from deltachain.cli.log import log
@@ -110,9 +112,10 @@ def options(
 
 PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Look": (log, inspect, verify),
-    "Publish and follow": (push, pull, follow, agent),
+    "Publish and follow": (push, pull, follow),
+    "Replicas": (fleet, agent),
     "Offline": (diff, patch),
-    "Try": (demo, bench),
+    "Try": (demo, demo_async, bench),
 }
 """The commands as ``--help`` groups them."""
 

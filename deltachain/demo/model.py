@@ -6,6 +6,7 @@ is just large enough for a change of its weights to be worth compressing.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -27,8 +28,12 @@ _SPECIAL: Final = (PAD, EOS, BOS)
 _TAUGHT_DOCUMENTS: Final = 2000
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer fitted to the demo's text; every digit is a token of its own."""
+def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer; every digit is a token of its own.
+
+    Args:
+        texts: What it is fitted to, as far as that is needed; the demo's text by default.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -43,7 +48,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(islice(documents(seed=0), _TAUGHT_DOCUMENTS), trainer)
+    taught = documents(seed=0) if texts is None else texts
+    tokenizer.train_from_iterator(islice(taught, _TAUGHT_DOCUMENTS), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -48,8 +48,9 @@ def pretrain(
     steps: int = STEPS,
     seconds: float = SECONDS,
     progress: Callable[[int, int, float], None] | None = None,
+    text: Callable[[int], Iterator[str]] = documents,
 ) -> PretrainReport:
-    """Make a model, train it on the demo's text and save it as a bf16 checkpoint folder.
+    """Make a model, train it on text made on the spot and save it as a bf16 checkpoint folder.
 
     Training ends after ``steps`` or ``seconds``, whichever comes first, and the learning rate falls
     towards that end. Without the help of the clock the same seed gives the same weights.
@@ -60,12 +61,14 @@ def pretrain(
         steps: Most optimizer steps to take.
         seconds: Longest time to train for.
         progress: Told the steps done, the steps planned and the loss after every step.
+        text: Documents without end, from a seed.
     """
-    tokenizer, model = make_tokenizer(), make_model(seed)
+    tokenizer = make_tokenizer(None if text is documents else text(seed))
+    model = make_model(seed)
     start = time.monotonic()
     losses: list[float] = []
     with spare_one_core():
-        for loss in _train(model, _batches(tokenizer, seed=seed), steps=steps, seconds=seconds):
+        for loss in _train(model, _batches(tokenizer, text(seed)), steps=steps, seconds=seconds):
             losses.append(loss)
             if progress is not None:
                 progress(len(losses), steps, loss)
@@ -83,11 +86,11 @@ def pretrain(
     )
 
 
-def _batches(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Iterator[torch.Tensor]:
+def _batches(tokenizer: PreTrainedTokenizerFast, text: Iterator[str]) -> Iterator[torch.Tensor]:
     """Token ids, int64 (_BATCH, _LENGTH), cut from one stream of documents."""
     wanted = _BATCH * _LENGTH
     stream: list[int] = []
-    for document in documents(seed):
+    for document in text:
         stream += tokenizer.encode(document, add_special_tokens=False)
         stream.append(tokenizer.eos_token_id)
         if len(stream) >= wanted:

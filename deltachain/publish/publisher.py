@@ -107,6 +107,7 @@ class Publisher:
         *,
         assets: Mapping[str, bytes] | None = None,
         group: ProcessGroup | None = None,
+        alone: bool = False,
     ) -> Self:
         """Begin or continue the chain, so that its newest version is the model as it is now.
 
@@ -119,6 +120,8 @@ class Publisher:
                 gives what it has; what several have is published once.
             assets: Small files for the chain. Not given: see ``PublishConfig.assets``.
             group: The ranks that publish, if those are not all of ``torch.distributed``.
+            alone: Whether this process was given all of the model, so that other ranks have no part
+                in publishing it.
 
         Raises:
             ConfigError: The model can not be published; the hint says what to do instead.
@@ -129,7 +132,8 @@ class Publisher:
         if self._session is not None:
             raise ConfigError("this publisher is attached already", hint="make another one")
         config = self.config
-        self._ranks = Ranks.join(group, deadline_s=config.deadline_s)
+        join = partial(Ranks.join, group, deadline_s=config.deadline_s)
+        self._ranks = Ranks.alone() if alone else join()
         session = begin(
             self._store,
             lambda: walk(model, dtype=config.dtype, checkpoint=config.base),

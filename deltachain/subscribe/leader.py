@@ -17,63 +17,24 @@ import msgspec
 
 from deltachain.errors import (
     ApplyError,
+    BaseMismatchError,
     DeltaChainError,
     LeaderReplacedError,
     PoisonedError,
 )
-from deltachain.manifest import Struct
 from deltachain.store import Store
 from deltachain.subscribe.engine import Engine
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.replica import ReplicaTarget
+from deltachain.subscribe.replica_status import ReplicaStatus
 from deltachain.subscribe.settings import ReplicaSettings, spool_folder
+from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.subscriber import Subscriber
+from deltachain.subscribe.tally import Tally
 from deltachain.subscribe.target import Held
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
-
-
-class ReplicaStatus(Struct, frozen=True, kw_only=True):
-    """What a replica says of itself.
-
-    Attributes:
-        url: Where its chain lies.
-        chain: Id of that chain; null before it is there.
-        version: The version held; null for nothing that can be proven.
-        state: Its state digest.
-        head: The newest version that this replica has seen.
-        lag_versions: ``head - version``.
-        ready: Whether it should be sent requests.
-        reason: Why not.
-        following: Whether it applies versions by itself.
-        paused: Whether somebody paused it.
-        pinned: Whether a rollback keeps it where it is.
-        poisoned: Whether it can not prove what it holds. It then generates nothing.
-        classes: Tensors and bytes by the way they reach live weights.
-        on_host: Some of those that are not written in place, and why.
-        ranks: What each rank said at the last swap.
-        last: The last apply.
-        trouble: What went wrong since.
-    """
-
-    url: str
-    chain: str | None
-    version: int | None
-    state: str | None
-    head: int | None
-    lag_versions: int | None
-    ready: bool
-    reason: str
-    following: bool
-    paused: bool
-    pinned: bool
-    poisoned: bool
-    classes: dict[str, dict[str, int]]
-    on_host: dict[str, str]
-    ranks: list[dict[str, Any]]
-    last: dict[str, Any] | None
-    trouble: str
 
 
 class Leader:
@@ -87,6 +48,9 @@ class Leader:
         store: The store, if it is not to be opened from the URL.
         takes_over: Whether the engine may have had a leader before, that was killed inside a swap
             and left it paused; it generates again as soon as this one knows what it holds.
+
+    Attributes:
+        tally: What was applied so far, for metrics.
     """
 
     def __init__(
@@ -102,7 +66,9 @@ class Leader:
         url = settings.subscribe.url
         self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
         self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
+        self.tally = Tally()
         self.trouble: DeltaChainError | None = None
+        self._staged: Staged | None = None
         self._ended = ""
         self._caught_up = False
         self._takes_over = takes_over
@@ -135,6 +101,21 @@ class Leader:
             self._thread.join()
         self.subscriber.close()
 
+    def stage(self, version: Version | None = None) -> Version | None:
+        """Fetch, prove and stage a version while the engine generates; ``update`` to it then swaps.
+
+        Args:
+            version: Which; the head when not given.
+
+        Returns:
+            The version that is staged; ``None`` where there is nothing to do.
+
+        Raises:
+            DeltaChainError: As :meth:`Subscriber.stage`.
+        """
+        staged = self._staged = self.subscriber.stage(version)
+        return None if staged is None else staged.to.version
+
     def update(self, version: Version | None = None) -> ApplyReceipt | None:
         """Bring the replica to a version, from nothing if it can not prove what it holds.
 
@@ -149,7 +130,7 @@ class Leader:
                 nothing from now on.
         """
         try:
-            receipt = self.subscriber.update(version)
+            receipt = self._swap_staged(version) or self.subscriber.update(version)
         except DeltaChainError as exc:
             self._troubled(exc)
             if not self.subscriber.poisoned:
@@ -157,6 +138,14 @@ class Leader:
             receipt = self._heal(version)
         self._well()
         return receipt
+
+    def _swap_staged(self, version: Version | None) -> ApplyReceipt | None:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.to.version != version:
+            return None
+        with suppress(BaseMismatchError):  # something else was swapped since: it is staged anew
+            return self.subscriber.swap(staged)
+        return None
 
     def rollback(self, version: Version | None = None) -> Held:
         """Go back and stay there; see :meth:`Subscriber.rollback`."""
@@ -216,6 +205,7 @@ class Leader:
             chain=chain.identity.chain if chain else None,
             version=held.version if held else None,
             state=held.state if held else None,
+            staged=self._staged.to.version if self._staged else None,
             head=head,
             lag_versions=head - held.version if held and head is not None else None,
             ready=not reason,
@@ -283,6 +273,7 @@ class Leader:
 
     def _troubled(self, exc: Exception) -> None:
         """Keep an error for ``status``; a replica that can not prove its weights stops serving."""
+        self.tally.failures += 1
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
         if isinstance(exc, LeaderReplacedError):
             self._ended = str(exc.args[0])
@@ -306,6 +297,7 @@ class Leader:
     def _well(self) -> None:
         with self.subscriber.alone():
             self.trouble = None
+            self.tally.count(self.subscriber.last)
             held, chain = self.subscriber.held, self.subscriber.opened
             head = chain.latest if chain else None
             at_head = held is not None and head is not None and held.version >= head

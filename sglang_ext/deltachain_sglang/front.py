@@ -14,7 +14,9 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
-from deltachain.control.routes import LOOPBACK, Control, Led, lead, router
+from deltachain.control.gate import LOOPBACK, Control
+from deltachain.control.lead import Led, lead
+from deltachain.control.routes import router
 from deltachain.errors import DeltaChainError
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings

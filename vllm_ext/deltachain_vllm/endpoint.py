@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
-from deltachain.control.routes import LOOPBACK, Led, lead, router
+from deltachain.control.gate import LOOPBACK
+from deltachain.control.lead import Led, lead
+from deltachain.control.routes import router
 from deltachain.errors import ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import speak

@@ -12,7 +12,8 @@ from fastapi.testclient import TestClient
 from sglang.srt.utils.auth import add_api_key_middleware
 from torch import nn
 
-from deltachain.control.routes import Control, router
+from deltachain.control.gate import Control
+from deltachain.control.routes import router
 from deltachain.errors import ConfigError
 from deltachain_sglang import PREFIX, compat
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from unittest import mock
@@ -13,11 +14,12 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from deltachain.control.routes import AT_ONCE, Control, Kind, lead, router
-from deltachain.subscribe import SubscribeConfig
+from deltachain.control.gate import AT_ONCE, Control, Kind
+from deltachain.control.lead import lead
+from deltachain.control.routes import router
+from deltachain.errors import ChainError
 from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.settings import ReplicaSettings
-from deltachain.testing.sharding import Shape
+from tests.unit.control.replicas import app_of, followed, leader_of
 from tests.unit.subscribe.replicas import Followed
 
 TOKEN = "one that nobody guesses"  # noqa: S105
@@ -25,6 +27,8 @@ PREFIX = "/v1/deltachain"
 ROUTES = [
     ("GET", "status"),
     ("GET", "ready"),
+    ("GET", "metrics"),
+    ("POST", "stage"),
     ("POST", "update"),
     ("POST", "rollback"),
     ("POST", "release"),
@@ -35,29 +39,18 @@ ROUTES = [
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
-    """An engine of two ranks that holds version 0 of 2."""
-    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / "spool"))
-    made = Followed(Shape(tp=2), tmp_path)
-    made.publish(1, 2)
-    yield made
-    made.close()
+def here(tmp_path: Path) -> Iterator[Followed]:
+    yield from followed(tmp_path)
 
 
 @pytest.fixture
 def leader(here: Followed) -> Iterator[Leader]:
-    subscribe = SubscribeConfig(url=here.store.url)
-    made = Leader(ReplicaSettings(subscribe=subscribe), here.engine, store=here.faulty)
-    yield made
-    made.stop()
+    yield from leader_of(here)
 
 
 def client(leader: Leader | None, *, token: str = "", is_open: bool = False) -> TestClient:
     """A server with our routes."""
-    app = FastAPI()
-    app.include_router(router, prefix=PREFIX)
-    app.state.deltachain = Control(leader, "follows nothing", token=token, is_open=is_open)
-    return TestClient(app)
+    return TestClient(app_of(leader, token=token, is_open=is_open))
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -142,6 +135,63 @@ def test_bodies_that_are_refused(here: Followed, leader: Leader, body: bytes, co
     assert "elsewhere" not in answer.text
     assert here.engine.events == events
     assert here.holds(1)
+
+
+@pytest.mark.parametrize("route", [route for method, route in ROUTES if method == "POST"])
+@pytest.mark.parametrize("body", [b'{"url": "s3://elsewhere"}', b" " * 5000, b"x" * (1 << 20)])
+def test_no_route_takes_addresses_or_large_bodies(
+    here: Followed, leader: Leader, route: str, body: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader.update(1)
+    events = list(here.engine.events)
+    with client(leader, token=TOKEN) as server:
+        url = f"/v1/deltachain/{route}"
+        answer = server.post(url, content=body, headers=bearer(TOKEN))
+    assert answer.status_code == (422 if b"url" in body else 413)
+    for text in (answer.text, caplog.text):
+        assert "elsewhere" not in text
+        assert TOKEN not in text
+    assert here.engine.events == events
+    assert here.holds(1)
+
+
+def test_probes_need_no_token_and_say_nothing(leader: Leader) -> None:
+    with client(leader, token=TOKEN) as server:
+        assert server.get("/v1/deltachain/healthz").text == "ok"
+        waiting = server.get("/v1/deltachain/readyz")
+        assert (waiting.status_code, waiting.text) == (503, "not ready")
+        leader.update()
+        ready = server.get("/v1/deltachain/readyz")
+        assert (ready.status_code, ready.text) == (200, "ready")
+
+
+def test_a_replica_that_lags_is_not_ready(here: Followed, leader: Leader) -> None:
+    leader.update()
+    leader.settings = replace(leader.settings, max_lag=1)
+    with client(leader, is_open=True) as server:
+        here.publish(3)
+        leader.subscriber.chain.newest(2)
+        assert server.get("/v1/deltachain/readyz").status_code == 200
+        here.publish(4)
+        leader.subscriber.chain.newest(3)
+        assert server.get("/v1/deltachain/readyz").status_code == 503
+        assert "2 versions behind" in server.get("/v1/deltachain/ready").text
+
+
+def test_metrics_count_what_was_applied(leader: Leader) -> None:
+    with client(leader, is_open=True) as server:
+        leader.update(1)
+        leader.update(2)
+        with pytest.raises(ChainError):
+            leader.update(99)
+        found = server.get("/v1/deltachain/metrics")
+    assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
+    figures = dict(line.split() for line in found.text.splitlines() if not line.startswith("#"))
+    assert float(figures["deltachain_version"]) == 2
+    assert float(figures["deltachain_applies_total"]) == 2
+    assert float(figures["deltachain_failures_total"]) == 1
+    assert float(figures["deltachain_fetched_bytes_total"]) > 0
+    assert float(figures["deltachain_pause_seconds_total"]) > 0
 
 
 def test_errors_say_what_to_do(here: Followed, leader: Leader) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.chain import Chain
+from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.lora import adapter_assets, adapter_tensors, merged_tensors
@@ -132,3 +133,13 @@ def test_an_adapter_that_is_not_there_is_named() -> None:
         list(adapter_tensors(adapted(), "other"))
     with pytest.raises(ConfigError, match="no adapter"):
         list(merged_tensors(base()))
+
+
+def test_a_pulled_adapter_is_what_peft_loads(tmp_path: Path) -> None:
+    model, url = adapted(), (tmp_path / "chain").as_uri()
+    with Publisher(url).attach(lambda: adapter_tensors(model), assets=adapter_assets(model)) as one:
+        train_(model, 1)
+        one.publish().result(60)
+    pull(url, out=tmp_path / "pulled")
+    loaded = PeftModel.from_pretrained(base(), tmp_path / "pulled")
+    assert torch.equal(loaded.eval()(TOKENS).logits, model(TOKENS).logits)

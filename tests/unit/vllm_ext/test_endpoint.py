@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from fastapi import FastAPI
 
-from deltachain.control.routes import Control
+from deltachain.control.gate import Control
 from deltachain_vllm.endpoint import EndpointPlugin
 
 

@@ -1,0 +1,123 @@
+"""``deltachain fleet``: ask or tell replicas, all at once."""
+
+# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJson
+from deltachain.errors import ConfigError, ControlPlaneError
+
+if TYPE_CHECKING:
+    from deltachain.control.client import ReplicaClient
+    from deltachain.subscribe.replica_status import ReplicaStatus
+
+
+class Verb(StrEnum):
+    """What replicas are asked or told."""
+
+    STATUS = "status"
+    STAGE = "stage"
+    UPDATE = "update"
+    ROLLBACK = "rollback"
+    RELEASE = "release"
+    PAUSE = "pause"
+    RESUME = "resume"
+    SCRUB = "scrub"
+
+
+VERSIONED = (Verb.STAGE, Verb.UPDATE, Verb.ROLLBACK)
+
+
+def fleet(
+    verb: Annotated[Verb, typer.Argument(help="What to ask or tell them.")],
+    engines: Annotated[list[str], typer.Argument(metavar="ENGINE...", help="Their addresses.")],
+    *,
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Of stage, update, rollback. Default: the head."),
+    ] = None,
+    token: Annotated[
+        str, typer.Option(envvar="DELTACHAIN_TOKEN", help="What the replicas' routes ask for.")
+    ] = "",
+    key: Annotated[
+        str, typer.Option(envvar="DELTACHAIN_ENGINE_KEY", help="The engines' own API key.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Ask replicas how they are, or tell them what to do, all at once.
+
+    Exits with 7 if one of them could not.
+
+    Example: `deltachain fleet status http://a:8000 http://b:30000`
+
+    Everywhere back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
+    """
+    from deltachain.control.client import ReplicaClient
+
+    if version is not None and verb not in VERSIONED:
+        raise ConfigError(f"{verb} takes no version")
+    with ThreadPoolExecutor(len(engines)) as pool:
+        clients = [ReplicaClient(engine, token=token, key=key) for engine in engines]
+        found = list(pool.map(lambda client: _ask(client, verb, version), clients))
+    rows = [_row(client.url, one) for client, one in zip(clients, found, strict=True)]
+    if as_json:
+        c.write_json({"replicas": rows})
+    else:
+        _show(rows)
+    if any(isinstance(one, ControlPlaneError) for one in found):
+        raise typer.Exit(ControlPlaneError.exit_code)
+
+
+def _ask(
+    client: ReplicaClient, verb: Verb, version: int | None
+) -> ReplicaStatus | ControlPlaneError:
+    arguments = () if version is None else (version,)
+    try:
+        with client:
+            answer: ReplicaStatus = getattr(client, verb.value)(*arguments)
+            return answer
+    except ControlPlaneError as exc:
+        return exc
+
+
+def _row(url: str, found: ReplicaStatus | ControlPlaneError) -> dict[str, Any]:
+    if isinstance(found, ControlPlaneError):
+        return {"engine": url, "error": str(found.args[0]), "hint": found.hint}
+    return {
+        "engine": url,
+        "version": found.version,
+        "state": found.state,
+        "head": found.head,
+        "lag_versions": found.lag_versions,
+        "staged": found.staged,
+        "ready": found.ready,
+        "reason": found.reason,
+        "trouble": found.trouble,
+    }
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = c.table("engine", ">version", ">head", ">lag", "state", "how it is")
+    for row in rows:
+        numbers = [_number(row.get(name)) for name in ("version", "head", "lag_versions")]
+        state = (row.get("state") or "")[:8]
+        table.add_row(c.clean(row["engine"]), *numbers, Text(state, "dim"), _how(row))
+    c.out().print(table)
+
+
+def _how(row: dict[str, Any]) -> Text:
+    if "error" in row:
+        return Text(c.clean(row["error"].removeprefix(f"{row['engine']}")).strip(": "), "red")
+    how = Text("ready", "green") if row["ready"] else Text(c.clean(row["reason"]), "yellow")
+    return how.append(f"  {c.clean(row['trouble'])}", "red") if row["trouble"] else how
+
+
+def _number(value: int | None) -> str:
+    return "-" if value is None else str(value)

@@ -1,0 +1,167 @@
+"""One replica, asked over HTTP, whichever its engine."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+import httpx
+import msgspec
+
+from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, Refused
+from deltachain.errors import ControlPlaneError
+from deltachain.subscribe.replica_status import ReplicaStatus
+from deltachain.types import Version
+
+CONNECT_S: Final = 5.0
+LARGEST: Final = 4 << 20
+"""Bytes of an answer that are believed."""
+
+_T = TypeVar("_T")
+
+
+class ReplicaClient:
+    """Asks a vLLM or SGLang server that follows a chain; see the routes for what each call does.
+
+    Every call is allowed again: a version that is held already is not applied twice. Calls may come
+    from several threads.
+
+    Args:
+        url: Of the server.
+        token: Its ``DELTACHAIN_TOKEN``.
+        key: The engine's own API key, where it has one.
+        timeout_s: Longest wait for an answer: an update of much takes long.
+
+    Attributes:
+        url: As given.
+    """
+
+    def __init__(
+        self, url: str, *, token: str = "", key: str = "", timeout_s: float = 600.0
+    ) -> None:
+        self.url = url.rstrip("/")
+        headers = {"authorization": f"Bearer {key or token}"} if key or token else {}
+        if token:
+            headers[TOKEN_HEADER] = token
+        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+        self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        self._prefix = ""
+
+    def status(self) -> ReplicaStatus:
+        """What the replica holds, and how.
+
+        Raises:
+            ControlPlaneError: It did not answer, or refused; so does every call here.
+        """
+        return self._ask("GET", "status", ReplicaStatus)
+
+    def ready(self) -> Ready:
+        """Whether it should be sent requests, and why not."""
+        return self._ask("GET", "ready", Ready)
+
+    def metrics(self) -> str:
+        """Its figures, in the text format of Prometheus."""
+        return self._send("GET", "metrics", None).text
+
+    def stage(self, version: Version | None = None) -> ReplicaStatus:
+        """Let it fetch and prove a version while it generates."""
+        return self._tell("stage", version)
+
+    def update(self, version: Version | None = None) -> ReplicaStatus:
+        """Bring it to a version, or to the head; answers when it is there."""
+        return self._tell("update", version)
+
+    def rollback(self, version: Version | None = None) -> ReplicaStatus:
+        """Bring it back to a version, or the one before, and keep it there."""
+        return self._tell("rollback", version)
+
+    def release(self) -> ReplicaStatus:
+        """Let it follow the head again."""
+        return self._tell("release")
+
+    def pause(self) -> ReplicaStatus:
+        """Let it generate nothing."""
+        return self._tell("pause")
+
+    def resume(self) -> ReplicaStatus:
+        """Let it generate again."""
+        return self._tell("resume")
+
+    def scrub(self) -> ReplicaStatus:
+        """Let it look whether somebody else wrote to its weights."""
+        return self._tell("scrub")
+
+    def close(self) -> None:
+        """Give connections back. Closing twice is allowed."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _tell(self, route: str, version: Version | None = None) -> ReplicaStatus:
+        body = {} if version is None else {"version": version}
+        return self._ask("POST", route, ReplicaStatus, body)
+
+    def _ask(
+        self, method: str, route: str, kind: type[_T], body: dict[str, Any] | None = None
+    ) -> _T:
+        answer = self._send(method, route, body)
+        try:
+            return msgspec.json.decode(answer.content, type=kind)
+        except msgspec.DecodeError as exc:
+            raise ControlPlaneError(f"{self.url} answered {route} with something else") from exc
+
+    def _send(self, method: str, route: str, body: dict[str, Any] | None) -> httpx.Response:
+        for prefix in [self._prefix] if self._prefix else PREFIXES:
+            answer = self._request(method, f"{self.url}{prefix}/{route}", body)
+            if answer.status_code != httpx.codes.NOT_FOUND:
+                self._prefix = prefix
+                break
+        if answer.is_success or (route == "ready" and _is(answer, Ready)):
+            return answer
+        raise self._refusal(answer)
+
+    def _request(self, method: str, url: str, body: dict[str, Any] | None) -> httpx.Response:
+        try:
+            with self._client.stream(method, url, json=body) as answer:
+                content = b""
+                for chunk in answer.iter_bytes():
+                    content += chunk
+                    if len(content) > LARGEST:
+                        raise ControlPlaneError(f"{self.url} answered more than {LARGEST} bytes")
+        except httpx.HTTPError as exc:
+            what = str(exc) or type(exc).__name__
+            raise ControlPlaneError(f"{self.url} did not answer: {what}") from exc
+        return httpx.Response(answer.status_code, content=content)
+
+    def _refusal(self, answer: httpx.Response) -> ControlPlaneError:
+        code = answer.status_code
+        if code == httpx.codes.NOT_FOUND:
+            return ControlPlaneError(
+                f"{self.url} has no routes of deltachain",
+                hint="start the engine as vllm_ext/README.md or sglang_ext/README.md says",
+            )
+        if _is(answer, Refused):
+            error = msgspec.json.decode(answer.content, type=Refused).error
+            return ControlPlaneError(f"{self.url}: {error.type}: {error.message}", hint=error.hint)
+        hint = "give the server's DELTACHAIN_TOKEN" if code in (401, 403) else ""
+        detail = answer.text[:300]
+        if _is(answer, Detail):
+            detail = msgspec.json.decode(answer.content, type=Detail).detail
+        return ControlPlaneError(f"{self.url} answered {code}: {detail}", hint=hint)
+
+
+def _is(answer: httpx.Response, kind: type) -> bool:
+    try:
+        msgspec.json.decode(answer.content, type=kind)
+    except msgspec.DecodeError:
+        return False
+    return True

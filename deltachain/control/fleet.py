@@ -1,0 +1,178 @@
+"""All replicas of a policy, told together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from threading import Condition, Thread
+from types import TracebackType
+from typing import Final, Literal, Self, TypeAlias, get_args
+
+from deltachain.control.client import ReplicaClient
+from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.types import Version
+
+Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
+
+DEADLINE_S: Final = 60.0
+AGAIN_S: Final = (0.2, 5.0)
+"""Seconds before a replica is told again that did not take it: at first, and at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announced:
+    """How an announcement went.
+
+    Attributes:
+        version: What was announced.
+        held: The version that every replica is known to hold, by its address; ``None`` for unknown.
+        trouble: What went wrong last with those that do not hold it yet.
+        waited_s: Seconds that the caller was held.
+        enough: Whether as many as were asked for hold it.
+    """
+
+    version: Version
+    held: Mapping[str, Version | None]
+    trouble: Mapping[str, str]
+    waited_s: float
+    enough: bool
+
+    @property
+    def stragglers(self) -> tuple[str, ...]:
+        """Replicas that do not hold the version yet; they are told until they do."""
+        return tuple(url for url, held in self.held.items() if held is None or held < self.version)
+
+    def __str__(self) -> str:
+        """One line for logs."""
+        there = len(self.held) - len(self.stragglers)
+        late = f", behind: {', '.join(self.stragglers)}" if self.stragglers else ""
+        return f"version {self.version} on {there} of {len(self.held)}, {self.waited_s:.2f} s{late}"
+
+
+class Fleet:
+    """Tells replicas of new versions, all at once, and knows which hold what.
+
+    Each replica has a thread of its own, so that one that hangs holds up no other. A replica that
+    did not take a version is told again, of the newest by then, until it does.
+
+    Args:
+        engines: Addresses of vLLM or SGLang servers that follow the chain, or clients of them.
+        token: Their ``DELTACHAIN_TOKEN``.
+        key: The engines' own API key, where they have one.
+
+    Raises:
+        ConfigError: An address is there twice.
+    """
+
+    def __init__(
+        self, engines: Sequence[str | ReplicaClient], *, token: str = "", key: str = ""
+    ) -> None:
+        clients = [
+            ReplicaClient(engine, token=token, key=key) if isinstance(engine, str) else engine
+            for engine in engines
+        ]
+        self.clients: Mapping[str, ReplicaClient] = {client.url: client for client in clients}
+        if len(self.clients) < len(clients):
+            raise ConfigError("an engine is in the fleet twice")
+        self._changed = Condition()
+        self._wanted: Version | None = None
+        self._held: dict[str, Version | None] = dict.fromkeys(self.clients)
+        self._trouble: dict[str, str] = {}
+        self._closed = False
+        for url in self.clients:
+            Thread(target=self._run, args=(url,), name=f"deltachain-{url}", daemon=True).start()
+
+    def announce(
+        self, version: Version, *, wait: Wait = "all", deadline: float = DEADLINE_S
+    ) -> Announced:
+        """Let every replica go to a version, and wait until enough of them hold it.
+
+        Args:
+            version: A committed one.
+            wait: For all, for more than half, for one, or for none.
+            deadline: Seconds after which the caller goes on in any case.
+
+        Raises:
+            ConfigError: ``wait`` is none of these.
+        """
+        if wait not in get_args(Wait):
+            raise ConfigError(f"wait={wait!r}: expected one of {get_args(Wait)}")
+        start, count = time.monotonic(), len(self.clients)
+        wanted = {"all": count, "quorum": count // 2 + 1, "any": 1, "none": 0}[wait]
+        wanted = min(wanted, count)
+
+        def enough() -> bool:
+            there = [held for held in self._held.values() if held is not None and held >= version]
+            return len(there) >= wanted
+
+        with self._changed:
+            self._wanted = version if self._wanted is None else max(version, self._wanted)
+            self._changed.notify_all()
+            done = self._changed.wait_for(enough, deadline)
+            held = dict(self._held)
+            late = {u: t for u, t in self._trouble.items() if (held[u] or -1) < version}
+        return Announced(
+            version=version,
+            held=held,
+            trouble=late,
+            waited_s=time.monotonic() - start,
+            enough=done,
+        )
+
+    def close(self) -> None:
+        """Tell nobody any more. Closing twice is allowed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _run(self, url: str) -> None:
+        """Bring one replica to what is wanted, again and again; in a thread of its own."""
+        first, most = AGAIN_S
+        pause_s = 0.0
+        with self.clients[url] as client:
+            while (wanted := self._next(url, pause_s)) is not None:
+                held, trouble = _update(client, wanted)
+                behind = held is None or held < wanted
+                if behind and not trouble:
+                    trouble = f"it stays at version {held}"  # a rollback keeps it
+                pause_s = min(max(first, 2 * pause_s), most) if behind else 0.0
+                with self._changed:
+                    self._held[url] = held
+                    self._trouble[url] = trouble
+                    self._changed.notify_all()
+
+    def _next(self, url: str, pause_s: float) -> Version | None:
+        """What this replica should hold and does not; waits for it; ``None`` at the end."""
+
+        def behind() -> bool:
+            held = self._held[url]
+            return self._wanted is not None and (held is None or held < self._wanted)
+
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed, pause_s)
+            self._changed.wait_for(lambda: self._closed or behind())
+            return None if self._closed else self._wanted
+
+
+def _update(client: ReplicaClient, wanted: Version) -> tuple[Version | None, str]:
+    """Tell a replica; the version that it holds now, and what went wrong."""
+    try:
+        return client.update(wanted).version, ""
+    except ControlPlaneError as exc:
+        trouble = str(exc)
+    try:
+        return client.status().version, trouble  # it may be ahead of what is wanted
+    except ControlPlaneError:
+        return None, trouble

@@ -1,0 +1,161 @@
+"""Who may ask a replica, how much, and how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
+from fastapi import Depends, HTTPException, Request
+
+from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
+from deltachain.subscribe.leader import Leader
+
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+LARGEST: Final = 4096
+"""Bytes of a request's body."""
+
+AT_ONCE: Final = 4
+"""Requests of one kind that are worked on at once."""
+
+LOOK_S: Final = 0.5
+"""Seconds between two looks whether somebody still waits for an answer."""
+
+Kind: TypeAlias = Literal["update", "rollback", "quick"]
+
+_T = TypeVar("_T")
+
+
+class Control:
+    """The leader behind the routes, and who may use them.
+
+    Attributes:
+        leader: ``None`` where the server follows no chain.
+        refusal: Why not.
+    """
+
+    def __init__(self, leader: Leader | None, refusal: str, *, token: str, is_open: bool) -> None:
+        self.leader = leader
+        self.refusal = refusal
+        self._token = token.encode()
+        self._is_open = is_open
+        self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(Kind)}
+
+    def authorise(self, request: Request) -> None:
+        """Refuse who does not know the token.
+
+        Raises:
+            HTTPException: 401, or 403 where the server has neither token nor key.
+        """
+        if not self._token:
+            if not self._is_open:
+                raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
+            return
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = request.headers.get(TOKEN_HEADER, bearer)
+        if not hmac.compare_digest(given.encode(), self._token):
+            raise HTTPException(401, "wrong or missing token")
+
+    async def run(
+        self, action: Callable[[Leader], _T], request: Request | None, kind: Kind = "quick"
+    ) -> _T:
+        """Do something that may take its time, beside the server's event loop.
+
+        Args:
+            action: What.
+            request: Whose, if it is one's; it is given up once nobody waits for it.
+            kind: Those that ask the store may hang; others do not queue up behind them.
+
+        Raises:
+            HTTPException: 503 where the server follows no chain, and once nobody waits for the
+                answer: a server that was told to end waits for its requests.
+        """
+        if self.leader is None:
+            raise HTTPException(503, self.refusal)
+        free = self._free[kind]
+        await free.acquire()
+        work = asyncio.ensure_future(aside(action, self.leader))
+        work.add_done_callback(partial(_end, free))
+        while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
+            if request is not None and await request.is_disconnected():
+                raise HTTPException(503, "nobody waits for the answer")
+        return work.result()
+
+
+def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
+    free.release()
+    if not work.cancelled():
+        work.exception()  # nobody may be left to ask for it
+
+
+async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
+    """Call in a thread that does not keep the process from ending, as those of executors do."""
+    outcome: Future[_T] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action(leader))
+        except BaseException as exc:  # noqa: BLE001 - whoever awaits it gets it
+            outcome.set_exception(exc)
+
+    Thread(target=run, name="deltachain-control", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
+
+
+def control_of(request: Request) -> Control:
+    """What stands before this server's leader.
+
+    Raises:
+        HTTPException: 503 while its engine is not up.
+    """
+    control: Control | None = getattr(request.app.state, "deltachain", None)
+    if control is None:
+        raise HTTPException(503, "the engine is not up yet")
+    return control
+
+
+def _allowed(request: Request) -> Control:
+    control = control_of(request)
+    control.authorise(request)
+    return control
+
+
+Allowed = Annotated[Control, Depends(_allowed)]
+
+
+class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a request that says all by its route."""
+
+
+async def _asked(control: Allowed, request: Request) -> VersionRequest:
+    del control
+    return await _body(request, VersionRequest, '{"version": N} or {}')
+
+
+async def _nothing(control: Allowed, request: Request) -> None:
+    del control
+    await _body(request, _Nothing, "empty or {}")
+
+
+async def _body(request: Request, kind: type[_T], expected: str) -> _T:
+    """The body, which is small: nobody is let in by its size, nor before the token."""
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > LARGEST:
+            raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.DecodeError as exc:
+        raise HTTPException(422, f"the body must be {expected}") from exc
+
+
+Asked = Annotated[VersionRequest, Depends(_asked)]
+NothingAsked = Annotated[None, Depends(_nothing)]

@@ -1,0 +1,57 @@
+"""How a server becomes a replica: the leader of its engine, and the gate before it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from deltachain.control.gate import Control, aside
+from deltachain.errors import DeltaChainError
+from deltachain.subscribe.engine import Engine
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Led(NamedTuple):
+    """An engine that a leader can lead.
+
+    Attributes:
+        engine: Its ranks and its scheduler.
+        checkpoint: The folder that it loaded, for a chain that begins with that.
+    """
+
+    engine: Engine
+    checkpoint: Path
+
+
+async def lead(find: Callable[[ReplicaSettings], Led], *, is_open: bool, key: str = "") -> Control:
+    """Lead the engine of this server along the chain that the environment names, if any.
+
+    Returns once it has caught up, or can not: the server then starts all the same, and the routes
+    say why it follows nothing.
+
+    Args:
+        find: Makes the engine known; may refuse with any :class:`DeltaChainError`.
+        is_open: Whether something else than our token guards the routes.
+        key: What they ask for where no token is set.
+    """
+    leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
+    try:
+        settings = ReplicaSettings.of(os.environ)
+        if settings is not None:
+            token = settings.token or key
+            engine, checkpoint = find(settings)
+            base = settings.subscribe.base or checkpoint
+            settings = replace(settings, subscribe=replace(settings.subscribe, base=base))
+            leader = Leader(settings, engine)
+            await aside(Leader.start, leader)
+    except DeltaChainError as exc:
+        refusal = str(exc)
+        logger.warning("deltachain follows nothing: %s", exc)
+    return Control(leader, refusal, token=token, is_open=is_open)

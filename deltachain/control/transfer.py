@@ -1,0 +1,202 @@
+"""Weight sync for TRL's ``AsyncGRPOTrainer``: over a store, to replicas anywhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, Self
+
+from torch import Tensor, nn
+
+from deltachain.control.client import ReplicaClient
+from deltachain.control.fleet import DEADLINE_S, Announced, Fleet, Wait
+from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.publish.assets import collect_assets
+from deltachain.publish.config import PublishConfig
+from deltachain.publish.publisher import Published, Publisher
+from deltachain.publish.receipt import PublishReceipt
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+ITERATOR: Final = "_streaming_iter"
+"""What the trainer streams its weights from; with FSDP it gathers them, one by one."""
+
+
+class DeltaChainWeightTransfer:
+    """What ``AsyncGRPOTrainer(weight_transfer=...)`` takes: weights go over a store.
+
+    ::
+
+        transfer = DeltaChainWeightTransfer("s3://policies/run-1", engines=["http://a:8000"])
+        trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
+        transfer.attach(trainer)  # on every rank; without it rank 0 gathers the model
+        trainer.train()
+
+    The trainer asks for a pause before it sends; here that does nothing. A version is uploaded, and
+    staged by the engines, while they generate; each pauses by itself, for the swap alone.
+    ``send_weights`` returns when as many engines as ``wait`` says hold the version, so that the
+    trainer's own version number is never ahead of them; or after ``deadline``, with a warning.
+
+    Args:
+        url: Where the chain lies.
+        engines: Replicas to be told; those that follow by themselves need not be.
+        wait: For how many of them: ``all``, ``quorum``, ``any``; ``none`` waits neither for
+            them nor for the upload.
+        deadline: Seconds that training is held for them at most.
+        token: The replicas' ``DELTACHAIN_TOKEN``.
+        key: The engines' own API key.
+        config: Of the publisher; ``url`` replaces the one in it.
+        settings: Single settings of it.
+
+    Attributes:
+        publisher: After the first sync.
+        receipts: What was published, oldest first, version by version.
+        announced: How the last announcement went.
+    """
+
+    def __init__(  # noqa: PLR0913 - each is a setting of its own
+        self,
+        url: str,
+        *,
+        engines: Sequence[str | ReplicaClient] = (),
+        wait: Wait = "all",
+        deadline: float = DEADLINE_S,
+        token: str = "",
+        key: str = "",
+        config: PublishConfig | None = None,
+        **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
+    ) -> None:
+        chosen = dataclasses.replace(config, url=url, **settings) if config else None
+        self.config = chosen or PublishConfig(url=url, **settings)
+        self.publisher: Publisher | None = None
+        self.receipts: list[PublishReceipt] = []
+        self.announced: Announced | None = None
+        self._fleet = Fleet(engines, token=token, key=key)
+        self._wait, self._deadline = wait, deadline
+        self._trainer: Any = None
+        self._sent: Iterable[tuple[str, Tensor]] = ()
+        self._flight: Published | None = None
+
+    @property
+    def version(self) -> Version:
+        """The newest version of the chain; -1 before the first sync."""
+        return self.publisher.version if self.publisher else -1
+
+    def attach(self, trainer: Any) -> Self:  # noqa: ANN401 - TRL's, which is experimental
+        """Publish from the trainer's own parameters; call it on every rank, before training.
+
+        Each rank then publishes what it holds, under the names of the checkpoint, and nothing is
+        gathered; figures go into the trainer's log.
+
+        Raises:
+            ConfigError: This trainer streams its weights in another way.
+        """
+        if not callable(getattr(trainer, ITERATOR, None)):
+            raise ConfigError(
+                f"{type(trainer).__name__} has no {ITERATOR}",
+                hint="tested with TRL 1.16; without attach, rank 0 gathers the model",
+            )
+        self._trainer = trainer
+        setattr(trainer, ITERATOR, self._publish_own)
+        return self
+
+    def init_weight_transfer(self) -> None:
+        """Nothing: the chain begins with the first sync."""
+
+    def pause(self) -> None:
+        """Nothing: each engine pauses by itself, once the version is staged."""
+
+    def resume(self) -> None:
+        """Nothing; see :meth:`pause`."""
+
+    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Publish the weights as they are, and let the engines have them.
+
+        Raises:
+            DeltaChainError: That failed, and ``on_error`` is ``raise``.
+        """
+        start = time.monotonic()
+        if self._trainer is None:
+            self._publish_given(iterator)
+        else:
+            for _ in iterator:  # publishes, on every rank at once
+                pass
+        if self._wait == "none":
+            if self._flight is not None:
+                self._flight.add_done_callback(self._announce_later)
+            else:
+                self._announce(self.version)
+        elif self._settle():
+            self._announce(self.version)
+        self._log(time.monotonic() - start)
+
+    def destroy(self) -> None:
+        """Commit what is left, tell the engines of it, and give everything back."""
+        if self.publisher is not None:
+            try:
+                self.publisher.close()
+            finally:
+                self._fleet.close()
+
+    def _publish_own(self) -> Iterator[tuple[str, Tensor]]:
+        """Instead of the trainer's iterator: publish from its parameters, and give nothing."""
+        trainer = self._trainer
+        if self.publisher is None:
+            model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
+            tokenizer = getattr(trainer, "processing_class", None)
+            assets = collect_assets(model, self.config, tokenizer)
+            self.publisher = Publisher(self.config).attach(model, assets=assets)
+        else:
+            self._flight = self.publisher.publish(step=trainer.state.global_step)
+        return iter(())
+
+    def _publish_given(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
+        """Publish what the trainer gathered: this process has all of it, and others nothing."""
+        if self.publisher is None:
+            self._sent = list(iterator)  # looked at more than once, this time
+            publisher = Publisher(self.config)
+            self.publisher = publisher.attach(lambda: iter(self._sent), alone=True)
+        else:
+            self._sent = iterator  # one by one
+            self._flight = self.publisher.publish()
+
+    def _settle(self) -> bool:
+        """Wait for the upload; whether there is a version to tell of."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return True
+        try:
+            self.receipts.append(flight.result())
+        except DeltaChainError as exc:
+            if self.config.on_error == "raise":
+                raise
+            logger.warning("not published, the next sync makes up for it: %s", exc)
+            return False
+        return True
+
+    def _announce(self, version: Version) -> None:
+        announced = self._fleet.announce(version, wait=self._wait, deadline=self._deadline)
+        self.announced = announced
+        if not announced.enough:
+            logger.warning("%s; training goes on", announced)
+
+    def _announce_later(self, flight: Published) -> None:
+        """In the publisher's thread."""
+        if flight.exception() is None:
+            self.receipts.append(flight.result())
+            self._announce(flight.result().version)
+
+    def _log(self, sync_s: float) -> None:
+        metrics = getattr(self._trainer, "_metrics", None)
+        if metrics is None:
+            return
+        figures = self.receipts[-1].metrics() if self.receipts else {}
+        figures["deltachain/sync_s"] = sync_s
+        if self.announced is not None:
+            figures["deltachain/ack_s"] = self.announced.waited_s
+            figures["deltachain/stragglers"] = float(len(self.announced.stragglers))
+        for name, value in figures.items():
+            metrics["train"][name].append(value)

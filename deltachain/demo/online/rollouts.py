@@ -1,0 +1,315 @@
+"""Games that the engine plays with the policy it has at the moment, as samples for the trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.queues import Queue as MPQueue
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import httpx
+import numpy as np
+from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+from deltachain.demo.online.engine import Kind, Sampled, UnlabelledError, sample
+
+GUESS_TOKENS: Final = 6
+AGAIN_S: Final = 0.5
+PATIENCE_S: Final = 120.0
+"""Seconds for which a server may be away."""
+
+
+class Tokenizer(Protocol):
+    """Of transformers, as far as it is used here."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids."""
+
+
+@dataclass
+class Played:
+    """One game: what was read and said, token by token.
+
+    Attributes:
+        tokens: Token ids, the first prompt included.
+        drawn: Whether the policy drew that token; others it was given.
+        logprobs: Of drawn tokens; zero for others.
+        versions: That drew them; -1 for others.
+        reward: At the end.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    drawn: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reward: float = 0.0
+
+    def read(self, tokens: list[int]) -> None:
+        """Take what the game says."""
+        self.tokens += tokens
+        self.drawn += [0] * len(tokens)
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [-1] * len(tokens)
+
+    def say(self, sampled: Sampled) -> None:
+        """Take what the policy drew."""
+        self.tokens += sampled.tokens
+        self.drawn += [1] * len(sampled.tokens)
+        self.logprobs += sampled.logprobs
+        self.versions += sampled.versions
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that drew a token."""
+        return min(version for version in self.versions if version >= 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Where and how games are played.
+
+    Attributes:
+        engine: Address of the server that draws tokens.
+        kind: Which engine that is.
+        environment: Address of the game's server.
+        group: Games of one hidden word, which are compared with each other.
+        at_once: Games that are played at once.
+        ahead: Samples that may wait for the trainer before no more are made.
+        seed: Decides hidden words and draws.
+        diary: File that gets a line a sample.
+    """
+
+    engine: str
+    kind: Kind
+    environment: str
+    group: int
+    at_once: int
+    ahead: int
+    seed: int
+    diary: Path
+
+
+class GameWorker:
+    """See :class:`trl.experimental.async_grpo.RolloutWorkerProtocol`; a thread of this process.
+
+    Args:
+        table: Where games are played.
+        tokenizer: Of the policy.
+        held: What version of the chain the last sync published.
+
+    Attributes:
+        rollout_buffer: Samples, which the trainer takes.
+        metrics_queue: Nothing is measured here that samples do not say.
+    """
+
+    def __init__(self, table: Table, tokenizer: Tokenizer, held: Callable[[], int]) -> None:
+        self.rollout_buffer: queue.Queue[Any] | MPQueue[Any] = queue.Queue()
+        self.metrics_queue: queue.Queue[Any] | MPQueue[Any] = queue.Queue()
+        self._table, self._tokenizer, self._held = table, tokenizer, held
+        self._syncs: dict[int, int] = {}
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._failure: Exception | None = None
+        self._prompts: dict[str, list[int]] = {}
+        (self._stop_token,) = tokenizer.encode(" =", add_special_tokens=False)
+
+    def start(self) -> None:
+        """Play until ``stop``."""
+        self._thread = threading.Thread(target=self._run, name="games", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Play no more."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def update_model_version(self, model_version: int) -> None:
+        """The trainer counts its syncs; the engine labels tokens with versions of the chain."""
+        self._syncs[self._held()] = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise what ended the games."""
+        del stale_after_s  # a server that is away for too long ends them by itself
+        if self._failure is not None:
+            raise self._failure
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._play_all())
+        except (httpx.HTTPError, UnlabelledError, TimeoutError) as exc:
+            self._failure = exc
+
+    async def _play_all(self) -> None:
+        table = self._table
+        timeout = httpx.Timeout(60.0, connect=5.0)
+        limits = httpx.Limits(max_connections=2 * table.at_once)
+        numbers = itertools.count()
+        async with (
+            httpx.AsyncClient(
+                base_url=table.engine, timeout=timeout, limits=limits, trust_env=False
+            ) as engine,
+            httpx.AsyncClient(
+                base_url=table.environment, timeout=timeout, limits=limits, trust_env=False
+            ) as environment,
+        ):
+            playing: set[asyncio.Task[None]] = set()
+            while not self._stop.is_set():
+                full = self.rollout_buffer.qsize() >= table.ahead
+                if not full and len(playing) * table.group < table.at_once:
+                    group = self._play_group(engine, environment, next(numbers))
+                    playing.add(asyncio.create_task(group))
+                    continue
+                if not playing:
+                    await asyncio.sleep(0.02)
+                    continue
+                done, playing = await asyncio.wait(
+                    playing, timeout=0.2, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+
+    async def _play_group(
+        self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, number: int
+    ) -> None:
+        """Play for one hidden word, and hand the samples over."""
+        table = self._table
+        seed = table.seed * 1_000_003 + number
+        games = [self._until_done(engine, environment, seed, n) for n in range(table.group)]
+        played = await asyncio.gather(*games)
+        rewards = np.array([game.reward for game in played])
+        spread = float(rewards.std())
+        for game, advantage in zip(
+            played, (rewards - rewards.mean()) / (spread + 1e-4), strict=True
+        ):
+            self._hand_over(game, float(advantage), spread, number)
+
+    def _hand_over(self, game: Played, advantage: float, spread: float, group: int) -> None:
+        sync = max((s for v, s in self._syncs.items() if v <= game.oldest), default=0)
+        line = {
+            "group": group,
+            "reward": game.reward,
+            "versions": _runs(game.versions),
+            "held": self._held(),
+            "text": self._tokenizer.decode(game.tokens),
+        }
+        with self._table.diary.open("a", encoding="utf-8") as diary:
+            diary.write(json.dumps(line) + "\n")
+        self.rollout_buffer.put(
+            RolloutSample(
+                prompt=[],
+                completion=[],
+                input_ids=np.array(game.tokens, np.int64),
+                completion_mask=np.array(game.drawn, np.int64),
+                old_log_probs=np.array(game.logprobs, np.float32),
+                advantage=advantage,
+                model_version=sync,
+                group_id=group,
+                metrics={"reward": game.reward, "reward_std": spread},
+                enqueued_at=time.time(),
+            )
+        )
+
+    async def _until_done(
+        self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, number: int
+    ) -> Played:
+        """Play one game; again from its start where a server was away."""
+        end = time.monotonic() + PATIENCE_S
+        for attempt in itertools.count():
+            draw = hash((seed, number, attempt)) & 0x7FFFFFFF
+            try:
+                game = await self._play(engine, environment, seed, draw)
+            except httpx.HTTPError:
+                if time.monotonic() > end or self._stop.is_set():
+                    raise
+                await asyncio.sleep(AGAIN_S)
+                continue
+            if game is not None:
+                return game
+        raise AssertionError
+
+    async def _play(
+        self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, draw: int
+    ) -> Played | None:
+        """Play one game; ``None`` if the engine was cut short in it."""
+        opened = (await environment.post("/sessions", json={"seed": seed})).raise_for_status()
+        session = opened.json()["session"]
+        try:
+            game, seen = Played(), opened.json()
+            game.read(self._encode(seen["observation"]))
+            while not seen.get("done"):
+                sampled = await sample(
+                    engine,
+                    self._table.kind,
+                    game.tokens,
+                    length=GUESS_TOKENS,
+                    stop=[self._stop_token],
+                    seed=draw + len(game.tokens),
+                )
+                if not sampled.finished or not sampled.tokens:
+                    return None
+                game.say(sampled)
+                said = [token for token in sampled.tokens if token != self._stop_token]
+                word = {"word": self._tokenizer.decode(said)[:64]}
+                answer = await environment.post(f"/sessions/{session}/guess", json=word)
+                seen = answer.raise_for_status().json()
+                rest = seen["observation"]
+                if sampled.tokens[-1] == self._stop_token:
+                    rest = rest.removeprefix(" =")
+                game.read(self._encode(rest))
+            game.reward = float(seen["reward"])
+            return game
+        finally:
+            await environment.delete(f"/sessions/{session}")
+
+    def _encode(self, text: str) -> list[int]:
+        if text not in self._prompts:
+            self._prompts[text] = self._tokenizer.encode(text, add_special_tokens=False)
+        return self._prompts[text]
+
+
+def _runs(versions: list[int]) -> list[list[int]]:
+    """``[version, tokens]`` for every stretch of drawn tokens of one version."""
+    drawn = [version for version in versions if version >= 0]
+    return [[version, len(list(run))] for version, run in itertools.groupby(drawn)]
+
+
+def staleness_of(diary: Path) -> list[int]:
+    """Versions that every drawn token was behind the newest when its game ended."""
+    found: list[int] = []
+    for line in diary.read_text(encoding="utf-8").splitlines():
+        sample_of = json.loads(line)
+        for version, count in sample_of["versions"]:
+            found += [max(0, sample_of["held"] - version)] * count
+    return found
+
+
+def versions_of(diary: Path) -> dict[int, int]:
+    """Tokens drawn, by the version that drew them."""
+    found: dict[int, int] = {}
+    for line in diary.read_text(encoding="utf-8").splitlines():
+        for version, count in json.loads(line)["versions"]:
+            found[version] = found.get(version, 0) + count
+    return found
+
+
+def rewards_of(diary: Path, share: float = 0.2) -> tuple[float, float]:
+    """Mean reward of the first and of the last samples."""
+    lines = diary.read_text(encoding="utf-8").splitlines()
+    rewards: list[Any] = [json.loads(line)["reward"] for line in lines]
+    count = max(1, int(share * len(rewards)))
+    return statistics.mean(rewards[:count]), statistics.mean(rewards[-count:])

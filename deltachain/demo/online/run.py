@@ -1,0 +1,291 @@
+"""The asynchronous demo: who is started, in which order, and what is asked of them at the end."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any, Final
+
+import httpx
+
+from deltachain.chain import Chain
+from deltachain.checkpoint import Checkpoint
+from deltachain.control.client import ReplicaClient
+from deltachain.demo import oracle
+from deltachain.demo.display import Display
+from deltachain.demo.online.engine import HOST, Kind, command, variables
+from deltachain.demo.online.game import environment_folder, transcripts
+from deltachain.demo.online.processes import Service, free_port, until
+from deltachain.demo.online.report import OnlineReport
+from deltachain.demo.online.rollouts import rewards_of, staleness_of, versions_of
+from deltachain.demo.online.trainer import Orders, bits_of, diary_of
+from deltachain.demo.pretrain import pretrain
+from deltachain.demo.replica import DemoError
+from deltachain.errors import ControlPlaneError
+from deltachain.manifest import Manifest
+from deltachain.store import open_store
+from deltachain.subscribe import Subscriber
+from deltachain.testing.seaweed import Seaweed
+from deltachain.window import edge_id
+
+STEPS: Final = 40
+PRETRAIN_STEPS: Final = 250
+START_S: Final = 240.0
+TRAIN_S: Final = 900.0
+LOOK_S: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        root: Everything that is made lies below it.
+        kind: The engine.
+        python: Of its environment.
+        steps: Optimizer steps.
+        seed: Decides the first policy and the games.
+        display: For people.
+        at_step: Told every step, with what runs: for those who want to see it survive something.
+    """
+
+    root: Path
+    kind: Kind
+    python: Path
+    steps: int
+    seed: int
+    display: Display
+    at_step: Callable[[int, Running], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """Everything that runs: in earnest, each would be somewhere else."""
+
+    store: Seaweed
+    environment: Service
+    replica: Service
+    trainer: Service
+
+
+def run_online(plan: Plan) -> OnlineReport:
+    """Pretrain, train, and judge.
+
+    Raises:
+        DemoError: A part of it did not run.
+    """
+    start = time.monotonic()
+    base = plan.root / "base"
+    with plan.display.phase("pretrain", PRETRAIN_STEPS) as bar:
+        pretrain(
+            base,
+            seed=plan.seed,
+            steps=PRETRAIN_STEPS,
+            progress=lambda step, _, loss: bar.at(step, f"loss {loss:.2f}"),
+            text=transcripts,
+        )
+        bar.at(PRETRAIN_STEPS)
+    with Seaweed(plan.root / "store") as store, ExitStack() as stack:
+        trainer = _Trainer(plan, store)
+        running = trainer.start(stack)
+        running.trainer.wait(TRAIN_S)
+        return _judge(plan, running, trainer, start)
+
+
+class _Trainer:
+    """The four parties of one run, and what was heard of them."""
+
+    def __init__(self, plan: Plan, store: Seaweed) -> None:
+        self.plan, self.store = plan, store
+        self.url, self.token = store.url("policy"), secrets.token_urlsafe(16)
+        self.base, self.folder = plan.root / "base", plan.root / "trainer"
+        self.engine, self.environment = (f"http://{HOST}:{free_port()}" for _ in range(2))
+        self.steps: list[dict[str, Any]] = []
+        self.pauses: dict[int, float] = {}
+        self._running: Running | None = None
+        self._bar = plan.display
+
+    def start(self, stack: ExitStack) -> Running:
+        """Start all of them, the trainer last."""
+        plan, say = self.plan, self.plan.display.say
+        self.folder.mkdir(parents=True)
+        environment = stack.enter_context(self._environment())
+        replica = stack.enter_context(self._replica())
+        up = until(lambda: _answers(f"{self.environment}/healthz"), environment, START_S)
+        say(f"  [cyan]environment[/] plays at {self.environment} ({up:.0f} s)")
+        up = until(lambda: _answers(f"{self.engine}/health"), replica, START_S)
+        say(f"  [cyan]replica[/] a stock {plan.kind} serves at {self.engine} ({up:.0f} s)")
+        stack.enter_context(self._watching())
+        trainer = self._service()
+        self._running = Running(
+            store=self.store, environment=environment, replica=replica, trainer=trainer
+        )
+        stack.enter_context(trainer)
+        return self._running
+
+    def _environment(self) -> Service:
+        folder, port = environment_folder(), self.environment.rpartition(":")[2]
+        server = [sys.executable, str(folder / "server.py"), "--host", HOST, "--port", port]
+        return Service("environment", server, self.plan.root / "logs", {})
+
+    def _replica(self) -> Service:
+        plan, port = self.plan, int(self.engine.rpartition(":")[2])
+        given = {
+            "DELTACHAIN_URL": self.url,
+            "DELTACHAIN_TOKEN": self.token,
+            "DELTACHAIN_SPOOL": str(plan.root / "spool"),
+        }
+        started = command(plan.kind, plan.python, self.base, port)
+        environment = variables(plan.kind) | self.store.env() | given
+        return Service("replica", started, plan.root / "logs", environment)
+
+    def _service(self) -> Service:
+        file = self.folder / "orders.json"
+        Orders(
+            checkpoint=str(self.base),
+            url=self.url,
+            engine=self.engine,
+            kind=self.plan.kind,
+            environment=self.environment,
+            folder=str(self.folder),
+            steps=self.plan.steps,
+            seed=self.plan.seed,
+            token=self.token,
+        ).write(file)
+        module = [sys.executable, "-m", "deltachain.demo.online.trainer", str(file)]
+        return Service(
+            "trainer",
+            module,
+            self.plan.root / "logs",
+            self.store.env(),
+            forever=False,
+            heard=self._heard,
+        )
+
+    def _heard(self, line: str) -> None:
+        with suppress(ValueError):  # whatever else a library prints
+            event = json.loads(line)
+            if event["event"] == "step":
+                self.steps.append(event)
+                self._show(event)
+                if self._running is not None:
+                    self.plan.at_step(event["step"], self._running)
+
+    def _show(self, event: dict[str, Any]) -> None:
+        late = f"  [yellow]behind: {', '.join(event['late'])}[/]" if event["late"] else ""
+        self.plan.display.say(
+            f"  step {event['step']:>3} of {self.plan.steps}  reward {event['reward']:.3f}  "
+            f"[dim]version {event['version']}, sync {event['sync_s'] or 0:.2f} s[/]{late}"
+        )
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Note how long the replica pauses for each version."""
+        stop = Event()
+
+        def watch() -> None:
+            with ReplicaClient(self.engine, token=self.token, timeout_s=5) as client:
+                while not stop.wait(LOOK_S):
+                    with suppress(ControlPlaneError):
+                        last = client.status().last
+                        if last is not None and last["previous"] is not None:
+                            self.pauses[last["version"]] = last["pause_s"]
+
+        thread = Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+
+def _judge(plan: Plan, running: Running, run: _Trainer, start: float) -> OnlineReport:
+    manifests = _manifests(run)
+    head, diary = manifests[-1], diary_of(run.folder)
+    dense = sum(spec.nbytes for spec in Checkpoint(run.base).specs.values())
+    listed = [edge for m in manifests for edge in (*m.recent, m.summary())]
+    edges = {edge_id(edge): edge for edge in listed}.values()
+    drawn, staleness = versions_of(diary), staleness_of(diary)
+    pauses = [1e3 * seconds for seconds in run.pauses.values()] or [0.0]
+    syncs = [event["sync_s"] for event in run.steps if event["sync_s"]] or [0.0]
+    first, last = rewards_of(diary)
+    services = (running.environment, running.replica, running.trainer)
+    return OnlineReport(
+        engine=plan.kind,
+        versions=head.version + 1,
+        mismatching_bits=_mismatching_bits(run),
+        replica_agrees=_agrees(run, head),
+        bytes_sent=sum(edge.nbytes for edge in edges if edge.kind == "delta"),
+        anchor_bytes=sum(edge.nbytes for edge in edges if edge.kind == "anchor"),
+        bytes_dense=dense * (head.version + 1),
+        verified=_verify(run),
+        seconds=time.monotonic() - start,
+        parameters=head.numel,
+        samples=len(diary.read_text(encoding="utf-8").splitlines()),
+        tokens=len(staleness),
+        unknown_versions=sum(count for version, count in drawn.items() if version > head.version),
+        reward_first=first,
+        reward_last=last,
+        staleness_p50=statistics.median(staleness),
+        staleness_max=max(staleness),
+        pause_ms_p50=statistics.median(pauses),
+        pause_ms_max=max(pauses),
+        sync_s_p50=statistics.median(syncs),
+        deaths={service.name: service.deaths for service in services},
+    )
+
+
+def _agrees(run: _Trainer, head: Manifest) -> bool:
+    """Whether the replica, which reads its live weights anew, holds the trainer's last state."""
+    with ReplicaClient(run.engine, token=run.token) as client:
+        client.update(head.version)
+        status = client.scrub()
+    return (status.version, status.state) == (head.version, head.state) and not status.poisoned
+
+
+def _mismatching_bits(run: _Trainer) -> int:
+    """Have the oracle compare a newcomer's copy, in a process that does not know deltachain."""
+    pulled = run.plan.root / "newcomer"
+    with Subscriber(run.url, pulled, store=open_store(run.url, run.store.options)) as newcomer:
+        newcomer.update()
+    dump = bits_of(run.folder)
+    asked = [sys.executable, oracle.__file__, "compare", str(dump), str(pulled)]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
+    if not done.stdout:
+        raise DemoError("the oracle could not compare", hint=done.stderr.strip())
+    return int(json.loads(done.stdout)["mismatching_bits"])
+
+
+def _verify(run: _Trainer) -> bool:
+    """``deltachain verify``, as anybody would run it."""
+    program = "from deltachain.cli import main; main()"
+    asked = [sys.executable, "-c", program, "verify", run.url, "--json"]
+    service = Service("verify", asked, run.plan.root / "logs", run.store.env(), forever=False)
+    with service:
+        service.wait(START_S)
+    return True
+
+
+def _manifests(run: _Trainer) -> list[Manifest]:
+    """Every manifest of the chain, oldest first."""
+    chain = Chain.open(open_store(run.url, run.store.options))
+    head = chain.head()
+    if head is None:
+        raise DemoError("the chain is empty")
+    return [committed.manifest for committed in chain.history(0, head.version)]
+
+
+def _answers(url: str) -> bool:
+    with suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
+    return False

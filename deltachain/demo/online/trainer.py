@@ -1,0 +1,200 @@
+"""The trainer's process: TRL's asynchronous GRPO, with the chain as its weight transfer.
+
+It is told what to do by a JSON file, prints one JSON object a line, and goes on from its last
+checkpoint when it is started again.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from datasets import Dataset
+from transformers import (
+    AutoTokenizer,
+    PrinterCallback,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
+from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+
+from deltachain.control.transfer import DeltaChainWeightTransfer
+from deltachain.demo.online.cpu import run_on_cpu
+from deltachain.demo.online.engine import Kind
+from deltachain.demo.online.rollouts import GameWorker, Table
+from deltachain.demo.oracle import dump_bits
+from deltachain.demo.quiet import quiet_libraries, spare_one_core
+
+LEARNING_RATE: Final = 3e-5
+GROUP: Final = 8
+SAMPLES: Final = 64
+"""Games of one optimizer step, about: as many as fit into the token budget."""
+
+TOKENS: Final = 2048
+SAVE_STEPS: Final = 5
+MAX_STALENESS: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Orders:
+    """What a trainer is told.
+
+    Attributes:
+        checkpoint: Where the policy begins.
+        url: Of the chain.
+        engine: Address of the replica.
+        kind: Which engine that is.
+        environment: Address of the game.
+        folder: Gets its checkpoints, its diary and its last bits.
+        steps: Optimizer steps in all.
+        seed: Decides games.
+        token: Of the replica.
+    """
+
+    checkpoint: str
+    url: str
+    engine: str
+    kind: Kind
+    environment: str
+    folder: str
+    steps: int
+    seed: int
+    token: str
+
+    def write(self, file: Path) -> None:
+        """Leave them for the process."""
+        file.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    @classmethod
+    def read(cls, file: Path) -> Orders:
+        """Take them."""
+        return cls(**json.loads(file.read_text(encoding="utf-8")))
+
+
+def diary_of(folder: Path) -> Path:
+    """The file with a line a sample."""
+    return folder / "samples.jsonl"
+
+
+def bits_of(folder: Path) -> Path:
+    """The file with the trainer's last bits, for the oracle."""
+    return folder / "last.npz"
+
+
+def train(orders: Orders) -> None:
+    """Train to the end, from the last checkpoint if there is one."""
+    run_on_cpu()
+    folder = Path(orders.folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(orders.checkpoint, local_files_only=True)
+    transfer = DeltaChainWeightTransfer(
+        orders.url,
+        engines=[orders.engine],
+        token=orders.token,
+        deadline=30.0,
+        on_error="warn",
+    )
+    table = Table(
+        engine=orders.engine,
+        kind=orders.kind,
+        environment=orders.environment,
+        group=GROUP,
+        at_once=SAMPLES,
+        ahead=SAMPLES,
+        seed=orders.seed,
+        diary=diary_of(folder),
+    )
+    worker = GameWorker(table, tokenizer, lambda: transfer.version)
+    with quiet_libraries(), spare_one_core():
+        trainer: Any = AsyncGRPOTrainer(
+            model=orders.checkpoint,
+            args=_arguments(orders),
+            train_dataset=Dataset.from_dict({"prompt": [""]}),
+            reward_funcs=_unused,
+            processing_class=tokenizer,
+            rollout_worker=worker,
+            weight_transfer=transfer,
+            callbacks=[_Diary(transfer)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        transfer.attach(trainer)
+        resumed = get_last_checkpoint(orders.folder)
+        trainer.train(resume_from_checkpoint=resumed)
+        dump_bits(trainer.model, bits_of(folder))
+    say(event="done", version=transfer.version)
+
+
+def say(**facts: object) -> None:
+    """Print one line of JSON."""
+    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.flush()
+
+
+def _unused(completions: list[str], **_: object) -> list[float]:
+    """The game's server gives the rewards."""
+    return [0.0] * len(completions)
+
+
+def _arguments(orders: Orders) -> AsyncGRPOConfig:
+    return AsyncGRPOConfig(
+        output_dir=orders.folder,
+        max_steps=orders.steps,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=1,
+        token_budget=TOKENS,
+        max_staleness=MAX_STALENESS,
+        num_generations=GROUP,
+        gradient_checkpointing=False,
+        dtype="float32",
+        seed=orders.seed,
+        use_cpu=True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="steps",
+        save_steps=SAVE_STEPS,
+        save_total_limit=1,
+        report_to="none",
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+
+
+class _Diary(TrainerCallback):
+    """Says what every step brought."""
+
+    def __init__(self, transfer: DeltaChainWeightTransfer) -> None:
+        self._transfer = transfer
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: object,
+    ) -> None:
+        """A line a step."""
+        del args, control
+        if logs is None or "reward" not in logs:
+            return
+        announced = self._transfer.announced
+        say(
+            event="step",
+            step=state.global_step,
+            reward=logs["reward"],
+            version=self._transfer.version,
+            sync_s=logs.get("perf/weight_sync_s"),
+            late=list(announced.stragglers) if announced else [],
+        )
+
+
+if __name__ == "__main__":
+    train(Orders.read(Path(sys.argv[1])))

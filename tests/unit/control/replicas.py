@@ -1,0 +1,67 @@
+"""Replicas behind real HTTP servers, for whoever asks them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from unittest import mock
+
+import uvicorn
+from fastapi import FastAPI
+
+from deltachain.control.gate import Control
+from deltachain.control.routes import router
+from deltachain.subscribe import SubscribeConfig
+from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.testing.sharding import Shape
+from tests.unit.subscribe.replicas import Followed
+
+
+def app_of(
+    leader: Leader | None, *, token: str = "", is_open: bool = False, prefix: str = "/v1/deltachain"
+) -> FastAPI:
+    """A server with our routes."""
+    app = FastAPI()
+    app.include_router(router, prefix=prefix)
+    app.state.deltachain = Control(leader, "follows nothing", token=token, is_open=is_open)
+    return app
+
+
+def followed(folder: Path) -> Iterator[Followed]:
+    """An engine of two ranks that holds version 0 of 2."""
+    made = Followed(Shape(tp=2), folder)
+    made.publish(1, 2)
+    yield made
+    made.close()
+
+
+def leader_of(here: Followed) -> Iterator[Leader]:
+    """Its leader, which has not caught up yet."""
+    subscribe = SubscribeConfig(url=here.store.url)
+    spool = {"DELTACHAIN_SPOOL": str(here.folder / "spool")}
+    with mock.patch.dict(os.environ, spool):
+        made = Leader(ReplicaSettings(subscribe=subscribe), here.engine, store=here.faulty)
+    yield made
+    made.stop()
+
+
+@contextmanager
+def served(app: Any, port: int = 0) -> Iterator[str]:
+    """The address of an app that really listens."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", ws="none")
+    server = uvicorn.Server(config)
+    thread = Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+    try:
+        bound = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{bound}"
+    finally:
+        server.should_exit = True
+        thread.join(20)

@@ -1,0 +1,113 @@
+"""A client of a replica, over real HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI, Response
+
+from deltachain.control.client import ReplicaClient
+from deltachain.control.schemas import PREFIXES
+from deltachain.errors import ControlPlaneError
+from deltachain.subscribe.leader import Leader
+from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.subscribe.replicas import Followed
+
+TOKEN = "one that nobody guesses"  # noqa: S105
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Followed]:
+    yield from followed(tmp_path)
+
+
+@pytest.fixture
+def leader(here: Followed) -> Iterator[Leader]:
+    yield from leader_of(here)
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_every_verb(here: Followed, leader: Leader, prefix: str) -> None:
+    app = app_of(leader, token=TOKEN, prefix=prefix)
+    with served(app) as url, ReplicaClient(url, token=TOKEN) as replica:
+        assert not replica.ready().ready
+        assert replica.update(1).version == 1
+        assert replica.stage(2).staged == 2
+        assert replica.status().version == 1
+        assert replica.update(2).version == 2
+        assert here.holds(2)
+        assert replica.ready().ready
+        assert replica.rollback().version == 1
+        assert replica.release().pinned is False
+        assert replica.update().version == 2
+        assert replica.pause().paused
+        assert not replica.ready().ready
+        assert replica.resume().ready
+        assert replica.scrub().ready
+        assert "deltachain_version 2.0" in replica.metrics()
+
+
+def test_what_was_staged_is_swapped_without_the_store(here: Followed, leader: Leader) -> None:
+    leader.update(1)
+    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as replica:
+        replica.stage(2)
+        here.faulty.down = True
+        assert replica.update(2).version == 2
+    assert here.holds(2)
+
+
+def test_what_was_staged_before_a_rollback_is_not_swapped(here: Followed, leader: Leader) -> None:
+    leader.update(0)
+    leader.update(1)
+    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as replica:
+        replica.stage(2)
+        replica.rollback(0)
+        with pytest.raises(ControlPlaneError, match="a rollback keeps"):
+            replica.update(2)
+        assert here.holds(0)
+        replica.release()
+        assert replica.update(2).version == 2
+    assert here.holds(2)
+
+
+def test_refusals_say_why_and_what_to_do(leader: Leader) -> None:
+    with served(app_of(leader, token=TOKEN)) as url:
+        with ReplicaClient(url, token="wrong") as stranger:  # noqa: S106
+            with pytest.raises(ControlPlaneError, match="401") as caught:
+                stranger.update(1)
+            assert "DELTACHAIN_TOKEN" in caught.value.hint
+        with ReplicaClient(url, token=TOKEN) as replica:
+            with pytest.raises(ControlPlaneError, match="ChainError") as caught:
+                replica.update(99)
+            assert TOKEN not in str(caught.value)
+
+
+def test_a_server_without_our_routes_is_named() -> None:
+    with (
+        served(FastAPI()) as url,
+        ReplicaClient(url) as replica,
+        pytest.raises(ControlPlaneError, match="no routes of deltachain"),
+    ):
+        replica.status()
+
+
+def test_nobody_there() -> None:
+    with (
+        ReplicaClient("http://127.0.0.1:9") as replica,
+        pytest.raises(ControlPlaneError, match="did not answer"),
+    ):
+        replica.status()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"version": "7"}', b"x" * (5 << 20)])
+def test_an_answer_of_something_else_is_not_believed(content: bytes) -> None:
+    app = FastAPI()
+    app.add_api_route("/v1/deltachain/status", lambda: Response(content))
+    with (
+        served(app) as url,
+        ReplicaClient(url) as replica,
+        pytest.raises(ControlPlaneError, match=r"something else|more than"),
+    ):
+        replica.status()
