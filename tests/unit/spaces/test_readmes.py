@@ -33,11 +33,7 @@ def commands(readme: Path) -> Iterator[list[str]]:
                     yield shlex.split(part, comments=True)
 
 
-FOUND: Final = [
-    pytest.param(words, id=f"{readme.parent.name}: {' '.join(words)[:60]}")
-    for readme in READMES
-    for words in commands(readme)
-]
+FOUND: Final = [(readme, words) for readme in READMES for words in commands(readme)]
 
 
 @functools.cache
@@ -64,7 +60,8 @@ def subcommands(path: tuple[str, ...]) -> set[str]:
 
 def fault(words: list[str]) -> str:
     """What the client would not understand of a command; nothing if it would."""
-    path, rest = (), words[1:]
+    path: tuple[str, ...] = ()
+    rest = words[1:]
     while known := subcommands(path):
         if not rest or rest[0] not in known:
             return f"hf {' '.join(path)} has no {rest[:1]}"
@@ -74,14 +71,18 @@ def fault(words: list[str]) -> str:
     return f"hf {' '.join(path)} has no {used - options}" if used - options else ""
 
 
-@pytest.mark.parametrize("words", FOUND)
+@pytest.mark.parametrize(
+    "words",
+    [words for _, words in FOUND],
+    ids=[f"{readme.parent.name}: {' '.join(words)[:60]}" for readme, words in FOUND],
+)
 def test_the_client_knows_each_command(words: list[str]) -> None:
     assert fault(words) == ""
 
 
 def test_commands_are_found_where_they_are() -> None:
     assert len(FOUND) > 10
-    assert {words.values[0][1] for words in FOUND} >= {"auth", "buckets", "repos", "upload"}
+    assert {words[1] for _, words in FOUND} >= {"auth", "buckets", "repos", "upload"}
 
 
 @pytest.mark.parametrize(
