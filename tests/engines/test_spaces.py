@@ -117,7 +117,8 @@ class Space:
         assert self._process is not None
         folder = Path("/proc") / str(self._process.pid)
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        return folder.stat().st_uid, command
+        status = (folder / "status").read_text()
+        return int(status.partition("\nUid:")[2].split()[0]), command.lower()
 
     def log(self) -> str:
         """Everything that it printed so far, in all of its lives."""
