@@ -65,13 +65,15 @@ if [[ ${MODEL:-} ]]; then
 fi
 
 # What is not there yet is waited for. A folder that holds another chain, or what nobody can use, is
-# filled anew: it is a copy. One that deltachain has not filled is left alone.
+# filled anew once: it is a copy. One that deltachain has not filled is left alone.
+refilled=
 until
   code=0
   run deltachain pull "$DELTACHAIN_URL" --out "$policy" "${base[@]}" || code=$?
   ((code == 0))
 do
-  if ((code >= 4 && code <= 6)) && [[ -e $policy/deltachain.json ]]; then
+  if ((code >= 4 && code <= 6)) && [[ -e $policy/deltachain.json && ! $refilled ]]; then
+    refilled=1
     say "filling $policy anew"
     find "$policy" -mindepth 1 -delete
   elif ((code != 3 && code != 4)); then

@@ -1,0 +1,230 @@
+"""The entrypoint of a Space with a real engine, an ordinary user, and a token that may only read.
+
+It has the images' own command line but for what the engine needs on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Self
+
+import httpx
+import pytest
+
+from deltachain.testing.hub.server import HubServer
+from tests.engines.serving import ENGINE, HOST, ROOT, START_S, free_port
+from tests.engines.trainer import Trainer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+USER: Final = 1000
+TOKEN: Final = "only-for-this-test"  # noqa: S105
+STOP_S: Final = 60.0
+PATIENCE_S: Final = 120.0
+
+ARGUMENTS: Final = {
+    "vllm": "--enforce-eager --dtype bfloat16 --max-model-len 512 --max-num-seqs 8",
+    "sglang": "--device cpu --attention-backend torch_native --dtype bfloat16 --context-length 512 "
+    "--max-total-tokens 8192 --mem-fraction-static 0.6 --max-running-requests 8 "
+    "--disable-cuda-graph --skip-server-warmup --sleep-on-idle",
+}
+VARIABLES: Final[Mapping[str, Mapping[str, str]]] = {
+    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
+    "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},
+}
+PREFIX: Final = {"vllm": "/v1/deltachain", "sglang": "/deltachain"}
+
+
+class Space:
+    """A container's worth of processes, all gone after leaving it.
+
+    Args:
+        home: The folder that the user may write to.
+        log: Gets what is printed.
+        environment: What the settings of the Space say.
+    """
+
+    def __init__(self, home: Path, log: Path, environment: Mapping[str, str]) -> None:
+        self._log = log
+        self.home = home
+        port = free_port()
+        # As in a new container: nothing of whoever runs the tests but the way to the engine.
+        self._environment = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            # The plugins of this tree too: those that are installed may be of another one.
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"))),
+            "HOME": str(home),
+            "HOST": HOST,
+            "PORT": str(port),
+            "ENGINE_ARGS": ARGUMENTS[ENGINE],
+            "DELTACHAIN_TOKEN": TOKEN,
+            **VARIABLES[ENGINE],
+            **environment,
+        }
+        self.client = httpx.Client(
+            base_url=f"http://{HOST}:{port}",
+            headers={"x-deltachain-token": TOKEN},
+            timeout=120,
+            trust_env=False,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.client.close()
+
+    def start(self) -> None:
+        """Start it as user 1000, or as whoever runs the tests."""
+        entrypoint = ROOT / "spaces" / f"{ENGINE}-rollout" / "entrypoint.sh"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*_as_user(), "bash", str(entrypoint)],
+                cwd=self.home,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+            )
+
+    def kill(self) -> None:
+        """End all of it at once."""
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """Tell the first process to end, as Spaces do, and wait until it has."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(STOP_S)
+
+    def first_process(self) -> tuple[int, str]:
+        """Who runs it, and its command line."""
+        assert self._process is not None
+        folder = Path("/proc") / str(self._process.pid)
+        command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        status = (folder / "status").read_text()
+        return int(status.partition("\nUid:")[2].split()[0]), command.lower()
+
+    def log(self) -> str:
+        """Everything that it printed so far, in all of its lives."""
+        return self._log.read_text(errors="replace")
+
+    def wait_for_log(self, words: str) -> None:
+        """Wait until it has printed this."""
+        deadline = time.monotonic() + PATIENCE_S
+        while words not in self.log():
+            self._check(deadline)
+
+    def wait_for(self, version: int) -> None:
+        """Wait until it is ready and holds this version."""
+        deadline = time.monotonic() + START_S
+        while True:
+            with suppress(httpx.TransportError):
+                answer = self.client.get(f"{PREFIX[ENGINE]}/ready")
+                assert answer.status_code in (200, 503), f"{answer.text}\n{self.log()}"
+                if answer.status_code == 200 and answer.json()["version"] == version:
+                    return
+            self._check(deadline)
+
+    def prove(self) -> dict[str, Any]:
+        """Let it recompute the state of its live weights; the status afterwards."""
+        answer = self.client.post(f"{PREFIX[ENGINE]}/scrub")
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def generate(self) -> str:
+        """A few greedy tokens, by the name that the policy is served under."""
+        body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 16, "temperature": 0}
+        answer = self.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    def _check(self, deadline: float) -> None:
+        tail = "\n".join(self.log().splitlines()[-60:])
+        assert self._process is not None
+        assert self._process.poll() is None, f"it ended:\n{tail}"
+        assert time.monotonic() < deadline, tail
+        time.sleep(0.2)
+
+
+def _as_user() -> list[str]:
+    """Drops everything but reading: an interpreter may lie where only its owner looks."""
+    if os.geteuid() != 0:
+        return []
+    drop = f"setpriv --reuid {USER} --regid {USER} --clear-groups"
+    return shlex.split(f"{drop} --inh-caps=+dac_read_search --ambient-caps=+dac_read_search")
+
+
+@pytest.fixture
+def url(hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A chain in a bucket; the trainer's token may write there."""
+    hub.configure(calls=1_000_000)
+    for name, value in hub.env().items():
+        monkeypatch.setenv(name, value)
+    return f"hf://buckets/{bucket}/run-1"
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    """Where the user may write. Not below pytest's folders: they are shut to others."""
+    with tempfile.TemporaryDirectory(prefix="deltachain-space-") as folder:
+        if os.geteuid() == 0:
+            os.chown(folder, USER, USER)
+        yield Path(folder)
+
+
+@pytest.fixture
+def space(hub: HubServer, url: str, home: Path, tmp_path: Path) -> Iterator[Space]:
+    """One whose token may only read."""
+    settings = {
+        **hub.env(),
+        "HF_TOKEN": hub.read_token,
+        "DELTACHAIN_URL": url,
+        "DELTACHAIN_POLL_S": "0.5",
+        "DELTACHAIN_HF_CALLS": "1000000",
+        "RETRY_S": "1",
+    }
+    with Space(home, tmp_path / "log", settings) as space:
+        yield space
+
+
+def test_a_space_that_is_killed_is_back_at_the_head(space: Space, url: str, tmp_path: Path) -> None:
+    space.start()
+    space.wait_for_log("no publisher has made a chain here yet")
+    with Trainer(tmp_path, url) as trainer:
+        trainer.step()
+        space.wait_for(trainer.head)
+        user, command = space.first_process()
+        assert user == (USER if os.geteuid() == 0 else os.geteuid())
+        assert ENGINE in command
+        assert "entrypoint" not in command
+        assert TOKEN not in command
+        space.wait_for(trainer.step())
+        assert space.prove()["version"] == trainer.head
+        before = space.generate()
+
+        space.kill()
+        for _ in range(3):
+            trainer.step()
+        space.start()
+        space.wait_for_log(f"version {trainer.head} in {space.home / 'policy'}")
+        space.wait_for(trainer.head)
+        assert space.prove()["version"] == trainer.head
+        assert space.generate() != before
+        space.wait_for(trainer.step())
+    space.stop()

@@ -1,0 +1,346 @@
+"""The entrypoints with an engine and a ``deltachain`` that only write down how they were called."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+SPACES: Final = Path(__file__).resolve().parents[3] / "spaces"
+URL: Final = "hf://buckets/me/policy/run-1"
+TOKEN: Final = "only-for-this-test"  # noqa: S105
+PATIENCE_S: Final = 20.0
+BASH: Final = "/usr/bin/bash"
+
+RECORD: Final = """\
+import json, os, signal, sys, time
+name = os.path.basename(sys.argv[0])
+def write(file, document):
+    with open(os.path.join(os.environ["STUBS"], file), "a") as out:
+        out.write(json.dumps(document) + "\\n")
+write(name, {"argv": sys.argv[1:], "env": dict(os.environ), "stdin": sys.stdin.read(),
+             "pid": os.getpid()})
+"""
+
+ENGINE_STUB: Final = """
+def end(*_):
+    write("ended", name)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+if os.environ.get("STUB_STAYS"):
+    while True:
+        time.sleep(0.05)
+"""
+
+PULL_STUB: Final = """
+codes = os.path.join(os.environ["STUBS"], "codes")
+left = open(codes).read().split()
+open(codes, "w").write(" ".join(left[1:]))
+code = left[0] if left else "0"
+if code == "stay":
+    time.sleep(60)
+sys.exit(int(code))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """An entrypoint, and what stands in for everything that it calls."""
+
+    name: str
+    root: Path
+
+    @property
+    def script(self) -> Path:
+        return SPACES / f"{self.name}-rollout" / "entrypoint.sh"
+
+    @property
+    def policy(self) -> Path:
+        return self.root / "home" / "policy"
+
+    @property
+    def engine(self) -> str:
+        return "vllm" if self.name == "vllm" else "python3"
+
+    def environment(self, given: Mapping[str, str | None]) -> dict[str, str]:
+        """That of a container, and ``given``; ``None`` takes a variable away."""
+        settings: dict[str, str | None] = {
+            "PATH": f"{self.root / 'bin'}:/usr/bin:/bin",
+            "HOME": str(self.root / "home"),
+            "STUBS": str(self.root / "calls"),
+            "DELTACHAIN_URL": URL,
+            "DELTACHAIN_TOKEN": TOKEN,
+            "HF_TOKEN": "hf_test",
+            "RETRY_S": "0",
+            **given,
+        }
+        return {name: value for name, value in settings.items() if value is not None}
+
+    def run(
+        self, codes: Sequence[int] = (), /, **given: str | None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run it to its end; ``codes`` are what ``deltachain pull`` returns, then 0."""
+        self.plan(*codes)
+        return subprocess.run(
+            [BASH, str(self.script)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            env=self.environment(given),
+            input="somebody types\n",
+        )
+
+    def start(self, *codes: int | str, **given: str | None) -> subprocess.Popen[bytes]:
+        """Start it."""
+        self.plan(*codes)
+        environment = self.environment(given)
+        return subprocess.Popen(
+            [BASH, str(self.script)], stderr=subprocess.DEVNULL, env=environment
+        )
+
+    def plan(self, *codes: int | str) -> None:
+        """Say what the next calls of ``deltachain`` return."""
+        (self.root / "calls" / "codes").write_text(" ".join(map(str, codes)), encoding="utf-8")
+
+    def calls(self, name: str) -> list[dict[str, Any]]:
+        """How something was called, each time."""
+        file = self.root / "calls" / name
+        if not file.exists():
+            return []
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def served(self) -> dict[str, Any]:
+        """How the engine was started, which must have been once."""
+        (call,) = self.calls(self.engine)
+        return call
+
+    def wait_for(self, name: str) -> dict[str, Any]:
+        """Wait until something is called; how."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := self.calls(name)):
+            assert time.monotonic() < deadline, f"{name} was not called"
+            time.sleep(0.05)
+        return found[0]
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+def space(request: pytest.FixtureRequest, tmp_path: Path) -> Space:
+    for folder in ("bin", "home", "calls"):
+        (tmp_path / folder).mkdir()
+    found = Space(request.param, tmp_path)
+    for name, rest in ((found.engine, ENGINE_STUB), ("deltachain", PULL_STUB), ("hf", "")):
+        program = tmp_path / "bin" / name
+        program.write_text(f"#!{sys.executable} -IS\n{RECORD}{rest}", encoding="utf-8")
+        program.chmod(0o755)
+    return found
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_bash_can_read_it(name: str) -> None:
+    subprocess.run([BASH, "-n", str(SPACES / f"{name}-rollout" / "entrypoint.sh")], check=True)
+
+
+def test_both_do_the_same_until_the_engine() -> None:
+    texts = [
+        (SPACES / f"{name}-rollout" / "entrypoint.sh").read_text(encoding="utf-8")
+        for name in ("vllm", "sglang")
+    ]
+    common = [
+        text[text.index("set -euo") : text.index("export DELTACHAIN_FOLLOW")] for text in texts
+    ]
+    assert common[0] == common[1]
+
+
+def test_the_engine_is_started_with_the_flags_of_a_follower(space: Space) -> None:
+    done = space.run(ENGINE_ARGS="--max-model-len 4096", API_KEY="sk-1")
+    assert done.returncode == 0, done.stderr
+    served = space.served()
+    host = ["--host", "0.0.0.0", "--port", "7860", "--served-model-name", "policy"]  # noqa: S104
+    expected = {
+        "vllm": [
+            *("serve", str(space.policy), *host),
+            *("--worker-extension-cls", "deltachain_vllm.WorkerExtension"),
+            *("--weight-transfer-config", '{"backend": "deltachain"}'),
+        ],
+        "sglang": [
+            *("-m", "sglang.launch_server", "--model-path", str(space.policy), *host),
+            *("--api-key", "sk-1"),
+        ],
+    }
+    assert served["argv"] == [*expected[space.name], "--max-model-len", "4096"]
+    assert served["env"]["DELTACHAIN_FOLLOW"] == "1"
+    assert served["env"]["DELTACHAIN_URL"] == URL
+    assert "DELTACHAIN_BASE" not in served["env"]
+    if space.name == "vllm":
+        assert served["env"]["VLLM_PLUGINS"] == "deltachain,deltachain_http"
+        assert served["env"]["VLLM_API_KEY"] == "sk-1"
+    assert space.calls("deltachain")[0]["argv"] == ["pull", URL, "--out", str(space.policy)]
+
+
+def test_secrets_of_ours_are_in_no_argument(space: Space) -> None:
+    space.run()
+    calls = [*space.calls("deltachain"), space.served()]
+    assert not any(TOKEN in word or "hf_test" in word for call in calls for word in call["argv"])
+
+
+def test_plugins_that_are_named_already_stay(space: Space) -> None:
+    space.run(VLLM_PLUGINS="mine", SGLANG_PLUGINS="mine")
+    env = space.served()["env"]
+    if space.name == "vllm":
+        assert env["VLLM_PLUGINS"] == "mine,deltachain,deltachain_http"
+    else:
+        assert env["SGLANG_PLUGINS"] == "mine,deltachain"
+
+
+def test_nobody_is_asked_anything(space: Space) -> None:
+    space.run()
+    assert [call["stdin"] for call in (*space.calls("deltachain"), space.served())] == ["", ""]
+
+
+def test_engine_arguments_are_words_and_never_code(space: Space) -> None:
+    given = """--a 'two words' --b '{"c": "d"}' "$(touch x)" `touch x` ; touch x\n--last"""
+    done = space.run(ENGINE_ARGS=given)
+    assert done.returncode == 0, done.stderr
+    argv = space.served()["argv"]
+    words = ["--a", "two words", "--b", '{"c": "d"}', "$(touch x)", "`touch", "x`", ";", "touch"]
+    assert argv[-11:] == [*words, "x", "--last"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"DELTACHAIN_URL": None}, "DELTACHAIN_URL is not set"),
+        ({"DELTACHAIN_URL": ""}, "DELTACHAIN_URL is not set"),
+        ({"DELTACHAIN_TOKEN": None}, "DELTACHAIN_TOKEN is not set"),
+        ({"PORT": "http"}, "PORT is 'http'"),
+        ({"WAIT_S": "1h"}, "WAIT_S is '1h'"),
+        ({"ENGINE_ARGS": "--a 'b"}, "ENGINE_ARGS can not be split"),
+        ({"POLICY_DIR": "/dev/null/policy"}, "/dev/null/policy can not be written to"),
+    ],
+)
+def test_a_setting_that_is_missing_or_wrong_is_named(
+    space: Space, given: dict[str, str | None], message: str
+) -> None:
+    done = space.run(**given)
+    assert done.returncode == 2
+    assert f"error  {message}" in done.stderr
+    assert "\nhint   " in done.stderr
+    assert space.calls("deltachain") == space.calls(space.engine) == []
+
+
+def test_a_public_bucket_needs_no_token(space: Space) -> None:
+    done = space.run(HF_TOKEN=None)
+    assert (done.returncode, "HF_TOKEN is not set" in done.stderr) == (0, True)
+    assert "HF_TOKEN" not in space.run(DELTACHAIN_URL="/mnt/policy", HF_TOKEN=None).stderr
+
+
+def test_a_chain_that_is_not_there_yet_is_waited_for(space: Space) -> None:
+    done = space.run((3, 4, 3))
+    assert done.returncode == 0, done.stderr
+    assert len(space.calls("deltachain")) == 4
+    assert space.served()
+
+
+def test_waiting_ends(space: Space) -> None:
+    done = space.run((3, 3), WAIT_S="0")
+    assert (done.returncode, len(space.calls("deltachain"))) == (3, 1)
+    assert "nothing to serve after 0 s" in done.stderr
+    assert space.calls(space.engine) == []
+
+
+@pytest.mark.parametrize("code", [1, 2, 5, 6])
+def test_what_waiting_does_not_mend_ends_the_start(space: Space, code: int) -> None:
+    assert space.run((code,)).returncode == code
+    assert len(space.calls("deltachain")) == 1
+    assert space.calls(space.engine) == []
+
+
+@pytest.mark.parametrize("code", [4, 5, 6])
+def test_a_folder_that_nobody_can_use_is_filled_anew(space: Space, code: int) -> None:
+    space.policy.mkdir()
+    for name in ("deltachain.json", ".deltachain-journal", "model.safetensors"):
+        (space.policy / name).write_text("broken", encoding="utf-8")
+    done = space.run((code,))
+    assert done.returncode == 0, done.stderr
+    assert list(space.policy.iterdir()) == []
+    assert len(space.calls("deltachain")) == 2
+
+
+@pytest.mark.parametrize("code", [2, 5, 6])
+def test_a_folder_of_somebody_else_is_left_alone(space: Space, code: int) -> None:
+    space.policy.mkdir()
+    (space.policy / "model.safetensors").write_text("mine", encoding="utf-8")
+    assert space.run((code,)).returncode == code
+    assert (space.policy / "model.safetensors").read_text(encoding="utf-8") == "mine"
+
+
+def test_the_policy_may_be_kept_elsewhere_under_another_name(space: Space) -> None:
+    folder = space.root / "a volume"
+    space.run(POLICY_DIR=str(folder), MODEL_NAME="mine", HOST="127.0.0.1", PORT="8000")
+    argv = space.served()["argv"]
+    assert {str(folder), "mine", "127.0.0.1", "8000"} <= set(argv)
+    assert not {"policy", "0.0.0.0", "7860"} & set(argv)  # noqa: S104
+
+
+def test_a_base_may_be_a_folder(space: Space) -> None:
+    base = space.root / "base"
+    base.mkdir()
+    space.run(MODEL=str(base))
+    assert space.calls("deltachain")[0]["argv"][-2:] == ["--base", str(base)]
+    assert space.served()["env"]["DELTACHAIN_BASE"] == str(base)
+    assert space.calls("hf") == []
+
+
+def test_a_base_may_be_a_repo_at_a_revision(space: Space) -> None:
+    space.run(MODEL="me/model", MODEL_REVISION="abc")
+    base = str(space.root / "home" / "base")
+    expected = ["download", "me/model", "--revision", "abc", "--local-dir", base, "--quiet"]
+    assert space.calls("hf")[0]["argv"] == expected
+    assert space.calls("deltachain")[0]["argv"][-2:] == ["--base", base]
+    assert space.served()["env"]["DELTACHAIN_BASE"] == base
+
+
+def test_signals_reach_the_engine(space: Space) -> None:
+    process = space.start(STUB_STAYS="1")
+    try:
+        assert space.wait_for(space.engine)["pid"] == process.pid
+        time.sleep(0.3)  # until the stub has its handler
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
+        assert space.calls("ended")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_pull_is_ended_with_the_container(space: Space) -> None:
+    process = space.start("stay")
+    try:
+        pulling = space.wait_for("deltachain")["pid"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 143
+        assert not Path(f"/proc/{pulling}").exists()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_wait_is_ended_with_the_container(space: Space) -> None:
+    process = space.start(3, RETRY_S="60")
+    try:
+        space.wait_for("deltachain")
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE_S) == 143
+    finally:
+        process.kill()
+        process.wait()
