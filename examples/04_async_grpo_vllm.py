@@ -17,6 +17,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import AutoTokenizer
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from deltachain import DeltaChainWeightTransfer
 from deltachain.demo.online.cpu import run_on_cpu
@@ -31,8 +32,6 @@ TOKEN = "a secret of trainer and replica"  # noqa: S105
 
 
 def train(base: Path, url: str, engine: str, environment: str, diary: Path) -> Any:
-    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer  # noqa: PLC0415
-
     run_on_cpu()  # not on a GPU: TRL's attention comes as a CUDA kernel
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
     transfer = DeltaChainWeightTransfer(url, engines=[engine], token=TOKEN, wait="all")
@@ -78,9 +77,8 @@ def main() -> None:
         folder, url, ports = Path(scratch), f"{scratch}/policy", (free_port(), free_port())
         engine, environment = (f"http://{HOST}:{port}" for port in ports)
         pretrain(folder / "base", steps=60, text=transcripts)
-        started = command(
-            "vllm", Path(".venv-vllm/bin/python").absolute(), folder / "base", ports[0]
-        )
+        python = Path(".venv-vllm/bin/python").absolute()
+        started = command("vllm", python, folder / "base", ports[0])
         given = {"DELTACHAIN_URL": url, "DELTACHAIN_TOKEN": TOKEN}
         server = [sys.executable, str(environment_folder() / "server.py")]
         server += ["--host", HOST, "--port", str(ports[1])]

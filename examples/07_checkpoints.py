@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from deltachain import Chain, open_store
+from deltachain.cli.options import Encoding
 from deltachain.cli.pull import pull
 from deltachain.cli.push import push
 
@@ -28,9 +29,8 @@ def checkpoint(folder: Path, step: int) -> Path:
     changed = torch.rand(weight.shape, generator=torch.Generator().manual_seed(step)) < 0.01
     weight[changed] *= 1 + step / 16
     folder.mkdir()
-    save_file(
-        {"layer.weight": weight, "layer.bias": torch.zeros(512)}, folder / "model.safetensors"
-    )
+    tensors = {"layer.weight": weight, "layer.bias": torch.zeros(512)}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -38,8 +38,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         url = f"{scratch}/policy"
         for step in range(3):
-            # As `raw`, a delta opens in any safetensors reader; as `step`, it has a fifth of the size.
-            push(checkpoint(Path(scratch) / f"step-{step}", step), url, encoding="raw", step=step)
+            # `raw` opens in any safetensors reader; `step`, the default, has a fifth of its size.
+            folder = checkpoint(Path(scratch) / f"step-{step}", step)
+            push(folder, url, encoding=Encoding.RAW, step=step)
 
         chain = Chain.open(open_store(url))
         head = chain.head()
