@@ -32,9 +32,10 @@ def train(rank: int, ranks: int, port: int, url: str) -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
 
-    with deltachain.Publisher(url).attach(model) as publisher:  # on every rank
+    config = deltachain.PublishConfig(url=url, dtype="BF16")  # of fp32 masters
+    with deltachain.Publisher(config).attach(model) as publisher:  # on every rank
         for step in range(5):
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
             (model(x) - x).square().mean().backward()
@@ -49,7 +50,7 @@ def train(rank: int, ranks: int, port: int, url: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as url:
         multiprocessing.spawn(train, args=(2, free_port(), url), nprocs=2)
-        replica = make()
+        replica = make().bfloat16()
         with deltachain.Subscriber(url, replica) as subscriber:
             print(subscriber.update())
             assert subscriber.version == 5
