@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -96,7 +97,29 @@ def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
         if not isinstance(inner, nn.Module):
             return None
         model = inner
+    if getattr(model, "_weight_conversions", None) is None and any(map(_is_fsdp, model.modules())):
+        return _twin(model)
     return model
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _twin(model: PreTrainedModel) -> PreTrainedModel:
+    """The same without weights, and as it was before FSDP2 gave its modules other classes.
+
+    By their names transformers finds out what becomes of a model that was not loaded.
+    """
+    if model not in _twins:
+        kinds = type(model).__mro__
+        kind = next(k for k in kinds if not any(c.__name__ == "FSDPModule" for c in k.__mro__))
+        with torch.device("meta"):
+            _twins[model] = kind(model.config)
+    return _twins[model]
+
+
+_twins: WeakKeyDictionary[nn.Module, PreTrainedModel] = WeakKeyDictionary()
 
 
 def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -193,7 +193,7 @@ def converted(rank: int, kind: str, url: str, folder: str) -> None:
     assert not lacking.unexpected_keys
     gathered.save_pretrained(Path(folder) / "saved")
     names = [set(Checkpoint(Path(folder) / name).specs) for name in ("saved", "pulled")]
-    assert names[0] == names[1]
+    assert names[0] == names[1], names[0] ^ names[1]
     saved, loaded = (
         maker.from_pretrained(Path(folder) / name, dtype=torch.bfloat16)
         for name in ("saved", "pulled")
