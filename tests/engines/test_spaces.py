@@ -59,7 +59,7 @@ class Space:
         port = free_port()
         # As in a new container: nothing of whoever runs the tests but the way to the engine.
         self._environment = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PATH": f"{home}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
             # The plugins of this tree too: those that are installed may be of another one.
             "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"))),
             "HOME": str(home),
@@ -185,6 +185,12 @@ def home() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="deltachain-space-") as folder:
         if os.geteuid() == 0:
             os.chown(folder, USER, USER)
+        # bash looks for a command with less rights than it starts it with, and passes by a link
+        # to where only root looks.
+        python = Path(folder) / "bin" / "python3"
+        python.parent.mkdir()
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
+        python.chmod(0o755)
         yield Path(folder)
 
 
