@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: venv demo test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -20,11 +20,19 @@ venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 demo: venv  ## train, publish and follow a small model in one terminal
 	$(BIN)/deltachain demo
 
+# ENGINE=sglang for the other one.
+ENGINE ?= vllm
+demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a real S3 server
+	$(BIN)/deltachain demo-async --engine $(ENGINE) $(DEMO)
+
+examples: venv venv-vllm venv-sglang  ## run every example
+	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+
 # Two processes: most tests wait for a server or for a child. Each has servers of its own.
 test: venv  ## the tests that need no GPU: six minutes
 	$(BIN)/pytest -n 2 --dist worksteal
 
-test-long: venv  ## the tests that take minutes
+test-long: venv venv-vllm venv-sglang  ## the tests that take minutes
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist"
 
 test-dist: venv  ## trainers of several ranks
