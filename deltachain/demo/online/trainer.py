@@ -32,7 +32,7 @@ from deltachain.demo.online.rollouts import GameWorker, Table
 from deltachain.demo.oracle import dump_bits
 from deltachain.demo.quiet import quiet_libraries, spare_one_core
 
-LEARNING_RATE: Final = 3e-5
+LEARNING_RATE: Final = 1e-4
 GROUP: Final = 8
 SAMPLES: Final = 64
 """Games of one optimizer step, about: as many as fit into the token budget."""
