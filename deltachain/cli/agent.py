@@ -22,9 +22,12 @@ def agent(  # noqa: PLR0913 - one argument an option
     ],
     out: Out,
     adapter: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="Version 7 is loaded as a LoRA adapter named NAME-v7."),
-    ],
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The chain is a LoRA adapter's: version 7 is loaded into vLLM as NAME-v7.",
+        ),
+    ] = None,
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="Adapters that stay loaded.")] = 2,
     key: Annotated[
         str, typer.Option(envvar="DELTACHAIN_ENGINE_KEY", help="The server's API key.")
@@ -38,21 +41,30 @@ def agent(  # noqa: PLR0913 - one argument an option
         bool, typer.Option("--json", help="One JSON object a line on stdout, one a version.")
     ] = False,
 ) -> None:
-    """Lead a stock vLLM server along a chain of LoRA adapters, from beside it.
+    """Lead a server that has no deltachain in it along a chain, from beside it.
 
-    Every version is fetched and proven in a folder, and then loaded under a name that says it. A
-    server that is down is waited for; one that was started again is told anew.
+    Every version is fetched and proven in a folder while the server goes on. Then it pauses, loads
+    the whole checkpoint from there, and resumes: vLLM in its development mode, SGLang as it is.
+    Adapters are loaded without a pause, under names that say the version. A server that is down is
+    waited for; one that was started again is told anew.
+
+    Example: `deltachain agent /mnt/policy --engine http://127.0.0.1:8000 --out policy`
 
     Example: `deltachain agent /mnt/lora --engine http://127.0.0.1:8000 --out loras --adapter pi`
     """
     from deltachain.control.adapters import AdapterServer
     from deltachain.control.agent import Agent
+    from deltachain.control.reload import reload_server
     from deltachain.subscribe import SubscribeConfig
 
     config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
-    server = AdapterServer(engine, name=adapter, folder=out, key=key, keep=keep)
-    stop = Event()
-    with Agent(config, out / "head", server) as led, stopping(stop, led.subscriber) as by:
+    folder, stop = out / "head" if adapter else out, Event()
+    server = (
+        AdapterServer(engine, name=adapter, folder=out, key=key, keep=keep)
+        if adapter
+        else reload_server(engine, key=key)
+    )
+    with Agent(config, folder, server) as led, stopping(stop, led.subscriber) as by:
         if once:
             receipt = led.update()
             if receipt is not None:
