@@ -40,7 +40,8 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
     """Train, publish every step, and hold every pulled version against the whole model."""
     model = LAYOUTS[layout]()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    some = trained or [nn.Parameter(torch.zeros(1))]  # a stage may have nothing to train
+    optimizer = torch.optim.AdamW(some, lr=RATE, foreach=False)
     for number in range(first):  # as if restored from a checkpoint of that step
         train_step(layout, model, optimizer, number)
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
