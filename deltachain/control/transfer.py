@@ -125,7 +125,7 @@ class DeltaChainWeightTransfer:
             for _ in iterator:  # publishes, on every rank at once
                 pass
         if self._wait == "none":
-            if self._flight is not None:
+            if self._flight is not None:  # it may be left to a later one, which tells then
                 self._flight.add_done_callback(self._announce_later)
             else:
                 self._announce(self.version)
@@ -168,6 +168,8 @@ class DeltaChainWeightTransfer:
         flight, self._flight = self._flight, None
         if flight is None:
             return True
+        if self.publisher is not None and self.publisher.is_left(flight):
+            return False  # the publisher has said why; the next sync makes up for it
         try:
             self.receipts.append(flight.result())
         except DeltaChainError as exc:

@@ -183,6 +183,10 @@ class Publisher:
         self._try(session, free=not self._busy or self.config.when_busy == "wait")
         return future
 
+    def is_left(self, published: Published) -> bool:
+        """Whether a call of ``publish`` is left to the next one, which will resolve its future."""
+        return published in self._waiting
+
     def flush(self) -> PublishReceipt | None:
         """Wait until every call of ``publish`` is covered by a committed version.
 

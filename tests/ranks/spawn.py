@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import time
 from multiprocessing.connection import wait
 from typing import Any, Final
 
 import torch
 from torch import distributed, multiprocessing
+from torch._C._distributed_c10d import TCPStore
 
+HOST: Final = "127.0.0.1"
 DEADLINE_S: Final = 180.0
 
 
@@ -28,9 +29,10 @@ def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
         AssertionError: A rank failed, as its output says, or took too long.
     """
     context = multiprocessing.get_context("spawn")
-    meeting = f"tcp://127.0.0.1:{_free_port()}"
+    # As torchrun has it: the store is none of the ranks', so it outlives each of them.
+    meeting = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     processes = [
-        context.Process(target=_rank, args=(function, rank, ranks, meeting, arguments))
+        context.Process(target=_rank, args=(function, rank, ranks, meeting.port, arguments))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -52,17 +54,11 @@ def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
             process.join()
 
 
-def _rank(function: str, rank: int, ranks: int, meeting: str, arguments: tuple[Any, ...]) -> None:
+def _rank(function: str, rank: int, ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     module, _, name = function.partition(":")
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    meeting = TCPStore(HOST, port, is_master=False)
+    distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
     getattr(importlib.import_module(module), name)(rank, *arguments)
     distributed.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -10,6 +10,10 @@ from deltachain.verify import verify
 from tests.ranks.spawn import run
 
 STRIKES = [
+    (0, "absent", "", 2, 1),
+    (1, "absent", "", 2, 1),
+    (0, "in-diff", "", 2, 1),
+    (1, "in-diff", "", 2, 1),
     (1, "kill", "deltas/", 2, 1),
     (1, "kill-after", "deltas/", 2, 1),
     (0, "kill", "deltas/", 2, 1),
@@ -19,8 +23,8 @@ STRIKES = [
     (1, "kill", "anchors/", 2, 1),
     (0, "kill", "edges/", 3, 0),
 ]
-"""Who dies, how, at the second write of what; how many versions are committed by then, and whether
-training, which goes on after its second step, then differs from the newest."""
+"""Who dies, how, at the second write of what if any; how many versions are committed by then, and
+whether training, which goes on after its second step, then differs from the newest."""
 
 
 pytestmark = pytest.mark.dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError, RankError
 from deltachain.kernels.device import bits_of
 from deltachain.publish import PublishConfig, Publisher, PublishReceipt
+from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
 from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.testing.faults import Fault, FaultyStore
@@ -82,8 +84,12 @@ def compare(folder: Path, expected: dict[str, Tensor]) -> None:
 
 
 def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
-    """One rank is killed in the second publish; the others say so, and commit nothing."""
-    fault = [Fault(do, prefix, nth=2)] if rank == victim else []  # type: ignore[arg-type]
+    """One rank is killed in the second publish; the others say so, and commit nothing.
+
+    Where it comes to: ``absent``: it does not come; ``in-diff``; else what it does to an object.
+    """
+    at_store = rank == victim and bool(prefix)
+    fault = [Fault(do, prefix, nth=2)] if at_store else []  # type: ignore[arg-type]
     store = FaultyStore(open_store(url, writer=True), *fault)
     config = PublishConfig(
         url=url, dtype="BF16", when_busy="wait", deadline_s=DEADLINE_S, anchor_factor=0.01
@@ -96,6 +102,10 @@ def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
     try:
         for number in range(3):
             train_step("stages", model, optimizer, number)
+            if rank == victim and number == 1 and do == "absent":
+                _end()
+            if rank == victim and number == 1 and do == "in-diff":
+                Snapshot.diff_ = _end  # type: ignore[method-assign,assignment]
             futures.append(publisher.publish(step=number))
             futures[-1].exception(60)
     except RankError as exc:
@@ -105,6 +115,11 @@ def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
     assert errors or noticed, "somebody died, and nobody noticed"
     assert all(isinstance(error, RankError) for error in errors), errors
     os._exit(0)  # the process group can not be left in order
+
+
+def _end(*_: object) -> None:
+    """End this rank as a power cut would."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stalls(rank: int, url: str, folder: str) -> None:

@@ -21,6 +21,7 @@ from deltachain.control.transfer import DeltaChainWeightTransfer
 from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
 from deltachain.demo.online.cpu import run_on_cpu
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
+from deltachain.keys import manifest_key
 from deltachain.publish import publisher as publisher_module
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Fault, FaultyStore
@@ -180,6 +181,23 @@ def test_a_store_that_fails_once_costs_a_version_and_no_more(
     trainer = train(base, tmp_path, transfer, attach=True)
     assert engine.versions == [0, 1, 2]
     assert trainer.rollout_worker.synced == [(1, 0), (2, 0), (3, 1), (4, 2)]
+
+
+def test_a_store_that_can_not_say_what_became_of_a_version_holds_nobody_up(
+    base: Path, tmp_path: Path, store: FaultyStore
+) -> None:
+    store.add(Fault("lose-reply", manifest_key(1)))
+    store.add(Fault("fail-read", manifest_key(1), times=2))
+    engine = Told("a")
+    transfer = DeltaChainWeightTransfer(
+        "memory://policy", engines=[engine], on_error="warn", dtype="BF16"
+    )
+    start = time.monotonic()
+    train(base, tmp_path, transfer, attach=True)
+    assert time.monotonic() - start < 60
+    versions = recompute(store)
+    assert engine.versions[-1] == max(versions) > 0
+    assert versions[max(versions)].committed.manifest.step == STEPS
 
 
 def test_a_store_that_fails_ends_training_where_that_is_wanted(
