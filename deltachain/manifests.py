@@ -225,11 +225,15 @@ class Manifests:
         return newest, absent
 
     def _double(self, known: Version) -> tuple[Version, Version]:
-        """Looks of doubling width: a committed version, and an absent one beyond it."""
-        low, stride = known, 1
-        while self.has(low + stride):
-            low, stride = low + stride, stride * 2
-        return low, low + stride
+        """Looks of doubling width: a committed version, and an absent one beyond it.
+
+        One and two ahead come first: where there is one new version, as nearly always, two looks
+        tell, one after the other.
+        """
+        low, ahead = known, 1
+        while self.has(known + ahead):
+            low, ahead = known + ahead, ahead * 2
+        return low, known + ahead
 
     def _bytes(self, version: Version) -> Buffer:
         """Bytes of a manifest: of the very one that was seen, where the store can tell."""

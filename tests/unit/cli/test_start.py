@@ -25,7 +25,7 @@ from tests.unit.cli.support import (
     write_checkpoint,
 )
 
-COMMANDS = [command.__name__ for commands in PANELS.values() for command in commands]
+COMMANDS = [c.__name__.replace("_", "-") for commands in PANELS.values() for c in commands]
 
 
 def python(code: str) -> str:
