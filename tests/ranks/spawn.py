@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import time
@@ -61,4 +62,5 @@ def _rank(function: str, rank: int, ranks: int, port: int, arguments: tuple[Any,
     meeting = TCPStore(HOST, port, is_master=False)
     distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks)
     getattr(importlib.import_module(module), name)(rank, *arguments)
+    gc.collect()  # a DDP model would keep threads of its group until the interpreter is gone
     distributed.destroy_process_group()
