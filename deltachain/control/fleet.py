@@ -111,11 +111,11 @@ class Fleet:
             self._changed.notify_all()
             done = self._changed.wait_for(enough, deadline)
             held = dict(self._held)
-            late = {u: t for u, t in self._trouble.items() if (held[u] or -1) < version}
+            trouble = {url: told for url, told in self._trouble.items() if told}
         return Announced(
             version=version,
             held=held,
-            trouble=late,
+            trouble=trouble,
             waited_s=time.monotonic() - start,
             enough=done,
         )

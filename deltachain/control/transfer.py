@@ -135,11 +135,11 @@ class DeltaChainWeightTransfer:
 
     def destroy(self) -> None:
         """Commit what is left, tell the engines of it, and give everything back."""
-        if self.publisher is not None:
-            try:
+        try:
+            if self.publisher is not None:
                 self.publisher.close()
-            finally:
-                self._fleet.close()
+        finally:
+            self._fleet.close()
 
     def _publish_own(self) -> Iterator[tuple[str, Tensor]]:
         """Instead of the trainer's iterator: publish from its parameters, and give nothing."""
@@ -187,9 +187,12 @@ class DeltaChainWeightTransfer:
 
     def _announce_later(self, flight: Published) -> None:
         """In the publisher's thread."""
-        if flight.exception() is None:
-            self.receipts.append(flight.result())
-            self._announce(flight.result().version)
+        if flight.exception() is not None:
+            return
+        receipt = flight.result()
+        if not self.receipts or self.receipts[-1].version < receipt.version:  # it may cover several
+            self.receipts.append(receipt)
+            self._announce(receipt.version)
 
     def _log(self, sync_s: float) -> None:
         metrics = getattr(self._trainer, "_metrics", None)

@@ -111,9 +111,14 @@ class Leader:
             The version that is staged; ``None`` where there is nothing to do.
 
         Raises:
-            DeltaChainError: As :meth:`Subscriber.stage`.
+            DeltaChainError: As :meth:`Subscriber.stage`. A replica that is poisoned generates
+                nothing from now on; an update heals it.
         """
-        staged = self._staged = self.subscriber.stage(version)
+        try:
+            staged = self._staged = self.subscriber.stage(version)
+        except DeltaChainError as exc:
+            self._troubled(exc)  # staging may find that it can not prove what it holds
+            raise
         return None if staged is None else staged.to.version
 
     def update(self, version: Version | None = None) -> ApplyReceipt | None:
@@ -300,6 +305,8 @@ class Leader:
             self.tally.count(self.subscriber.last)
             held, chain = self.subscriber.held, self.subscriber.opened
             head = chain.latest if chain else None
+            if self._staged and held and self._staged.to.version <= held.version:
+                self._staged = None  # nobody will ask for it: the ranks need not keep it
             at_head = held is not None and head is not None and held.version >= head
             self._caught_up = self._caught_up or at_head or self.subscriber.pinned
             self._name()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from fastapi import FastAPI, Response
 
 from deltachain.control.client import ReplicaClient
@@ -70,6 +71,31 @@ def test_what_was_staged_before_a_rollback_is_not_swapped(here: Followed, leader
         replica.release()
         assert replica.update(2).version == 2
     assert here.holds(2)
+
+
+def test_staging_that_finds_foreign_weights_stops_the_engine(
+    here: Followed, leader: Leader
+) -> None:
+    leader.update(1)
+    for parameter in here.engine.models[0].root.parameters():
+        parameter.data.view(-1).view(torch.int16).bitwise_xor_(1)
+    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as replica:
+        with pytest.raises(ControlPlaneError, match="BaseMismatchError"):
+            replica.stage(2)
+        assert here.engine.paused
+        assert not replica.ready().ready
+        assert replica.update(2).version == 2
+        assert not here.engine.paused
+    assert here.holds(2)
+
+
+def test_what_was_staged_is_let_go_once_it_is_behind(here: Followed, leader: Leader) -> None:
+    leader.update(0)
+    leader.stage(1)
+    leader.update()
+    assert leader.status().staged is None
+    leader.stage()
+    assert leader.status().version == 2
 
 
 def test_refusals_say_why_and_what_to_do(leader: Leader) -> None:
