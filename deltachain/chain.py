@@ -159,6 +159,20 @@ class Chain:
         newest = self.latest = self._manifests.newest(known)
         return newest
 
+    def later(self, known: Version) -> Committed | None:
+        """A version to follow to from one that is committed; ``None`` when there is none.
+
+        The newest, but where ``known`` was the newest when last seen, and a look shows one version:
+        there it is the next, whose manifest is read at once to spare a round trip.
+        """
+        can = self.store.capabilities
+        if self.latest == known and can.probes == 1 and can.conditional_put:
+            found = self.find(known + 1)
+            self.latest = known if found is None else found.version
+            return found
+        newest = self.newest(known)
+        return self.read(newest) if newest > known else None
+
     def head(self) -> Committed | None:
         """The newest committed version; ``None`` before the first commit.
 

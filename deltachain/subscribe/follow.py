@@ -92,18 +92,17 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return subscriber.update()
     if subscriber.pinned:
         return None
-    newest = chain.newest(held.version)
-    if newest == held.version:
-        return None
+    later = None
     try:
-        return subscriber.update(held.version + 1 if every_version else newest)
+        later = chain.find(held.version + 1) if every_version else chain.later(held.version)
+        return subscriber.update(later) if later else None
     except (FormatError, ObjectNotFoundError, BrokenChainError):
-        if not every_version:
+        if later and later.version == chain.newest(held.version):
             raise
         return subscriber.update()  # no way leads there; one may lead to a later version
     except (ChainError, BaseMismatchError):
         there = subscriber.version
-        if not _was_rolled_back(subscriber) and (there is None or there < newest):
+        if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
             raise
         return None  # somebody else has rolled back, or applied it, meanwhile
 

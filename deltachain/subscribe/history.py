@@ -74,14 +74,16 @@ def check_history(chain: Chain, held: Held, committed: Committed) -> None:
         )
 
 
-def require(chain: Chain, version: Version | None) -> Committed:
-    """The manifest of a version, or of the head.
+def require(chain: Chain, version: Version | Committed | None) -> Committed:
+    """The manifest of a version, or of the head; one that was read already as it is.
 
     Raises:
         ObjectNotFoundError: The whole chain is gone.
         BrokenChainError: It is not there although later ones are.
         ChainError: It is not committed.
     """
+    if isinstance(version, Committed):
+        return version
     committed = chain.head() if version is None else chain.find(version)
     if committed is not None:
         return committed

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Event, RLock
@@ -117,7 +118,7 @@ class Subscriber:
         """Seconds between looks for a new version."""
         return self.config.poll_s or self._store.capabilities.poll_s
 
-    def update(self, version: Version | None = None) -> ApplyReceipt | None:
+    def update(self, version: Version | Committed | None = None) -> ApplyReceipt | None:
         """Stage and swap.
 
         Args:
@@ -130,11 +131,11 @@ class Subscriber:
             staged = self.stage(version)
             return self.swap(staged) if staged else None
 
-    def stage(self, version: Version | None = None) -> Staged | None:
+    def stage(self, version: Version | Committed | None = None) -> Staged | None:
         """Fetch, verify, decode and prove the way to a version; the target is only read.
 
         Args:
-            version: Where to; the head when not given.
+            version: Where to, or its manifest if that was just read; the head when not given.
 
         Returns:
             What ``swap`` takes; ``None`` when there is nothing to do.
@@ -151,10 +152,11 @@ class Subscriber:
         with self._writing:  # a rollback may come at any time: these belong together
             last, held, generation, pinned = self._held, self.held, self._generation, self.pinned
         if pinned and last is not None:
-            if version not in (None, last.version):
+            number = version.version if isinstance(version, Committed) else version
+            if number not in (None, last.version):
                 raise ChainError(
                     f"a rollback keeps this target at version {last.version}",
-                    version=version,
+                    version=number,
                     hint="release() it first",
                 )
             if held is not None:
@@ -330,7 +332,9 @@ class Subscriber:
     def _stage(self, committed: Committed, held: Held | None, generation: int) -> Staged:
         """Stage the way to a committed version from what was held at a generation."""
         start = time.perf_counter()
-        fetched = fetch_around(self.chain, held, committed, base=self.config.base)
+        with ThreadPoolExecutor(1) as pool:  # one look beside the fetch costs no round trip more
+            looking = pool.submit(self.chain.newest, committed.version)
+            fetched = fetch_around(self.chain, held, committed, base=self.config.base)
         fetched_at = time.perf_counter()
         try:
             prepared = self.target.stage(
@@ -347,7 +351,6 @@ class Subscriber:
                     self._poison()
             raise
         staged_at = time.perf_counter()
-        newest = self.chain.newest(committed.version)
         return Staged(
             held=held if prepared.base_too else None,
             to=held_by(self.chain, committed),
@@ -356,7 +359,7 @@ class Subscriber:
             generation=generation,
             fetched=fetched,
             prepared=prepared,
-            head=newest,
+            head=looking.result(),
             fetch_s=fetched_at - start,
             stage_s=staged_at - fetched_at,
         )

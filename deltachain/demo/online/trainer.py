@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +22,6 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
@@ -40,6 +40,7 @@ SAMPLES: Final = 64
 TOKENS: Final = 2048
 SAVE_STEPS: Final = 5
 MAX_STALENESS: Final = 4
+TRAINER_STATE: Final = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,15 @@ def bits_of(folder: Path) -> Path:
     return folder / "last.npz"
 
 
+def last_checkpoint(folder: Path) -> str | None:
+    """The newest checkpoint that is whole: a killed trainer may have left half of one."""
+    for path in sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name[11:])):
+        with suppress(OSError, ValueError):
+            TrainerState.load_from_json(str(path / TRAINER_STATE))  # what is written last
+            return str(path)
+    return None
+
+
 def train(orders: Orders) -> None:
     """Train to the end, from the last checkpoint if there is one."""
     run_on_cpu()
@@ -124,8 +134,7 @@ def train(orders: Orders) -> None:
         )
         trainer.remove_callback(PrinterCallback)
         transfer.attach(trainer)
-        resumed = get_last_checkpoint(orders.folder)
-        trainer.train(resume_from_checkpoint=resumed)
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder))
         dump_bits(trainer.model, bits_of(folder))
     say(event="done", version=transfer.version)
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import TrainerState
 from trl.experimental.async_grpo.packing import TreeRow
 
 from deltachain.demo.online import engine as engines
@@ -22,7 +23,18 @@ from deltachain.demo.online.engine import UnlabelledError, sample
 from deltachain.demo.online.game import read_words, transcripts
 from deltachain.demo.online.processes import Service, until
 from deltachain.demo.online.rollouts import Played, rewards_of, staleness_of, versions_of
+from deltachain.demo.online.trainer import TRAINER_STATE, last_checkpoint
 from deltachain.demo.replica import DemoError
+
+
+def test_half_a_checkpoint_of_a_killed_trainer_is_passed_over(tmp_path: Path) -> None:
+    assert last_checkpoint(tmp_path) is None
+    for step in (5, 10, 15, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    for step in (5, 10):
+        TrainerState().save_to_json(str(tmp_path / f"checkpoint-{step}" / TRAINER_STATE))
+    (tmp_path / "checkpoint-15" / TRAINER_STATE).write_text('{"epoch": 0.')
+    assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
 
 
 def rows(*samples: list[int]) -> TreeRow:

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 from torch import Tensor
 
+from deltachain.chain import Committed
 from deltachain.errors import (
     ChainMismatchError,
     ForkedChainError,
@@ -59,8 +60,10 @@ def test_versions_are_applied_as_they_are_committed(
     subscriber: Subscriber, publish: Publish, clock: Clock, zeros: dict[str, Tensor]
 ) -> None:
     publish(1)
-    clock.happens = [lambda: publish(2), lambda: publish(3, 4)]
-    assert versions(clock.run(subscriber)) == [(None, 1), (1, 2), (2, 4)]
+    clock.happens = [lambda: publish(2), lambda: publish(3, 4, 5)]
+    found = versions(clock.run(subscriber))
+    assert found == [(None, 1), (1, 2), (2, 3), (3, 5)]  # the next, then all that wait
+    assert len(clock.waits) == 3
     assert any(bits.any() for bits in bits_of(zeros).values())
 
 
@@ -122,16 +125,16 @@ def test_a_rollback_in_the_middle_of_a_look_is_not_undone(
     publish(2)
     subscriber.update()
     publish(3, 4)
-    newest = subscriber.chain.newest
+    find = subscriber.chain.find
 
-    def overtaken(known: int) -> int:
-        found = newest(known)
+    def overtaken(version: int) -> Committed | None:
+        found = find(version)
         monkeypatch.undo()
         monkeypatch.setattr(subscriber.told, "wait", clock.wait)
         subscriber.rollback(1)
         return found
 
-    monkeypatch.setattr(subscriber.chain, "newest", overtaken)
+    monkeypatch.setattr(subscriber.chain, "find", overtaken)
     clock.happens = [lambda: None] * 3
     assert clock.run(subscriber, every_version=every_version) == []
     assert (subscriber.version, subscriber.pinned) == (1, True)
