@@ -82,10 +82,10 @@ def test_staging_that_finds_foreign_weights_stops_the_engine(
     with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as replica:
         with pytest.raises(ControlPlaneError, match="BaseMismatchError"):
             replica.stage(2)
-        assert replica.status().paused
+        assert here.engine.is_paused()
         assert not replica.ready().ready
         assert replica.update(2).version == 2
-        assert not replica.status().paused
+        assert not here.engine.is_paused()
     assert here.holds(2)
 
 
