@@ -54,7 +54,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     """
     from deltachain.control.adapters import AdapterServer
     from deltachain.control.agent import Agent
-    from deltachain.control.reload import reload_server
+    from deltachain.control.reload import ReloadServer
     from deltachain.subscribe import SubscribeConfig
 
     config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
@@ -62,7 +62,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     server = (
         AdapterServer(engine, name=adapter, folder=out, key=key, keep=keep)
         if adapter
-        else reload_server(engine, key=key)
+        else ReloadServer(engine, key=key)
     )
     with Agent(config, folder, server) as led, stopping(stop, led.subscriber) as by:
         if once:

@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-import httpx
-
 from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
-from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.control.engine_client import EngineClient
+from deltachain.errors import ConfigError
 from deltachain.manifest import parse
 from deltachain.subscribe.folder import HeldFile
 from deltachain.types import Version
@@ -41,10 +40,7 @@ class AdapterServer:
         if not re.fullmatch(r"[\w.-]+", name) or keep < 1:
             raise ConfigError(f"{name!r}, keep={keep}: expected a plain name, and 1 or more")
         self._name, self._folder, self._keep = name, folder.absolute(), keep
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(
-            base_url=url, headers=headers, timeout=TIMEOUT_S, trust_env=False
-        )
+        self._client = EngineClient(url, key=key, timeout_s=TIMEOUT_S, hint=HINT)
 
     def loaded(self) -> dict[Version, Path]:
         """Versions that the server has, and the folder that each was loaded from, oldest first.
@@ -53,7 +49,7 @@ class AdapterServer:
             ControlPlaneError: It does not answer.
         """
         found: dict[Version, Path] = {}
-        for model in self._ask("GET", "/v1/models").json()["data"]:
+        for model in self._client.ask("GET", "/v1/models").get("data", ()):
             match = re.fullmatch(rf"{re.escape(self._name)}-v(\d+)", model["id"])
             if match:
                 found[int(match[1])] = Path(model["root"])
@@ -67,7 +63,7 @@ class AdapterServer:
             self._unload(version)
         if loaded.get(version) != lies:
             self._copy(folder, lies)
-            self._ask(
+            self._client.ask(
                 "POST",
                 "/v1/load_lora_adapter",
                 {"lora_name": self._named(version), "lora_path": str(lies)},
@@ -85,7 +81,7 @@ class AdapterServer:
         self._client.close()
 
     def _unload(self, version: Version) -> None:
-        self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._named(version)})
+        self._client.ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._named(version)})
 
     def _named(self, version: Version) -> str:
         return f"{self._name}-v{version}"
@@ -105,16 +101,6 @@ class AdapterServer:
         shutil.copyfile(folder / ADAPTER_FILE, partial / ADAPTER_FILE)
         shutil.rmtree(lies, ignore_errors=True)
         partial.rename(lies)
-
-    def _ask(self, method: str, path: str, body: dict[str, str] | None = None) -> httpx.Response:
-        try:
-            answer = self._client.request(method, path, json=body)
-        except httpx.HTTPError as exc:
-            raise ControlPlaneError(f"{self._client.base_url}: {exc}") from exc
-        if answer.status_code != httpx.codes.OK:
-            about = f"{self._client.base_url} answered {answer.status_code} to {path}"
-            raise ControlPlaneError(f"{about}: {answer.text[:300]}", hint=HINT)
-        return answer
 
 
 def _state_of(folder: Path) -> str:

@@ -7,69 +7,73 @@ the server then holds is what it says it loaded: nobody proves it.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, Protocol
 
-import httpx
-
-from deltachain.control.agent import Reader
+from deltachain.control.engine_client import EngineClient
 from deltachain.errors import ControlPlaneError
 from deltachain.types import Version
 
 TIMEOUT_S: Final = 1800.0
-CONNECT_S: Final = 5.0
+
+HINT: Final = (
+    "start vLLM with VLLM_SERVER_DEV_MODE=1, on the loopback interface: its routes then ask nobody "
+    "for a password; give the API key of an SGLang that has one"
+)
 
 
-class _Server:
-    """One that is told over HTTP."""
+class Loader(Protocol):
+    """How one engine loads a checkpoint again."""
 
-    hint = ""
+    def named(self) -> str:
+        """What it calls the weights that it holds."""
+
+    def load(self, folder: Path, version: Version) -> None:
+        """Pause, load, name and resume; paused still where it fails."""
+
+
+class ReloadServer:
+    """A server that loads every version whole, whichever engine it is.
+
+    Args:
+        url: Of the server, which sees the folder; it may come up later.
+        key: Its API key.
+    """
 
     def __init__(self, url: str, *, key: str = "") -> None:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(TIMEOUT_S, connect=CONNECT_S)
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+        self._client = EngineClient(url, key=key, timeout_s=TIMEOUT_S, hint=HINT)
+        self._loader: Loader | None = None
         self._brought: Version | None = None
+
+    def bring(self, folder: Path, version: Version) -> None:
+        """Pause, load, resume; a server that failed stays paused. See :class:`Reader`."""
+        loader = self._loader = self._loader or self._find()
+        if self._brought == version and loader.named() == str(version):
+            return
+        self._brought = None
+        loader.load(folder.absolute(), version)
+        self._brought = version
 
     def close(self) -> None:
         """See :class:`Reader`; closing twice is allowed."""
         self._client.close()
 
-    def bring(self, folder: Path, version: Version) -> None:
-        """Pause, load, resume; a server that failed stays paused. See :class:`Reader`."""
-        if self._brought == version and self._named() == str(version):
-            return
-        self._brought = None
-        self._load(folder.absolute(), version)
-        self._brought = version
-
-    def _named(self) -> str:
-        raise NotImplementedError
-
-    def _load(self, folder: Path, version: Version) -> None:
-        raise NotImplementedError
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        about = f"{self._client.base_url} {path}"
-        try:
-            answer = self._client.request(method, path, json=body)
-        except httpx.HTTPError as exc:
-            raise ControlPlaneError(f"{about}: {exc}") from exc
-        if not answer.is_success:
-            said = f"{answer.status_code} {answer.text[:300]}"
-            raise ControlPlaneError(f"{about}: {said}", hint=self.hint)
-        found = answer.json() if answer.content else {}
-        return found if isinstance(found, dict) else {}
+    def _find(self) -> Loader:
+        is_sglang = self._client.has("/model_info")  # vLLM has no such route
+        return SglangLoader(self._client) if is_sglang else VllmLoader(self._client)
 
 
-class VllmReload(_Server):
-    """A vLLM in its development mode, whose routes ask nobody for a password."""
+class VllmLoader:
+    """A vLLM in its development mode."""
 
-    hint = "start it with VLLM_SERVER_DEV_MODE=1, on the loopback interface"
+    def __init__(self, client: EngineClient) -> None:
+        self._ask = client.ask
 
-    def _named(self) -> str:
+    def named(self) -> str:
+        """See :class:`Loader`."""
         return str(self._ask("GET", "/weight_info").get("weight_version"))
 
-    def _load(self, folder: Path, version: Version) -> None:
+    def load(self, folder: Path, version: Version) -> None:
+        """See :class:`Loader`."""
         self._ask("POST", "/pause?mode=keep&clear_cache=true")
         loading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._ask("POST", "/collective_rpc", loading)
@@ -78,35 +82,21 @@ class VllmReload(_Server):
         self._ask("POST", "/resume")
 
 
-class SglangReload(_Server):
+class SglangLoader:
     """An SGLang. With several ranks it may say that all is well where one of them refused."""
 
-    hint = "its API key is asked for where it has one"
+    def __init__(self, client: EngineClient) -> None:
+        self._ask = client.ask
 
-    def _named(self) -> str:
+    def named(self) -> str:
+        """See :class:`Loader`."""
         return str(self._ask("GET", "/model_info").get("weight_version"))
 
-    def _load(self, folder: Path, version: Version) -> None:
+    def load(self, folder: Path, version: Version) -> None:
+        """See :class:`Loader`."""
         self._ask("POST", "/pause_generation", {"mode": "retract"})
         loading = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         done = self._ask("POST", "/update_weights_from_disk", loading)
         if not done.get("success"):
-            raise ControlPlaneError(f"{self._client.base_url}: {done.get('message')}")
+            raise ControlPlaneError(f"SGLang did not load {folder}: {done.get('message')}")
         self._ask("POST", "/continue_generation", {})
-
-
-def reload_server(url: str, *, key: str = "") -> Reader:
-    """The server at an address, whichever engine it is.
-
-    Raises:
-        ControlPlaneError: It does not answer.
-    """
-    sglang = SglangReload(url, key=key)
-    try:
-        sglang._named()  # vLLM has no such route
-    except ControlPlaneError as exc:
-        if "404" not in str(exc.args[0]):
-            raise
-        sglang.close()
-        return VllmReload(url, key=key)
-    return sglang

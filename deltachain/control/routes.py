@@ -30,6 +30,7 @@ from deltachain.errors import (
     StoreError,
 )
 from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.replica_status import ReplicaStatus
 
 METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -138,10 +139,12 @@ async def scrub(control: Allowed, _: NothingAsked, request: Request) -> Response
 async def _do(
     control: Control, request: Request, action: Callable[[Leader], object], kind: Kind = "quick"
 ) -> Response:
+    def act(leader: Leader) -> ReplicaStatus:
+        action(leader)
+        return leader.status()
+
     try:
-        found = await control.run(
-            lambda leader: (action(leader), leader.status())[1], request, kind
-        )
+        found = await control.run(act, request, kind)
     except DeltaChainError as exc:
         error = Trouble(type(exc).__name__, str(exc.args[0]), exc.hint, exc.retryable)
         return _json(Refused(error), _status_of(exc))

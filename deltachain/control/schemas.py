@@ -8,8 +8,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from deltachain.manifest import Struct
-from deltachain.subscribe.replica_status import ReplicaStatus
+from deltachain.subscribe.replica_status import Answer, ReplicaStatus
 from deltachain.types import Version
 
 PREFIXES: Final = ("/v1/deltachain", "/deltachain")
@@ -38,7 +37,7 @@ class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None if self.version is None else int(self.version)
 
 
-class Ready(Struct, frozen=True):
+class Ready(Answer, frozen=True):
     """Whether a replica should be sent requests, and why not."""
 
     ready: bool
@@ -46,7 +45,7 @@ class Ready(Struct, frozen=True):
     version: int | None = None
 
 
-class Trouble(Struct, frozen=True):
+class Trouble(Answer, frozen=True):
     """Why a replica did not do what it was told.
 
     Attributes:
@@ -62,13 +61,13 @@ class Trouble(Struct, frozen=True):
     retryable: bool
 
 
-class Refused(Struct, frozen=True):
+class Refused(Answer, frozen=True):
     """The answer of a replica that could not."""
 
     error: Trouble
 
 
-class Detail(Struct, frozen=True):
+class Detail(Answer, frozen=True):
     """The answer of a server that lets nobody ask, or has no replica to ask."""
 
     detail: str

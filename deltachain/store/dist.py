@@ -53,6 +53,9 @@ WAIT_S: Final = 60.0
 """Seconds to wait for a rank that holds an object."""
 
 TURN_S: Final = 5.0
+"""Seconds to wait for a question before it is looked whether the network is still there."""
+
+END_S: Final = 5.0
 """Seconds to wait for the thread that sends, when the process ends."""
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, poll_s=0.05)
@@ -343,7 +346,7 @@ class DistStore:
         with suppress(StoreUnavailableError):
             number = self._ask(lambda: self._words.add(f"asks/{self._rank}", 1))
             self._ask(lambda: self._words.set(f"ask/{self._rank}/{number}", b""))
-        self._sender.join(TURN_S)
+        self._sender.join(END_S)
 
     def _await(self, name: str) -> Any:  # noqa: ANN401 - bytes
         self._ask(lambda: self._words.wait([name], timedelta(seconds=WAIT_S)))

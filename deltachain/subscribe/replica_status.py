@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltachain.manifest import Struct
+import msgspec
 
 
-class ReplicaStatus(Struct, frozen=True, kw_only=True):
+class Answer(msgspec.Struct, frozen=True):
+    """What a server answers. What a newer one says besides is passed over: fleets mix versions."""
+
+
+class ReplicaStatus(Answer, frozen=True, kw_only=True):
     """What a replica says of itself.
 
     Attributes:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.control.agent import Agent
-from deltachain.control.reload import reload_server
+from deltachain.control.reload import ReloadServer
 from deltachain.subscribe import SubscribeConfig
 from tests.engines.serving import Server, start
 from tests.engines.trainer import Trainer
@@ -30,7 +30,7 @@ def holds(server: Server, checkpoint: Path) -> bool:
 
 def test_every_version_is_loaded_and_named(trainer: Trainer, tmp_path: Path) -> None:
     with start(trainer.base, tmp_path / "server", plain=True, dev=True) as server:
-        reader = reload_server(str(server.client.base_url))
+        reader = ReloadServer(str(server.client.base_url))
         config = SubscribeConfig(url=trainer.url, undo_applies=0)
         with Agent(config, tmp_path / "policy", reader) as agent:
             for _ in range(3):

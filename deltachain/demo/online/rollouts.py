@@ -228,8 +228,8 @@ class GameWorker:
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, number: int
     ) -> Played:
         """Play one game; again from its start where a server was away."""
-        end = time.monotonic() + PATIENCE_S
-        for attempt in itertools.count():
+        end, attempt = time.monotonic() + PATIENCE_S, 0
+        while True:
             draw = hash((seed, number, attempt)) & 0x7FFFFFFF
             try:
                 game = await self._play(engine, environment, seed, draw)
@@ -237,10 +237,10 @@ class GameWorker:
                 if time.monotonic() > end or self._stop.is_set():
                     raise
                 await asyncio.sleep(AGAIN_S)
-                continue
-            if game is not None:
-                return game
-        raise AssertionError
+            else:
+                if game is not None:
+                    return game
+            attempt += 1
 
     async def _play(
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, draw: int

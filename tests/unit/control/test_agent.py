@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from deltachain.checkpoint import Checkpoint
 from deltachain.control.adapters import AdapterServer
 from deltachain.control.agent import Agent
+from deltachain.control.reload import ReloadServer
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
@@ -138,9 +140,13 @@ def serves(vllm: Vllm, name: str) -> float:
     )
 
 
+def mocked(server: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
+    return httpx.Client(transport=httpx.MockTransport(server), base_url="http://engine:4040")
+
+
 def lead(store: MemoryStore, folder: Path, head: Path, vllm: Vllm) -> Agent:
     server = AdapterServer("http://engine", name="policy", folder=folder, keep=2)
-    server._client = httpx.Client(transport=httpx.MockTransport(vllm), base_url="http://engine")
+    server._client._client = mocked(vllm)
     return Agent(config(store), head, server, store=store)
 
 
@@ -174,3 +180,69 @@ def test_weights_that_are_no_adapter_are_refused(store: MemoryStore, tmp_path: P
         pytest.raises(ConfigError, match="not an adapter's"),
     ):
         agent.update()
+
+
+class Whole:
+    """A server of either engine, which says what it was asked and loads whole checkpoints."""
+
+    def __init__(self, *, is_sglang: bool) -> None:
+        self.is_sglang, self.is_down, self.refuses = is_sglang, False, False
+        self.named = "default"
+        self.asked: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.is_down:
+            raise httpx.ConnectError("refused", request=request)
+        path = request.url.path.removeprefix("/")
+        if path == "model_info" and not self.is_sglang:
+            return httpx.Response(404, text="Not Found")
+        if path in ("model_info", "weight_info"):
+            return httpx.Response(200, json={"weight_version": self.named})
+        self.asked.append(path)
+        body = json.loads(request.content or b"{}")
+        if "path" in str(body):
+            assert self.asked[0].startswith("pause")
+            if self.refuses:
+                return httpx.Response(200, json={"success": False, "message": "no such file"})
+            self.named = body.get("weight_version", self.named)
+            return httpx.Response(200, json={"success": True})
+        self.named = body.get("new_version", self.named)
+        return httpx.Response(200)
+
+
+@pytest.mark.parametrize("is_sglang", [False, True])
+def test_a_server_is_told_whole_versions_whenever_it_comes_up(
+    store: MemoryStore, tmp_path: Path, *, is_sglang: bool
+) -> None:
+    engine, server = Whole(is_sglang=is_sglang), ReloadServer("http://engine:4040")
+    server._client._client = mocked(engine)
+    engine.is_down = True
+    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
+        with pytest.raises(ControlPlaneError, match="did not answer"):
+            agent.update()
+        engine.is_down = False
+        agent.update()
+        assert engine.named == "2"
+        assert engine.asked[-1] == ("continue_generation" if is_sglang else "resume")
+        engine.asked.clear()
+        agent.update()
+        assert engine.asked == []
+        engine.named = "default"  # it was started again
+        agent.update()
+        assert engine.named == "2"
+
+
+def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    engine, server = Whole(is_sglang=True), ReloadServer("http://engine:4040")
+    server._client._client = mocked(engine)
+    engine.refuses = True
+    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
+        with pytest.raises(ControlPlaneError, match="no such file"):
+            agent.update()
+        assert "continue_generation" not in engine.asked
+        engine.refuses = False
+        agent.update()
+    assert engine.named == "2"
+    assert engine.asked[-1] == "continue_generation"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from fastapi import FastAPI, Response
@@ -127,6 +128,14 @@ def test_nobody_there() -> None:
         pytest.raises(ControlPlaneError, match="did not answer"),
     ):
         replica.status()
+
+
+def test_a_newer_server_may_say_more(leader: Leader) -> None:
+    said = msgspec.to_builtins(leader.status()) | {"added_later": {"a": 1}}
+    app = FastAPI()
+    app.add_api_route("/v1/deltachain/status", lambda: said)
+    with served(app) as url, ReplicaClient(url) as replica:
+        assert replica.status() == leader.status()
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"version": "7"}', b"x" * (5 << 20)])
