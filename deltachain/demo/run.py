@@ -7,7 +7,6 @@ bit while it generates, a latecomer, a rollback, and the proof.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
-from deltachain.chain import Chain
 from deltachain.checkpoint import Checkpoint
-from deltachain.demo import oracle
 from deltachain.demo.display import Bar, Display
+from deltachain.demo.judge import compare, manifests_in, sent, verify
 from deltachain.demo.places import LOCAL, place
 from deltachain.demo.pretrain import STEPS as PRETRAIN_STEPS
 from deltachain.demo.pretrain import pretrain
@@ -30,11 +28,9 @@ from deltachain.demo.replica import DemoError, FollowerProcess
 from deltachain.demo.report import DemoReport, Judged, VersionRow
 from deltachain.demo.train import GrpoStep, run_grpo
 from deltachain.demo.witness import OracleCallback
-from deltachain.manifest import Manifest
 from deltachain.publish import DeltaChainCallback, PublishReceipt
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
-from deltachain.window import edge_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +104,16 @@ def _run(stage: Stage) -> DemoReport:
     receipts, heard = _train(stage)
     newcomer = _join_late(stage)
     judged = _judge(stage)
-    verified = _verify(stage)
-    manifests = _manifests(stage)
-    head = manifests[-1]
+    verified = verify(stage.url, {}, stage.display)
+    manifests = manifests_in(open_store(stage.url))
+    head, bytes_of = manifests[-1], sent(manifests)
     dense = sum(spec.nbytes for spec in Checkpoint(stage.root / "base").specs.values())
     applied = {line["version"]: line for line in heard if line["event"] == "applied"}
-    listed = [edge for m in manifests for edge in (*m.recent, m.summary())]
-    edges = {edge_id(edge): edge for edge in listed}.values()
     return DemoReport(
         versions=head.version + 1,
         mismatching_bits=sum(one.mismatching_bits for one in judged),
-        bytes_sent=sum(edge.nbytes for edge in edges if edge.kind == "delta"),
-        anchor_bytes=sum(edge.nbytes for edge in edges if edge.kind == "anchor"),
+        bytes_sent=bytes_of.deltas,
+        anchor_bytes=bytes_of.anchors,
         bytes_dense=dense * (head.version + 1),
         late_joiner_bytes=newcomer.nbytes,
         late_joiner_plan=newcomer.plan,
@@ -200,7 +194,7 @@ def _join_late(stage: Stage) -> ApplyReceipt:
 
 
 def _judge(stage: Stage) -> tuple[Judged, ...]:
-    """Have the oracle compare, in a process that does not know deltachain."""
+    """Compare everything that was written down with what the trainer held."""
     last, middle = stage.watched[-1], stage.watched[-2]
     follower = stage.root / "follower"
     cases = [
@@ -211,36 +205,12 @@ def _judge(stage: Stage) -> tuple[Judged, ...]:
         (last, f"follower released, at step {last}", follower / "released"),
         (last, f"latecomer at step {last}", stage.root / "latecomer"),
     ]
-    return tuple(_compare(stage, step, what, held) for step, what, held in cases)
-
-
-def _compare(stage: Stage, step: int, what: str, held: Path) -> Judged:
-    dump = OracleCallback(stage.root / "oracle", steps=()).path(step)
-    command = [sys.executable, oracle.__file__, "compare", str(dump), str(held)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    if not done.stdout:
-        raise DemoError(f"the oracle could not compare {what}", hint=done.stderr.strip())
-    found = json.loads(done.stdout)
-    return Judged(what=what, elements=found["elements"], mismatching_bits=found["mismatching_bits"])
-
-
-def _verify(stage: Stage) -> bool:
-    """``deltachain verify``, as anybody would run it."""
-    program = "from deltachain.cli import main; main()"
-    command = [sys.executable, "-c", program, "verify", stage.url, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
-    if done.returncode != 0:
-        stage.display.say(f"[red]deltachain verify: {done.stderr.strip()}")
-    return done.returncode == 0
-
-
-def _manifests(stage: Stage) -> list[Manifest]:
-    """Every manifest of the chain, oldest first."""
-    chain = Chain.open(open_store(stage.url))
-    head = chain.head()
-    if head is None:
-        raise DemoError("the chain is empty")
-    return [committed.manifest for committed in chain.history(0, head.version)]
+    witness = OracleCallback(stage.root / "oracle", steps=())
+    found = [(what, compare(what, witness.path(step), held)) for step, what, held in cases]
+    return tuple(
+        Judged(what=what, elements=one.elements, mismatching_bits=one.mismatching_bits)
+        for what, one in found
+    )
 
 
 def _row(receipt: PublishReceipt, applied: dict[str, Any], dense: int) -> VersionRow:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,11 +16,10 @@ from typing import Any, Final
 
 import httpx
 
-from deltachain.chain import Chain
 from deltachain.checkpoint import Checkpoint
 from deltachain.control.client import ReplicaClient
-from deltachain.demo import oracle
 from deltachain.demo.display import Display
+from deltachain.demo.judge import compare, manifests_in, sent, verify
 from deltachain.demo.online.engine import HOST, Kind, command, variables
 from deltachain.demo.online.game import environment_folder, transcripts
 from deltachain.demo.online.processes import Service, free_port, until
@@ -29,13 +27,11 @@ from deltachain.demo.online.report import OnlineReport
 from deltachain.demo.online.rollouts import rewards_of, staleness_of, versions_of
 from deltachain.demo.online.trainer import Orders, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
-from deltachain.demo.replica import DemoError
 from deltachain.errors import ControlPlaneError
 from deltachain.manifest import Manifest
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from deltachain.testing.seaweed import Seaweed
-from deltachain.window import edge_id
 
 STEPS: Final = 40
 PRETRAIN_STEPS: Final = 250
@@ -95,13 +91,13 @@ def run_online(plan: Plan) -> OnlineReport:
         )
         bar.at(PRETRAIN_STEPS)
     with Seaweed(plan.root / "store") as store, ExitStack() as stack:
-        trainer = _Trainer(plan, store)
-        running = trainer.start(stack)
+        run = _Run(plan, store)
+        running = run.start(stack)
         running.trainer.wait(TRAIN_S)
-        return _judge(plan, running, trainer, start)
+        return _judge(plan, running, run, start)
 
 
-class _Trainer:
+class _Run:
     """The four parties of one run, and what was heard of them."""
 
     def __init__(self, plan: Plan, store: Seaweed) -> None:
@@ -112,7 +108,6 @@ class _Trainer:
         self.steps: list[dict[str, Any]] = []
         self.pauses: dict[int, float] = {}
         self._running: Running | None = None
-        self._bar = plan.display
 
     def start(self, stack: ExitStack) -> Running:
         """Start all of them, the trainer last."""
@@ -209,12 +204,10 @@ class _Trainer:
             thread.join()
 
 
-def _judge(plan: Plan, running: Running, run: _Trainer, start: float) -> OnlineReport:
-    manifests = _manifests(run)
-    head, diary = manifests[-1], diary_of(run.folder)
+def _judge(plan: Plan, running: Running, run: _Run, start: float) -> OnlineReport:
+    manifests = manifests_in(open_store(run.url, run.store.options))
+    head, bytes_of, diary = manifests[-1], sent(manifests), diary_of(run.folder)
     dense = sum(spec.nbytes for spec in Checkpoint(run.base).specs.values())
-    listed = [edge for m in manifests for edge in (*m.recent, m.summary())]
-    edges = {edge_id(edge): edge for edge in listed}.values()
     drawn, staleness = versions_of(diary), staleness_of(diary)
     pauses = [1e3 * seconds for seconds in run.pauses.values()] or [0.0]
     syncs = [event["sync_s"] for event in run.steps if event["sync_s"]] or [0.0]
@@ -225,10 +218,10 @@ def _judge(plan: Plan, running: Running, run: _Trainer, start: float) -> OnlineR
         versions=head.version + 1,
         mismatching_bits=_mismatching_bits(run),
         replica_agrees=_agrees(run, head),
-        bytes_sent=sum(edge.nbytes for edge in edges if edge.kind == "delta"),
-        anchor_bytes=sum(edge.nbytes for edge in edges if edge.kind == "anchor"),
+        bytes_sent=bytes_of.deltas,
+        anchor_bytes=bytes_of.anchors,
         bytes_dense=dense * (head.version + 1),
-        verified=_verify(run),
+        verified=verify(run.url, run.store.env(), plan.display),
         seconds=time.monotonic() - start,
         parameters=head.numel,
         samples=len(diary.read_text(encoding="utf-8").splitlines()),
@@ -245,7 +238,7 @@ def _judge(plan: Plan, running: Running, run: _Trainer, start: float) -> OnlineR
     )
 
 
-def _agrees(run: _Trainer, head: Manifest) -> bool:
+def _agrees(run: _Run, head: Manifest) -> bool:
     """Whether the replica, which reads its live weights anew, holds the trainer's last state."""
     with ReplicaClient(run.engine, token=run.token) as client:
         client.update(head.version)
@@ -253,36 +246,12 @@ def _agrees(run: _Trainer, head: Manifest) -> bool:
     return (status.version, status.state) == (head.version, head.state) and not status.poisoned
 
 
-def _mismatching_bits(run: _Trainer) -> int:
-    """Have the oracle compare a newcomer's copy, in a process that does not know deltachain."""
+def _mismatching_bits(run: _Run) -> int:
+    """What a newcomer holds who fetches the head, compared with the trainer's last bits."""
     pulled = run.plan.root / "newcomer"
     with Subscriber(run.url, pulled, store=open_store(run.url, run.store.options)) as newcomer:
         newcomer.update()
-    dump = bits_of(run.folder)
-    asked = [sys.executable, oracle.__file__, "compare", str(dump), str(pulled)]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)  # noqa: S603
-    if not done.stdout:
-        raise DemoError("the oracle could not compare", hint=done.stderr.strip())
-    return int(json.loads(done.stdout)["mismatching_bits"])
-
-
-def _verify(run: _Trainer) -> bool:
-    """``deltachain verify``, as anybody would run it."""
-    program = "from deltachain.cli import main; main()"
-    asked = [sys.executable, "-c", program, "verify", run.url, "--json"]
-    service = Service("verify", asked, run.plan.root / "logs", run.store.env(), forever=False)
-    with service:
-        service.wait(START_S)
-    return True
-
-
-def _manifests(run: _Trainer) -> list[Manifest]:
-    """Every manifest of the chain, oldest first."""
-    chain = Chain.open(open_store(run.url, run.store.options))
-    head = chain.head()
-    if head is None:
-        raise DemoError("the chain is empty")
-    return [committed.manifest for committed in chain.history(0, head.version)]
+    return compare("a newcomer", bits_of(run.folder), pulled).mismatching_bits
 
 
 def answers(url: str) -> bool:
