@@ -139,8 +139,8 @@ def requests(url: str) -> dict[str, float]:
             publisher.publish(step=step)
             sent = publisher.flush()
             held = follower.version
-            newest = None if held is None else follower.chain.newest(held)  # as follow() looks
-            received = follower.update(newest)
+            later = None if held is None else follower.chain.later(held)  # as follow() looks
+            received = follower.update(later)
             if sent is None or received is None:
                 raise ArithmeticError("the follower found nothing new")
             published += sent.requests
