@@ -6,11 +6,9 @@ It has the images' own command line but for what the engine needs on a CPU.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -21,25 +19,19 @@ import httpx
 import pytest
 
 from deltachain.testing.hub.server import HubServer
+from tests.containers import ARGUMENTS, USER, VARIABLES, as_user, environment_in, home_of
 from tests.engines.serving import ENGINE, HOST, ROOT, START_S, free_port
 from tests.engines.trainer import Trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-USER: Final = 1000
 TOKEN: Final = "only-for-this-test"  # noqa: S105
 STOP_S: Final = 60.0
 PATIENCE_S: Final = 120.0
 
-ARGUMENTS: Final = {
-    "vllm": "--enforce-eager --dtype bfloat16 --max-model-len 512 --max-num-seqs 8",
-    "sglang": "--device cpu --attention-backend torch_native --dtype bfloat16 --context-length 512 "
-    "--max-total-tokens 8192 --mem-fraction-static 0.6 --max-running-requests 8 "
-    "--disable-cuda-graph --skip-server-warmup --sleep-on-idle",
-}
-VARIABLES: Final[Mapping[str, Mapping[str, str]]] = {
-    "vllm": {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"},
-    "sglang": {"SGLANG_USE_CPU_ENGINE": "1"},
+SIZES: Final = {
+    "vllm": "--max-model-len 512 --max-num-seqs 8",
+    "sglang": "--context-length 512 --max-total-tokens 8192 --max-running-requests 8",
 }
 PREFIX: Final = {"vllm": "/v1/deltachain", "sglang": "/deltachain"}
 
@@ -57,15 +49,11 @@ class Space:
         self._log = log
         self.home = home
         port = free_port()
-        # As in a new container: nothing of whoever runs the tests but the way to the engine.
         self._environment = {
-            "PATH": f"{home}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
-            # The plugins of this tree too: those that are installed may be of another one.
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"))),
-            "HOME": str(home),
+            **environment_in(home, Path(sys.executable)),
             "HOST": HOST,
             "PORT": str(port),
-            "ENGINE_ARGS": ARGUMENTS[ENGINE],
+            "ENGINE_ARGS": f"{ARGUMENTS[ENGINE]} {SIZES[ENGINE]}",
             "DELTACHAIN_TOKEN": TOKEN,
             **VARIABLES[ENGINE],
             **environment,
@@ -90,7 +78,7 @@ class Space:
         entrypoint = ROOT / "spaces" / f"{ENGINE}-rollout" / "entrypoint.sh"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*_as_user(), "bash", str(entrypoint)],
+                as_user("bash", str(entrypoint)),
                 cwd=self.home,
                 stdout=log,
                 stderr=log,
@@ -162,14 +150,6 @@ class Space:
         time.sleep(0.2)
 
 
-def _as_user() -> list[str]:
-    """Drops everything but reading: an interpreter may lie where only its owner looks."""
-    if os.geteuid() != 0:
-        return []
-    drop = f"setpriv --reuid {USER} --regid {USER} --clear-groups"
-    return shlex.split(f"{drop} --inh-caps=+dac_read_search --ambient-caps=+dac_read_search")
-
-
 @pytest.fixture
 def url(hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """A chain in a bucket; the trainer's token may write there."""
@@ -181,17 +161,8 @@ def url(hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """Where the user may write. Not below pytest's folders: they are shut to others."""
-    with tempfile.TemporaryDirectory(prefix="deltachain-space-") as folder:
-        if os.geteuid() == 0:
-            os.chown(folder, USER, USER)
-        # bash looks for a command with less rights than it starts it with, and passes by a link
-        # to where only root looks.
-        python = Path(folder) / "bin" / "python3"
-        python.parent.mkdir()
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', encoding="utf-8")
-        python.chmod(0o755)
-        yield Path(folder)
+    with home_of(Path(sys.executable)) as folder:
+        yield folder
 
 
 @pytest.fixture
