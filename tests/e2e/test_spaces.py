@@ -127,8 +127,6 @@ def test_a_run_whose_rollouts_are_a_space_that_is_restarted_in_its_middle(
     with ExitStack() as stack:
         playing = stack.enter_context(game(logs))
         serving = stack.enter_context(rollouts(kind, logs, hub, url))
-        users = [user_of(playing), user_of(serving)]
-        assert users == [USER if os.geteuid() == 0 else os.geteuid()] * 2
 
         def heard(line: str) -> None:
             if line.startswith('{"event": "step"'):
@@ -148,6 +146,8 @@ def test_a_run_whose_rollouts_are_a_space_that_is_restarted_in_its_middle(
         )
         with training:
             training.wait(TRAIN_S)
+        users = [user_of(playing), user_of(serving)]
+        assert users == [USER if os.geteuid() == 0 else os.geteuid()] * 2
         assert steps == list(range(1, STEPS + 1))
         assert (playing.deaths, serving.deaths, training.deaths) == (0, 1, 0)
 
