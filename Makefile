@@ -27,6 +27,7 @@ demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a r
 
 examples: venv venv-vllm venv-sglang  ## run every example
 	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Two processes: most tests wait for a server or for a child. Each has servers of its own.
 test: venv  ## the tests that need no GPU: six minutes
