@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
 from deltachain.control.engine_client import EngineClient
 from deltachain.errors import ConfigError
@@ -20,6 +22,19 @@ HINT: Final = (
     "start vLLM with --enable-lora --max-lora-rank R --max-loras N, and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 )
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """A model that vLLM serves, or an adapter, and the folder that it was loaded from."""
+
+    id: str
+    root: str | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    """All of them."""
+
+    data: list[_Model]
 
 
 class AdapterServer:
@@ -49,10 +64,10 @@ class AdapterServer:
             ControlPlaneError: It does not answer.
         """
         found: dict[Version, Path] = {}
-        for model in self._client.ask("GET", "/v1/models").get("data", ()):
-            match = re.fullmatch(rf"{re.escape(self._name)}-v(\d+)", model["id"])
+        for model in self._client.ask("GET", "/v1/models", _Models).data:
+            match = re.fullmatch(rf"{re.escape(self._name)}-v(\d{{1,18}})", model.id, re.ASCII)
             if match:
-                found[int(match[1])] = Path(model["root"])
+                found[int(match[1])] = Path(model.root or "")
         return dict(sorted(found.items()))
 
     def bring(self, folder: Path, version: Version) -> None:
@@ -63,8 +78,7 @@ class AdapterServer:
             self._unload(version)
         if loaded.get(version) != lies:
             self._copy(folder, lies)
-            self._client.ask(
-                "POST",
+            self._client.tell(
                 "/v1/load_lora_adapter",
                 {"lora_name": self._named(version), "lora_path": str(lies)},
             )
@@ -81,7 +95,7 @@ class AdapterServer:
         self._client.close()
 
     def _unload(self, version: Version) -> None:
-        self._client.ask("POST", "/v1/unload_lora_adapter", {"lora_name": self._named(version)})
+        self._client.tell("/v1/unload_lora_adapter", {"lora_name": self._named(version)})
 
     def _named(self, version: Version) -> str:
         return f"{self._name}-v{version}"

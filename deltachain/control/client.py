@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import httpx
-import msgspec
 
+from deltachain.control.http import Http, bearer, read, secret
 from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, Refused
 from deltachain.errors import ControlPlaneError
 from deltachain.subscribe.replica_status import ReplicaStatus
 from deltachain.types import Version
-
-CONNECT_S: Final = 5.0
-LARGEST: Final = 4 << 20
-"""Bytes of an answer that are believed."""
 
 _T = TypeVar("_T")
 
@@ -34,17 +30,18 @@ class ReplicaClient:
 
     Attributes:
         url: As given.
+
+    Raises:
+        ConfigError: That is no address, or no header can carry the token.
     """
 
     def __init__(
         self, url: str, *, token: str = "", key: str = "", timeout_s: float = 600.0
     ) -> None:
-        self.url = url.rstrip("/")
-        headers = {"authorization": f"Bearer {key or token}"} if key or token else {}
-        if token:
-            headers[TOKEN_HEADER] = token
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-        self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        key, token = secret(key, "server's API key"), secret(token, "token")
+        headers = bearer(key or token) | ({TOKEN_HEADER: token} if token else {})
+        self._http = Http(url, headers, timeout_s=timeout_s)
+        self.url = self._http.url
         self._prefix = ""
 
     def status(self) -> ReplicaStatus:
@@ -93,7 +90,7 @@ class ReplicaClient:
 
     def close(self) -> None:
         """Give connections back. Closing twice is allowed."""
-        self._client.close()
+        self._http.close()
 
     def __enter__(self) -> Self:
         return self
@@ -113,34 +110,20 @@ class ReplicaClient:
     def _ask(
         self, method: str, route: str, kind: type[_T], body: dict[str, Any] | None = None
     ) -> _T:
-        answer = self._send(method, route, body)
-        try:
-            return msgspec.json.decode(answer.content, type=kind)
-        except msgspec.DecodeError as exc:
-            raise ControlPlaneError(f"{self.url} answered {route} with something else") from exc
+        found = read(self._send(method, route, body), kind)
+        if found is None:
+            raise ControlPlaneError(f"{self.url} answered {route} with something else")
+        return found
 
     def _send(self, method: str, route: str, body: dict[str, Any] | None) -> httpx.Response:
         for prefix in [self._prefix] if self._prefix else PREFIXES:
-            answer = self._request(method, f"{self.url}{prefix}/{route}", body)
+            answer = self._http.request(method, f"{prefix}/{route}", body)
             if answer.status_code != httpx.codes.NOT_FOUND:
                 self._prefix = prefix
                 break
-        if answer.is_success or (route == "ready" and _is(answer, Ready)):
+        if answer.is_success or (route == "ready" and read(answer, Ready) is not None):
             return answer
         raise self._refusal(answer)
-
-    def _request(self, method: str, url: str, body: dict[str, Any] | None) -> httpx.Response:
-        try:
-            with self._client.stream(method, url, json=body) as answer:
-                content = b""
-                for chunk in answer.iter_bytes():
-                    content += chunk
-                    if len(content) > LARGEST:
-                        raise ControlPlaneError(f"{self.url} answered more than {LARGEST} bytes")
-        except httpx.HTTPError as exc:
-            what = str(exc) or type(exc).__name__
-            raise ControlPlaneError(f"{self.url} did not answer: {what}") from exc
-        return httpx.Response(answer.status_code, content=content)
 
     def _refusal(self, answer: httpx.Response) -> ControlPlaneError:
         code = answer.status_code
@@ -149,19 +132,10 @@ class ReplicaClient:
                 f"{self.url} has no routes of deltachain",
                 hint="start the engine as vllm_ext/README.md or sglang_ext/README.md says",
             )
-        if _is(answer, Refused):
-            error = msgspec.json.decode(answer.content, type=Refused).error
+        refused, detail = read(answer, Refused), read(answer, Detail)
+        if refused:
+            error = refused.error
             return ControlPlaneError(f"{self.url}: {error.type}: {error.message}", hint=error.hint)
         hint = "give the server's DELTACHAIN_TOKEN" if code in (401, 403) else ""
-        detail = answer.text[:300]
-        if _is(answer, Detail):
-            detail = msgspec.json.decode(answer.content, type=Detail).detail
-        return ControlPlaneError(f"{self.url} answered {code}: {detail}", hint=hint)
-
-
-def _is(answer: httpx.Response, kind: type) -> bool:
-    try:
-        msgspec.json.decode(answer.content, type=kind)
-    except msgspec.DecodeError:
-        return False
-    return True
+        said = detail.detail if detail else answer.text[:300]
+        return ControlPlaneError(f"{self.url} answered {code}: {said}", hint=hint)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TypeVar
 
 import httpx
 
+from deltachain.control.http import Http, bearer, read, secret
 from deltachain.errors import ControlPlaneError
 
-CONNECT_S: Final = 5.0
+_T = TypeVar("_T")
 
 
 class EngineClient:
@@ -20,47 +21,43 @@ class EngineClient:
         key: Its API key.
         timeout_s: Longest wait for an answer.
         hint: What a person can do where it refuses.
+
+    Raises:
+        ConfigError: That is no address, or no header can carry the key.
     """
 
     def __init__(self, url: str, *, key: str, timeout_s: float, hint: str) -> None:
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-        self._client = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+        self._http = Http(url, bearer(secret(key, "server's API key")), timeout_s=timeout_s)
         self._hint = hint
 
-    def ask(
-        self, method: str, path: str, body: Mapping[str, object] | None = None
-    ) -> dict[str, Any]:
-        """The JSON object that a route answers; empty where it answers something else.
+    def tell(self, path: str, body: Mapping[str, object] | None = None) -> None:
+        """Let it do something; what it answers besides is not looked at.
 
         Raises:
-            ControlPlaneError: It refused, or did not answer.
+            ControlPlaneError: It refused, or did not answer; so does every call here.
         """
-        answer = self._send(method, path, body)
-        if not answer.is_success:
-            about = f"{self._client.base_url} answered {answer.status_code} to {path}"
-            raise ControlPlaneError(f"{about}: {answer.text[:300]}", hint=self._hint)
-        try:
-            found = answer.json()
-        except ValueError:
-            return {}
-        return found if isinstance(found, dict) else {}
+        self._succeed("POST", path, body)
+
+    def ask(
+        self, method: str, path: str, kind: type[_T], body: Mapping[str, object] | None = None
+    ) -> _T:
+        """What a route answers."""
+        found = read(self._succeed(method, path, body), kind)
+        if found is None:
+            raise ControlPlaneError(f"{self._http.url} answered something else to {path}")
+        return found
 
     def has(self, path: str) -> bool:
-        """Whether there is a route at a path, which only reads.
-
-        Raises:
-            ControlPlaneError: It did not answer.
-        """
-        return self._send("GET", path, None).status_code != httpx.codes.NOT_FOUND
+        """Whether there is a route at a path, which only reads."""
+        return self._http.request("GET", path).status_code != httpx.codes.NOT_FOUND
 
     def close(self) -> None:
         """Give the connection back. Closing twice is allowed."""
-        self._client.close()
+        self._http.close()
 
-    def _send(self, method: str, path: str, body: Mapping[str, object] | None) -> httpx.Response:
-        try:
-            return self._client.request(method, path, json=body)
-        except httpx.HTTPError as exc:
-            what = str(exc) or type(exc).__name__
-            raise ControlPlaneError(f"{self._client.base_url} did not answer: {what}") from exc
+    def _succeed(self, method: str, path: str, body: Mapping[str, object] | None) -> httpx.Response:
+        answer = self._http.request(method, path, body)
+        if not answer.is_success:
+            about = f"{self._http.url} answered {answer.status_code} to {path}"
+            raise ControlPlaneError(f"{about}: {answer.text[:300]}", hint=self._hint)
+        return answer

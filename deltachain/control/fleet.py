@@ -78,6 +78,7 @@ class Fleet:
         self._changed = Condition()
         self._wanted: Version | None = None
         self._held: dict[str, Version | None] = dict.fromkeys(self.clients)
+        self._untold: set[str] = set()
         self._trouble: dict[str, str] = {}
         self._closed = False
         for url in self.clients:
@@ -103,11 +104,12 @@ class Fleet:
         wanted = min(wanted, count)
 
         def enough() -> bool:
-            there = [held for held in self._held.values() if held is not None and held >= version]
-            return len(there) >= wanted
+            told = [held for url, held in self._held.items() if url not in self._untold]
+            return sum(held is not None and held >= version for held in told) >= wanted
 
         with self._changed:
             self._wanted = version if self._wanted is None else max(version, self._wanted)
+            self._untold = set(self.clients)  # one that held it may have been started again since
             self._changed.notify_all()
             done = self._changed.wait_for(enough, deadline)
             held = dict(self._held)
@@ -149,6 +151,8 @@ class Fleet:
                     trouble = f"it stays at version {held}"  # a rollback keeps it
                 pause_s = min(max(first, 2 * pause_s), most) if behind else 0.0
                 with self._changed:
+                    if not behind:
+                        self._untold.discard(url)
                     self._held[url] = held
                     self._trouble[url] = trouble
                     self._changed.notify_all()
@@ -158,7 +162,8 @@ class Fleet:
 
         def behind() -> bool:
             held = self._held[url]
-            return self._wanted is not None and (held is None or held < self._wanted)
+            late = self._wanted is not None and (held is None or held < self._wanted)
+            return late or url in self._untold
 
         with self._changed:
             self._changed.wait_for(lambda: self._closed, pause_s)

@@ -11,7 +11,9 @@ from threading import Thread
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
-from fastapi import Depends, HTTPException, Request
+from fastapi import Depends, HTTPException, Request, Security
+from fastapi.security import HTTPBearer
+from starlette.requests import ClientDisconnect
 
 from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
 from deltachain.subscribe.leader import Leader
@@ -29,6 +31,9 @@ LOOK_S: Final = 0.5
 
 Kind: TypeAlias = Literal["update", "rollback", "quick"]
 
+_SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")
+"""For documents: the token is compared in :meth:`Control.authorise`."""
+
 _T = TypeVar("_T")
 
 
@@ -38,12 +43,26 @@ class Control:
     Attributes:
         leader: ``None`` where the server follows no chain.
         refusal: Why not.
+        is_guarded: Whether the engine asks for a key of its own before anybody gets here.
+
+    Args:
+        token: What callers must know; empty for none.
+        is_open: Whether the server listens on the loopback interface alone.
     """
 
-    def __init__(self, leader: Leader | None, refusal: str, *, token: str, is_open: bool) -> None:
+    def __init__(
+        self,
+        leader: Leader | None,
+        refusal: str,
+        *,
+        token: str,
+        is_open: bool,
+        is_guarded: bool = False,
+    ) -> None:
         self.leader = leader
         self.refusal = refusal
-        self._token = token.encode()
+        self.is_guarded = is_guarded
+        self._token = token.strip().encode()
         self._is_open = is_open
         self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(Kind)}
 
@@ -51,16 +70,19 @@ class Control:
         """Refuse who does not know the token.
 
         Raises:
-            HTTPException: 401, or 403 where the server has neither token nor key.
+            HTTPException: 401, or 403 where the server has neither token nor key, and for web
+                pages where it is open: a browser asks in its user's name what any page wants.
         """
-        if not self._token:
+        if self._token:
+            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            given = request.headers.get(TOKEN_HEADER, bearer if scheme.lower() == "bearer" else "")
+            if not hmac.compare_digest(given.encode(), self._token):
+                raise HTTPException(401, "wrong or missing token")
+        elif not self.is_guarded:
             if not self._is_open:
                 raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
-            return
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        given = request.headers.get(TOKEN_HEADER, bearer)
-        if not hmac.compare_digest(given.encode(), self._token):
-            raise HTTPException(401, "wrong or missing token")
+            if "origin" in request.headers or request.url.hostname not in LOOPBACK:
+                raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
 
     async def run(
         self, action: Callable[[Leader], _T], request: Request | None, kind: Kind = "quick"
@@ -79,13 +101,22 @@ class Control:
         if self.leader is None:
             raise HTTPException(503, self.refusal)
         free = self._free[kind]
-        await free.acquire()
+        slot = asyncio.ensure_future(free.acquire())
+        try:
+            await _unless_left(slot, request)
+        finally:
+            slot.cancel()  # nothing, once it is there
         work = asyncio.ensure_future(aside(action, self.leader))
         work.add_done_callback(partial(_end, free))
-        while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
-            if request is not None and await request.is_disconnected():
-                raise HTTPException(503, "nobody waits for the answer")
+        await _unless_left(work, request)
         return work.result()
+
+
+async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> None:
+    """Wait until something is done, or nobody waits for it any more."""
+    while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
+        if request is not None and await request.is_disconnected() and not work.done():
+            raise HTTPException(503, "nobody waits for the answer")
 
 
 def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
@@ -121,7 +152,7 @@ def control_of(request: Request) -> Control:
     return control
 
 
-def _allowed(request: Request) -> Control:
+async def _allowed(request: Request, _: Annotated[object, Security(_SCHEME)]) -> Control:
     control = control_of(request)
     control.authorise(request)
     return control
@@ -146,11 +177,16 @@ async def _nothing(control: Allowed, request: Request) -> None:
 
 async def _body(request: Request, kind: type[_T], expected: str) -> _T:
     """The body, which is small: nobody is let in by its size, nor before the token."""
+    if request.url.query:
+        raise HTTPException(422, "what is asked goes into the body")
     body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > LARGEST:
-            raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LARGEST:
+                raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+    except ClientDisconnect as exc:
+        raise HTTPException(400, "the body has no end") from exc
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as exc:

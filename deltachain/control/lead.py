@@ -30,7 +30,9 @@ class Led(NamedTuple):
     checkpoint: Path
 
 
-async def lead(find: Callable[[ReplicaSettings], Led], *, is_open: bool, key: str = "") -> Control:
+async def lead(
+    find: Callable[[ReplicaSettings], Led], *, is_open: bool, is_guarded: bool, key: str = ""
+) -> Control:
     """Lead the engine of this server along the chain that the environment names, if any.
 
     Returns once it has caught up, or can not: the server then starts all the same, and the routes
@@ -38,7 +40,8 @@ async def lead(find: Callable[[ReplicaSettings], Led], *, is_open: bool, key: st
 
     Args:
         find: Makes the engine known; may refuse with any :class:`DeltaChainError`.
-        is_open: Whether something else than our token guards the routes.
+        is_open: Whether the server listens on the loopback interface alone.
+        is_guarded: Whether the engine asks for a key of its own before our routes.
         key: What they ask for where no token is set.
     """
     leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
@@ -54,4 +57,4 @@ async def lead(find: Callable[[ReplicaSettings], Led], *, is_open: bool, key: st
     except DeltaChainError as exc:
         refusal = str(exc)
         logger.warning("deltachain follows nothing: %s", exc)
-    return Control(leader, refusal, token=token, is_open=is_open)
+    return Control(leader, refusal, token=token, is_open=is_open, is_guarded=is_guarded)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
+
 from deltachain.control.engine_client import EngineClient
 from deltachain.errors import ControlPlaneError
 from deltachain.types import Version
@@ -24,7 +26,7 @@ HINT: Final = (
 class Loader(Protocol):
     """How one engine loads a checkpoint again."""
 
-    def named(self) -> str:
+    def named(self) -> str | None:
         """What it calls the weights that it holds."""
 
     def load(self, folder: Path, version: Version) -> None:
@@ -62,41 +64,55 @@ class ReloadServer:
         return SglangLoader(self._client) if is_sglang else VllmLoader(self._client)
 
 
+class Named(msgspec.Struct, frozen=True):
+    """What an engine calls its weights."""
+
+    weight_version: str | None = None
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Whether SGLang loaded what it was told to."""
+
+    success: bool
+    message: str = ""
+
+
 class VllmLoader:
     """A vLLM in its development mode."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._ask = client.ask
+        self._client = client
 
-    def named(self) -> str:
+    def named(self) -> str | None:
         """See :class:`Loader`."""
-        return str(self._ask("GET", "/weight_info").get("weight_version"))
+        return self._client.ask("GET", "/weight_info", Named).weight_version
 
     def load(self, folder: Path, version: Version) -> None:
         """See :class:`Loader`."""
-        self._ask("POST", "/pause?mode=keep&clear_cache=true")
+        tell = self._client.tell
+        tell("/pause?mode=keep&clear_cache=true")
         loading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self._ask("POST", "/collective_rpc", loading)
-        self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
-        self._ask("POST", "/update_weight_version", {"new_version": str(version)})
-        self._ask("POST", "/resume")
+        tell("/collective_rpc", loading)
+        tell("/reset_prefix_cache?reset_running_requests=true")
+        tell("/update_weight_version", {"new_version": str(version)})
+        tell("/resume")
 
 
 class SglangLoader:
     """An SGLang. With several ranks it may say that all is well where one of them refused."""
 
     def __init__(self, client: EngineClient) -> None:
-        self._ask = client.ask
+        self._client = client
 
-    def named(self) -> str:
+    def named(self) -> str | None:
         """See :class:`Loader`."""
-        return str(self._ask("GET", "/model_info").get("weight_version"))
+        return self._client.ask("GET", "/model_info", Named).weight_version
 
     def load(self, folder: Path, version: Version) -> None:
         """See :class:`Loader`."""
-        self._ask("POST", "/pause_generation", {"mode": "retract"})
+        self._client.tell("/pause_generation", {"mode": "retract"})
         loading = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        done = self._ask("POST", "/update_weights_from_disk", loading)
-        if not done.get("success"):
-            raise ControlPlaneError(f"SGLang did not load {folder}: {done.get('message')}")
-        self._ask("POST", "/continue_generation", {})
+        done = self._client.ask("POST", "/update_weights_from_disk", Loaded, loading)
+        if not done.success:
+            raise ControlPlaneError(f"SGLang did not load {folder}: {done.message}")
+        self._client.tell("/continue_generation", {})

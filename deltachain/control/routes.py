@@ -60,16 +60,16 @@ async def readyz(request: Request) -> PlainTextResponse:
     return PlainTextResponse("not ready", 503)
 
 
-@router.get("/status", responses=answers())
-async def status(control: Allowed) -> Response:
+@router.get("/status", responses=answers(400, 413, 422))
+async def status(control: Allowed, _: NothingAsked) -> Response:
     """What the replica holds, and how."""
     if control.leader is None:
         raise HTTPException(503, control.refusal)
     return _json(control.leader.status())
 
 
-@router.get("/ready", responses=answers(kinds={200: Ready, 503: Ready}))
-async def ready(control: Allowed) -> Response:
+@router.get("/ready", responses=answers(400, 413, 422, kinds={200: Ready, 503: Ready}))
+async def ready(control: Allowed, _: NothingAsked) -> Response:
     """200 when the replica should be sent requests, else 503 and why."""
     if control.leader is None:
         return _json(Ready(ready=False, reason=control.refusal), 503)
@@ -81,9 +81,9 @@ async def ready(control: Allowed) -> Response:
 @router.get(
     "/metrics",
     response_class=PlainTextResponse,
-    responses=answers(kinds={200: None}),
+    responses=answers(400, 413, 422, kinds={200: None}),
 )
-async def metrics(control: Allowed) -> Response:
+async def metrics(control: Allowed, _: NothingAsked) -> Response:
     """Figures for Prometheus."""
     if control.leader is None:
         raise HTTPException(503, control.refusal)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 from fastapi import APIRouter
+from fastapi.routing import APIRoute
 from torch import Tensor, nn
 
 from deltachain.checkpoint import named_folder
@@ -256,8 +257,16 @@ def serve(router: APIRouter, prefix: str) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     for route in router.routes:
-        endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint)  # type: ignore[attr-defined]
-        app().add_api_route(prefix + route.path, endpoint, methods=list(route.methods))  # type: ignore[attr-defined]
+        if isinstance(route, APIRoute):
+            app().add_api_route(
+                prefix + route.path,
+                auth_level(AuthLevel.ADMIN_OPTIONAL)(route.endpoint),
+                methods=sorted(route.methods or ()),
+                responses=route.responses,
+                response_class=route.response_class,
+                openapi_extra=route.openapi_extra,
+                tags=route.tags,
+            )
 
 
 def front_ends() -> int:

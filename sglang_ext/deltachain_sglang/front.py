@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -45,7 +46,10 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
         loop = asyncio.get_running_loop()
         host, key = compat.exposure()
         control = await lead(
-            lambda settings: _engine(loop, settings), key=key, is_open=host in LOOPBACK
+            lambda settings: _engine(loop, settings),
+            key=key,
+            is_open=host in LOOPBACK,
+            is_guarded=bool(key),
         )
         app.state.deltachain = control
         async with original(app) as state:
@@ -81,13 +85,17 @@ async def on_update(
     if control is None or control.leader is None:
         return False, control.refusal if control else "the engine is not up yet", 0
     named = obj.model_path.removeprefix(SCHEME)
-    if named and not named.isdecimal():
-        return False, f"{named!r} is no version: {SCHEME}7, or {SCHEME} for the head", 0
+    if not re.fullmatch(r"[0-9]{0,16}", named):
+        return False, f"{named[:20]!r} is no version: {SCHEME}7, or {SCHEME} for the head", 0
     version = int(named) if named else None
     try:
+        if request is not None and not control.is_guarded:
+            control.authorise(request)  # its own route asks for nothing where it has no key
         await control.run(lambda leader: leader.update(version), request, "update")
     except DeltaChainError as exc:
         return False, str(exc), 0
+    except HTTPException as exc:
+        return False, str(exc.detail), 0
     return True, f"version {control.leader.subscriber.version}", 0
 
 

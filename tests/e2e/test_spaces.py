@@ -49,6 +49,12 @@ SIZES: Final = {
 }
 
 
+def contained(name: str, command: list[str], folder: Path, environment: dict[str, str]) -> Service:
+    """A service that gets these variables and no other."""
+    given = [f"{variable}={value}" for variable, value in environment.items()]
+    return Service(name, ["env", "-i", *given, *command], folder, {})
+
+
 @contextmanager
 def game(folder: Path) -> Iterator[Service]:
     """The Space with the game, by the command of its image."""
@@ -62,7 +68,7 @@ def game(folder: Path) -> Iterator[Service]:
     program, script = json.loads(line)
     with home_of(python) as home:
         command = as_user(program, str(source / script), "--host", GAME)
-        made = Service("game", command, folder, environment_in(home, python))
+        made = contained("game", command, folder, environment_in(home, python))
         with made:
             until(lambda: answers(f"http://{GAME}:{PORT}/healthz"), made, START_S)
             yield made
@@ -88,7 +94,7 @@ def rollouts(kind: Kind, folder: Path, hub: HubServer, url: str) -> Iterator[Ser
     with home_of(python) as home:
         entrypoint = ROOT / "spaces" / f"{kind}-rollout" / "entrypoint.sh"
         command = as_user("bash", str(entrypoint))
-        with Service(kind, command, folder, environment_in(home, python) | settings) as made:
+        with contained(kind, command, folder, environment_in(home, python) | settings) as made:
             yield made
 
 

@@ -41,7 +41,8 @@ class EndpointPlugin:
         has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM takes no empty key
         state.deltachain = await lead(
             lambda settings: _engine(engine_client, loop, settings, args),
-            is_open=has_key or getattr(args, "host", None) in LOOPBACK,
+            is_open=getattr(args, "host", None) in LOOPBACK,
+            is_guarded=has_key,
         )
 
 

@@ -141,12 +141,16 @@ def serves(vllm: Vllm, name: str) -> float:
 
 
 def mocked(server: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
-    return httpx.Client(transport=httpx.MockTransport(server), base_url="http://engine:4040")
+    def streamed(request: httpx.Request) -> httpx.Response:
+        answer = server(request)
+        return httpx.Response(answer.status_code, stream=httpx.ByteStream(answer.content))
+
+    return httpx.Client(transport=httpx.MockTransport(streamed))
 
 
 def lead(store: MemoryStore, folder: Path, head: Path, vllm: Vllm) -> Agent:
     server = AdapterServer("http://engine", name="policy", folder=folder, keep=2)
-    server._client._client = mocked(vllm)
+    server._client._http._client = mocked(vllm)
     return Agent(config(store), head, server, store=store)
 
 
@@ -215,7 +219,7 @@ def test_a_server_is_told_whole_versions_whenever_it_comes_up(
     store: MemoryStore, tmp_path: Path, *, is_sglang: bool
 ) -> None:
     engine, server = Whole(is_sglang=is_sglang), ReloadServer("http://engine:4040")
-    server._client._client = mocked(engine)
+    server._client._http._client = mocked(engine)
     engine.is_down = True
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         with pytest.raises(ControlPlaneError, match="did not answer"):
@@ -236,7 +240,7 @@ def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
     store: MemoryStore, tmp_path: Path
 ) -> None:
     engine, server = Whole(is_sglang=True), ReloadServer("http://engine:4040")
-    server._client._client = mocked(engine)
+    server._client._http._client = mocked(engine)
     engine.refuses = True
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         with pytest.raises(ControlPlaneError, match="no such file"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from fastapi import FastAPI, Response
 
 from deltachain.control.client import ReplicaClient
 from deltachain.control.schemas import PREFIXES
-from deltachain.errors import ControlPlaneError
+from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.subscribe.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.subscribe.replicas import Followed
@@ -122,6 +124,22 @@ def test_a_server_without_our_routes_is_named() -> None:
         replica.status()
 
 
+@pytest.mark.parametrize("url", ["", "a:8000", "ftp://a", "http://", "http://[::1"])
+def test_what_is_no_address_is_said_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        ReplicaClient(url)
+
+
+def test_a_token_is_never_repeated(leader: Leader) -> None:
+    with served(app_of(leader, token=TOKEN)) as url:
+        with ReplicaClient(url, token=f" {TOKEN}\n") as replica:  # as files have them
+            assert replica.status().version is None
+        for bad in ("hush\nhush", "hüsch", "hush\x00"):
+            with pytest.raises(ConfigError, match="no header can carry") as caught:
+                ReplicaClient(url, token=bad)
+            assert "hush" not in str(caught.value)
+
+
 def test_nobody_there() -> None:
     with (
         ReplicaClient("http://127.0.0.1:9") as replica,
@@ -138,7 +156,17 @@ def test_a_newer_server_may_say_more(leader: Leader) -> None:
         assert replica.status() == leader.status()
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"version": "7"}', b"x" * (5 << 20)])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"version": "7"}',
+        b"x" * (5 << 20),
+        b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}",
+    ],
+)
 def test_an_answer_of_something_else_is_not_believed(content: bytes) -> None:
     app = FastAPI()
     app.add_api_route("/v1/deltachain/status", lambda: Response(content))
@@ -148,3 +176,17 @@ def test_an_answer_of_something_else_is_not_believed(content: bytes) -> None:
         pytest.raises(ControlPlaneError, match=r"something else|more than"),
     ):
         replica.status()
+
+
+def test_an_answer_is_not_unpacked() -> None:
+    app = FastAPI()
+    packed = gzip.compress(bytes(64 << 20))
+    headers = {"content-encoding": "gzip"}
+    app.add_api_route("/v1/deltachain/status", lambda: Response(packed, headers=headers))
+    with served(app) as url, ReplicaClient(url) as replica:
+        tracemalloc.start()
+        with pytest.raises(ControlPlaneError, match="something else"):
+            replica.status()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 16 << 20

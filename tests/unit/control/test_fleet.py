@@ -61,6 +61,16 @@ def test_the_trainer_is_not_held_past_the_deadline(
             assert GONE in str(announced)
 
 
+def test_a_replica_that_fell_back_is_asked_again(heres: list[tuple[Followed, Leader]]) -> None:
+    (_, before), (here, after), _ = heres
+    with served(app_of(before, is_open=True)) as url, Fleet([url]) as fleet:
+        assert fleet.announce(2).enough
+        before.update, before.status = after.update, after.status  # type: ignore[method-assign]
+        assert not here.holds(2)
+        assert fleet.announce(2).enough
+        assert here.holds(2)
+
+
 def test_nobody_waits_for_none(heres: list[tuple[Followed, Leader]]) -> None:
     here, leader = heres[0]
     with served(app_of(leader, is_open=True)) as url, Fleet([url]) as fleet:

@@ -24,6 +24,7 @@ from tests.unit.subscribe.replicas import Followed
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 PREFIX = "/v1/deltachain"
+HERE = "http://127.0.0.1:8000"
 ROUTES = [
     ("GET", "status"),
     ("GET", "ready"),
@@ -50,7 +51,7 @@ def leader(here: Followed) -> Iterator[Leader]:
 
 def client(leader: Leader | None, *, token: str = "", is_open: bool = False) -> TestClient:
     """A server with our routes."""
-    return TestClient(app_of(leader, token=token, is_open=is_open))
+    return TestClient(app_of(leader, token=token, is_open=is_open), base_url=HERE)
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -87,8 +88,8 @@ def test_without_a_token_the_servers_key_opens_them(
     monkeypatch.delenv("DELTACHAIN_URL", raising=False)
     app = FastAPI()
     app.include_router(router, prefix=PREFIX)
-    app.state.deltachain = asyncio.run(lead(mock.Mock(), is_open=True, key="key"))
-    with TestClient(app) as server:
+    app.state.deltachain = asyncio.run(lead(mock.Mock(), is_open=True, is_guarded=True, key="key"))
+    with TestClient(app, base_url=HERE) as server:
         assert server.get(f"{PREFIX}/status", headers=bearer(token)).status_code == code
 
 
@@ -111,6 +112,43 @@ def test_update_rollback_and_status(
         status = server.get("/v1/deltachain/status", headers=headers).json()
         assert (status["version"], status["pinned"], status["head"]) == (1, False, 2)
     assert here.holds(1)
+
+
+@pytest.mark.parametrize(("method", "route"), ROUTES)
+@pytest.mark.parametrize(
+    ("query", "body", "code"),
+    [
+        ("", b" " * 5000, 413),
+        ("", b'{"url": "s3://elsewhere"}', 422),
+        ("?url=s3://elsewhere", b"", 422),
+    ],
+)
+def test_no_route_takes_an_address_or_much_of_a_body(
+    here: Followed, leader: Leader, *, method: str, route: str, query: str, body: bytes, code: int
+) -> None:
+    leader.update(1)
+    events = list(here.engine.events)
+    with client(leader, is_open=True) as server:
+        answer = server.request(method, f"{PREFIX}/{route}{query}", content=body)
+    assert answer.status_code == code
+    assert "elsewhere" not in answer.text
+    assert here.engine.events == events
+    assert here.holds(1)
+
+
+@pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}])
+def test_web_pages_do_not_get_in_where_no_token_is_asked_for(
+    here: Followed, leader: Leader, headers: dict[str, str]
+) -> None:
+    leader.update(1)
+    with client(leader, is_open=True) as server:
+        answer = server.post(f"{PREFIX}/update", content=b"{}", headers=headers)
+        assert answer.status_code == 403
+        assert here.holds(1)
+        assert server.post(f"{PREFIX}/update", headers={"Host": "localhost"}).status_code == 200
+    with client(leader, token=TOKEN, is_open=True) as server:
+        answer = server.get(f"{PREFIX}/status", headers=headers | bearer(TOKEN))
+        assert answer.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -257,3 +295,21 @@ def test_updates_that_hang_do_not_keep_anybody_from_pausing(leader: Leader) -> N
 
     asyncio.run(ask())
     hangs.set()
+
+
+def test_whoever_waits_in_the_queue_is_let_go_too_and_keeps_no_place(leader: Leader) -> None:
+    hangs = Event()
+    gone = mock.Mock(is_disconnected=mock.AsyncMock(return_value=True))
+    stays = mock.Mock(is_disconnected=mock.AsyncMock(return_value=False))
+
+    async def ask() -> None:
+        control = Control(leader, "", token="", is_open=True)
+        asked = [control.run(lambda _: hangs.wait(60), gone, "update") for _ in range(3 * AT_ONCE)]
+        found = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
+        assert all(isinstance(one, HTTPException) for one in found)
+        assert len(asyncio.all_tasks()) <= 1 + AT_ONCE  # this one, and those whose work goes on
+        hangs.set()
+        asked = [control.run(lambda _: "done", stays, "update") for _ in range(2 * AT_ONCE)]
+        assert await asyncio.wait_for(asyncio.gather(*asked), 20) == ["done"] * 2 * AT_ONCE
+
+    asyncio.run(ask())
