@@ -309,7 +309,7 @@ def test_whoever_waits_in_the_queue_is_let_go_too_and_keeps_no_place(leader: Lea
         assert all(isinstance(one, HTTPException) for one in found)
         assert len(asyncio.all_tasks()) <= 1 + AT_ONCE  # this one, and those whose work goes on
         hangs.set()
-        asked = [control.run(lambda _: "done", stays, "update") for _ in range(2 * AT_ONCE)]
-        assert await asyncio.wait_for(asyncio.gather(*asked), 20) == ["done"] * 2 * AT_ONCE
+        later = [control.run(lambda _: "done", stays, "update") for _ in range(2 * AT_ONCE)]
+        assert await asyncio.wait_for(asyncio.gather(*later), 20) == ["done"] * 2 * AT_ONCE
 
     asyncio.run(ask())
