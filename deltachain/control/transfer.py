@@ -45,7 +45,7 @@ class DeltaChainWeightTransfer:
         engines: Replicas to be told; those that follow by themselves need not be.
         wait: For how many of them: ``all``, ``quorum``, ``any``; ``none`` waits neither for
             them nor for the upload.
-        deadline: Seconds that training is held for them at most.
+        deadline: Seconds that training is held at most: by the upload, and by the engines.
         token: The replicas' ``DELTACHAIN_TOKEN``.
         key: The engines' own API key.
         config: Of the publisher; ``url`` replaces the one in it.
@@ -128,18 +128,41 @@ class DeltaChainWeightTransfer:
             if self._flight is not None:  # it may be left to a later one, which tells then
                 self._flight.add_done_callback(self._announce_later)
             else:
-                self._announce(self.version)
+                self._announce(self.version, self._wait, 0.0)
         elif self._settle():
-            self._announce(self.version)
+            left_s = max(0.0, self._deadline - (time.monotonic() - start))
+            self._announce(self.version, self._wait, left_s)
         self._log(time.monotonic() - start)
 
     def destroy(self) -> None:
-        """Commit what is left, tell the engines of it, and give everything back."""
+        """Commit what is left, let the engines have it, and give everything back.
+
+        A last sync that failed is made up for where no other rank is needed. Engines are waited for
+        as in a sync, but for all of them where syncs wait for none.
+
+        Raises:
+            DeltaChainError: That failed, and ``on_error`` is ``raise``.
+        """
         try:
             if self.publisher is not None:
+                self.publisher.flush()
+                if self._trainer is not None and self.publisher.is_alone and self._failed():
+                    self.publisher.publish(step=self._trainer.state.global_step)
                 self.publisher.close()
+                self._announce_last()
         finally:
             self._fleet.close()
+
+    def _failed(self) -> bool:
+        """Whether the last sync is in no version."""
+        flight = self._flight
+        return flight is not None and (not flight.done() or flight.exception() is not None)
+
+    def _announce_last(self) -> None:
+        announced = self.announced
+        if announced is None or announced.version < self.version or announced.stragglers:
+            wait: Wait = "all" if self._wait == "none" else self._wait
+            self._announce(self.version, wait, self._deadline)
 
     def _publish_own(self) -> Iterator[tuple[str, Tensor]]:
         """Instead of the trainer's iterator: publish from its parameters, and give nothing."""
@@ -165,13 +188,19 @@ class DeltaChainWeightTransfer:
 
     def _settle(self) -> bool:
         """Wait for the upload; whether there is a version to tell of."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return True
         if self.publisher is not None and self.publisher.is_left(flight):
             return False  # the publisher has said why; the next sync makes up for it
         try:
-            self.receipts.append(flight.result())
+            self._note(flight.result(self._deadline))
+        except TimeoutError:
+            logger.warning(
+                "not uploaded in %g s; training goes on, engines are told then", self._deadline
+            )
+            flight.add_done_callback(self._announce_later)
+            return False
         except DeltaChainError as exc:
             if self.config.on_error == "raise":
                 raise
@@ -179,20 +208,22 @@ class DeltaChainWeightTransfer:
             return False
         return True
 
-    def _announce(self, version: Version) -> None:
-        announced = self._fleet.announce(version, wait=self._wait, deadline=self._deadline)
-        self.announced = announced
+    def _note(self, receipt: PublishReceipt) -> bool:
+        """Keep a receipt, once: it may cover several syncs."""
+        is_new = not self.receipts or self.receipts[-1].version < receipt.version
+        if is_new:
+            self.receipts.append(receipt)
+        return is_new
+
+    def _announce(self, version: Version, wait: Wait, deadline: float) -> None:
+        announced = self.announced = self._fleet.announce(version, wait=wait, deadline=deadline)
         if not announced.enough:
             logger.warning("%s; training goes on", announced)
 
     def _announce_later(self, flight: Published) -> None:
-        """In the publisher's thread."""
-        if flight.exception() is not None:
-            return
-        receipt = flight.result()
-        if not self.receipts or self.receipts[-1].version < receipt.version:  # it may cover several
-            self.receipts.append(receipt)
-            self._announce(receipt.version)
+        """In the publisher's thread, which waits for nobody."""
+        if flight.exception() is None and self._note(flight.result()):
+            self._announce(flight.result().version, "none", 0.0)
 
     def _log(self, sync_s: float) -> None:
         metrics = getattr(self._trainer, "_metrics", None)

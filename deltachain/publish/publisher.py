@@ -162,6 +162,11 @@ class Publisher:
         """This publisher's epoch; -1 before ``attach``."""
         return self._session.writer.epoch if self._session else -1
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank publishes with this one."""
+        return self._ranks.count == 1
+
     def publish(self, *, step: int | None = None) -> Published:
         """Publish what has changed since the last version.
 

@@ -17,6 +17,7 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from deltachain.control.client import ReplicaClient
+from deltachain.control.fleet import Wait
 from deltachain.control.transfer import DeltaChainWeightTransfer
 from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
 from deltachain.demo.online.cpu import run_on_cpu
@@ -24,7 +25,7 @@ from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableEr
 from deltachain.keys import manifest_key
 from deltachain.publish import publisher as publisher_module
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Fault, FaultyStore
+from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.testing.models import recompute, same
 
 STEPS = 3
@@ -127,6 +128,20 @@ def train(base: Path, folder: Path, transfer: DeltaChainWeightTransfer, *, attac
     return trainer
 
 
+def timed(transfer: DeltaChainWeightTransfer) -> list[float]:
+    """Gets the seconds that each sync holds training; the first begins the chain."""
+    held: list[float] = []
+    send = transfer.send_weights
+
+    def timing(iterator: Any) -> None:
+        start = time.monotonic()
+        send(iterator)
+        held.append(time.monotonic() - start)
+
+    transfer.send_weights = timing  # type: ignore[method-assign]
+    return held
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     made = FaultyStore(MemoryStore())
@@ -160,9 +175,9 @@ def test_training_goes_on_without_an_engine_that_hangs(
     transfer = DeltaChainWeightTransfer(
         "memory://policy", engines=engines, deadline=0.5, dtype="BF16"
     )
-    start = time.monotonic()
+    held = timed(transfer)
     train(base, tmp_path, transfer, attach=True)
-    assert time.monotonic() - start < 60
+    assert max(held[1:]) < 5.0
     assert engines[0].versions == list(range(STEPS + 1))
     assert "http://b" in caplog.text
     assert transfer.announced is not None
@@ -192,9 +207,9 @@ def test_a_store_that_can_not_say_what_became_of_a_version_holds_nobody_up(
     transfer = DeltaChainWeightTransfer(
         "memory://policy", engines=[engine], on_error="warn", dtype="BF16"
     )
-    start = time.monotonic()
+    held = timed(transfer)
     train(base, tmp_path, transfer, attach=True)
-    assert time.monotonic() - start < 60
+    assert max(held[1:]) < 30
     versions = recompute(store)
     assert engine.versions[-1] == max(versions) > 0
     assert versions[max(versions)].committed.manifest.step == STEPS
@@ -216,8 +231,45 @@ def test_nobody_is_waited_for(base: Path, tmp_path: Path, store: FaultyStore) ->
     )
     train(base, tmp_path, transfer, attach=True)
     assert recompute(store).keys() == set(range(STEPS + 1))
-    assert engine.versions
+    assert engine.versions[-1] == STEPS  # at the end at the latest
     assert len(transfer.receipts) == STEPS
+
+
+@pytest.mark.parametrize("wait", ["all", "none"])
+@pytest.mark.parametrize("kind", ["fail", "lose-reply"])
+def test_a_last_sync_that_failed_is_made_up_for_at_the_end(
+    base: Path, tmp_path: Path, store: FaultyStore, *, wait: Wait, kind: Action
+) -> None:
+    store.add(Fault(kind, "deltas/", nth=STEPS, times=1))
+    engine = Told("a")
+    transfer = DeltaChainWeightTransfer(
+        "memory://policy",
+        engines=[engine],
+        wait=wait,
+        on_error="warn",
+        when_busy="wait",
+        dtype="BF16",
+    )
+    train(base, tmp_path, transfer, attach=True)
+    versions = recompute(store)
+    assert versions[max(versions)].committed.manifest.step == STEPS
+    assert engine.versions[-1] == max(versions)
+
+
+def test_a_slow_upload_holds_nobody_past_the_deadline(
+    base: Path, tmp_path: Path, store: FaultyStore
+) -> None:
+    store.add(Fault("slow", "deltas/", times=1, seconds=6.0))
+    engine = Told("a")
+    transfer = DeltaChainWeightTransfer(
+        "memory://policy", engines=[engine], deadline=0.5, dtype="BF16"
+    )
+    held = timed(transfer)
+    train(base, tmp_path, transfer, attach=True)
+    assert max(held[1:]) < 4.0
+    versions = recompute(store)
+    assert versions[max(versions)].committed.manifest.step == STEPS
+    assert engine.versions[-1] == max(versions)
 
 
 def test_a_trainer_that_streams_in_another_way_is_refused() -> None:
