@@ -23,14 +23,17 @@ class OnlineReport:
         bytes_sent: All deltas.
         anchor_bytes: All anchors.
         bytes_dense: What full bf16 copies of the same versions would have been.
+        late_joiner_bytes: What a newcomer fetched at the end.
+        late_joiner_plan: How.
         verified: Whether ``deltachain verify`` found everything right.
         seconds: Altogether.
         parameters: Of the model.
         samples: Games that were handed to the trainer.
         tokens: That the policy drew in them.
-        unknown_versions: Of these, those of no committed version.
+        unknown_versions: Of these, those whose version was not there, or older than one before.
         reward_first: Mean over the first fifth of the samples.
         reward_last: Over the last fifth.
+        reward_error: Standard error of their difference.
         staleness_p50: Versions that half of the tokens were behind when their game ended.
         staleness_max: And the most.
         pause_ms_p50: Milliseconds that the engine paused for a version.
@@ -46,6 +49,8 @@ class OnlineReport:
     bytes_sent: int
     anchor_bytes: int
     bytes_dense: int
+    late_joiner_bytes: int
+    late_joiner_plan: str
     verified: bool
     seconds: float
     parameters: int
@@ -54,6 +59,7 @@ class OnlineReport:
     unknown_versions: int
     reward_first: float
     reward_last: float
+    reward_error: float
     staleness_p50: float
     staleness_max: int
     pause_ms_p50: float
@@ -69,8 +75,8 @@ class OnlineReport:
 
     @property
     def learnt(self) -> bool:
-        """Whether the reward rose."""
-        return self.reward_last > self.reward_first
+        """Whether the reward rose by more than its standard error."""
+        return self.reward_last - self.reward_first > self.reward_error
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object."""
@@ -85,6 +91,7 @@ class OnlineReport:
         again = ", ".join(f"{name} {count}x" for name, count in self.deaths.items() if count)
         rows = {
             "reward, first and last fifth": f"{self.reward_first:.3f} to {self.reward_last:.3f}",
+            "  rose by": f"{self.reward_last - self.reward_first:.3f} ± {self.reward_error:.3f}",
             "games, tokens drawn": f"{self.samples:,}, {self.tokens:,}",
             "tokens of no known version": f"{self.unknown_versions}",
             "versions a token was behind": f"{self.staleness_p50:g}, at most {self.staleness_max}",
@@ -92,6 +99,7 @@ class OnlineReport:
             "training held for a version": f"{self.sync_s_p50:.2f} s",
             "deltas and anchors": f"{self.bytes_sent:,} B + {self.anchor_bytes:,} B",
             "full copies would be": f"{self.bytes_dense:,} B, {dense:.0f}x",
+            "a newcomer fetched": f"{self.late_joiner_bytes:,} B",
             "mismatching bits": f"{self.mismatching_bits}",
             "replica's live weights": "the trainer's" if self.replica_agrees else "OTHERS",
             "chain": "verified" if self.verified else "BROKEN",

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import queue
-import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -286,30 +285,3 @@ def _runs(versions: list[int]) -> list[list[int]]:
     """``[version, tokens]`` for every stretch of drawn tokens of one version."""
     drawn = [version for version in versions if version >= 0]
     return [[version, len(list(run))] for version, run in itertools.groupby(drawn)]
-
-
-def staleness_of(diary: Path) -> list[int]:
-    """Versions that every drawn token was behind the newest when its game ended."""
-    found: list[int] = []
-    for line in diary.read_text(encoding="utf-8").splitlines():
-        sample_of = json.loads(line)
-        for version, count in sample_of["versions"]:
-            found += [max(0, sample_of["held"] - version)] * count
-    return found
-
-
-def versions_of(diary: Path) -> dict[int, int]:
-    """Tokens drawn, by the version that drew them."""
-    found: dict[int, int] = {}
-    for line in diary.read_text(encoding="utf-8").splitlines():
-        for version, count in json.loads(line)["versions"]:
-            found[version] = found.get(version, 0) + count
-    return found
-
-
-def rewards_of(diary: Path, share: float = 0.2) -> tuple[float, float]:
-    """Mean reward of the first and of the last samples."""
-    lines = diary.read_text(encoding="utf-8").splitlines()
-    rewards: list[Any] = [json.loads(line)["reward"] for line in lines]
-    count = max(1, int(share * len(rewards)))
-    return statistics.mean(rewards[:count]), statistics.mean(rewards[-count:])

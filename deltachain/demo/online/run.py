@@ -20,17 +20,18 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.control.client import ReplicaClient
 from deltachain.demo.display import Display
 from deltachain.demo.judge import compare, manifests_in, sent, verify
+from deltachain.demo.online.diary import rewards_of, staleness_of, unknown_in
 from deltachain.demo.online.engine import HOST, Kind, command, variables
 from deltachain.demo.online.game import environment_folder, transcripts
 from deltachain.demo.online.processes import Service, free_port, until
 from deltachain.demo.online.report import OnlineReport
-from deltachain.demo.online.rollouts import rewards_of, staleness_of, versions_of
 from deltachain.demo.online.trainer import Orders, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
+from deltachain.demo.replica import DemoError
 from deltachain.errors import ControlPlaneError
 from deltachain.manifest import Manifest
 from deltachain.store import open_store
-from deltachain.subscribe import Subscriber
+from deltachain.subscribe import ApplyReceipt, Subscriber
 from deltachain.testing.seaweed import Seaweed
 
 STEPS: Final = 40
@@ -208,15 +209,16 @@ def _judge(plan: Plan, running: Running, run: _Run, start: float) -> OnlineRepor
     manifests = manifests_in(open_store(run.url, run.store.options))
     head, bytes_of, diary = manifests[-1], sent(manifests), diary_of(run.folder)
     dense = sum(spec.nbytes for spec in Checkpoint(run.base).specs.values())
-    drawn, staleness = versions_of(diary), staleness_of(diary)
+    staleness, rewards, newcomer = staleness_of(diary), rewards_of(diary), _join_late(run)
     pauses = [1e3 * seconds for seconds in run.pauses.values()] or [0.0]
     syncs = [event["sync_s"] for event in run.steps if event["sync_s"]] or [0.0]
-    first, last = rewards_of(diary)
     services = (running.environment, running.replica, running.trainer)
     return OnlineReport(
         engine=plan.kind,
         versions=head.version + 1,
         mismatching_bits=_mismatching_bits(run),
+        late_joiner_bytes=newcomer.nbytes,
+        late_joiner_plan=newcomer.plan,
         replica_agrees=_agrees(run, head),
         bytes_sent=bytes_of.deltas,
         anchor_bytes=bytes_of.anchors,
@@ -226,9 +228,10 @@ def _judge(plan: Plan, running: Running, run: _Run, start: float) -> OnlineRepor
         parameters=head.numel,
         samples=len(diary.read_text(encoding="utf-8").splitlines()),
         tokens=len(staleness),
-        unknown_versions=sum(count for version, count in drawn.items() if version > head.version),
-        reward_first=first,
-        reward_last=last,
+        unknown_versions=unknown_in(diary),
+        reward_first=rewards.first,
+        reward_last=rewards.last,
+        reward_error=rewards.error,
         staleness_p50=statistics.median(staleness),
         staleness_max=max(staleness),
         pause_ms_p50=statistics.median(pauses),
@@ -246,12 +249,23 @@ def _agrees(run: _Run, head: Manifest) -> bool:
     return (status.version, status.state) == (head.version, head.state) and not status.poisoned
 
 
+def _join_late(run: _Run) -> ApplyReceipt:
+    """What a newcomer fetches who has nothing."""
+    folder = _newcomer(run)
+    with Subscriber(run.url, folder, store=open_store(run.url, run.store.options)) as subscriber:
+        receipt = subscriber.update()
+    if receipt is None:
+        raise DemoError("the newcomer found nothing to fetch")
+    return receipt
+
+
 def _mismatching_bits(run: _Run) -> int:
-    """What a newcomer holds who fetches the head, compared with the trainer's last bits."""
-    pulled = run.plan.root / "newcomer"
-    with Subscriber(run.url, pulled, store=open_store(run.url, run.store.options)) as newcomer:
-        newcomer.update()
-    return compare("a newcomer", bits_of(run.folder), pulled).mismatching_bits
+    """What the newcomer holds, compared with the trainer's last bits."""
+    return compare("a newcomer", bits_of(run.folder), _newcomer(run)).mismatching_bits
+
+
+def _newcomer(run: _Run) -> Path:
+    return run.plan.root / "newcomer"
 
 
 def answers(url: str) -> bool:

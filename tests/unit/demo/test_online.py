@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from itertools import islice
@@ -19,10 +20,11 @@ from trl.experimental.async_grpo.packing import TreeRow
 
 from deltachain.demo.online import engine as engines
 from deltachain.demo.online.cpu import tree_attention
+from deltachain.demo.online.diary import rewards_of, staleness_of, unknown_in
 from deltachain.demo.online.engine import UnlabelledError, sample
 from deltachain.demo.online.game import read_words, transcripts
 from deltachain.demo.online.processes import Service, until
-from deltachain.demo.online.rollouts import Played, rewards_of, staleness_of, versions_of
+from deltachain.demo.online.rollouts import Played
 from deltachain.demo.online.trainer import TRAINER_STATE, last_checkpoint
 from deltachain.demo.replica import DemoError
 
@@ -179,16 +181,35 @@ def test_a_game_knows_what_it_drew() -> None:
     assert game.oldest == 6
 
 
-def test_what_the_diary_says(tmp_path: Path) -> None:
-    lines = [
-        {"reward": 0.0, "versions": [[3, 2]], "held": 5},
-        {"reward": 1.0, "versions": [[4, 1], [5, 1]], "held": 5},
-    ]
+def written(tmp_path: Path, *lines: tuple[int, float, list[list[int]], int]) -> Path:
     diary = tmp_path / "samples"
-    diary.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = ("group", "reward", "versions", "held")
+    diary.write_text(
+        "".join(json.dumps(dict(zip(names, line, strict=True))) + "\n" for line in lines)
+    )
+    return diary
+
+
+def test_what_the_diary_says(tmp_path: Path) -> None:
+    diary = written(tmp_path, (0, 0.0, [[3, 2]], 5), (1, 1.0, [[4, 1], [5, 1]], 5))
     assert sorted(staleness_of(diary)) == [0, 1, 2, 2]
-    assert versions_of(diary) == {3: 2, 4: 1, 5: 1}
-    assert rewards_of(diary, 0.5) == (0.0, 1.0)
+    assert unknown_in(diary) == 0
+
+
+def test_labels_that_can_not_be(tmp_path: Path) -> None:
+    assert unknown_in(written(tmp_path, (0, 0.0, [[3, 2], [6, 5]], 5))) == 5
+    assert unknown_in(written(tmp_path, (0, 0.0, [[40, 3], [2, 1], [40, 2]], 40))) == 1
+    assert unknown_in(written(tmp_path, (0, 0.0, [[0, 3]], -1))) == 3
+
+
+def test_rewards_rise_by_more_than_chance(tmp_path: Path) -> None:
+    earned = [0.0, 0.2, 0.1, 0.3, 0.9, 1.1, 1.0, 1.2]  # of four groups of two games
+    lines = [(n // 2, reward, [[0, 1]], 0) for n, reward in enumerate(earned)]
+    rewards = rewards_of(written(tmp_path, *lines), 0.5)
+    assert rewards.first == pytest.approx(0.15)
+    assert rewards.last == pytest.approx(1.05)
+    assert rewards.error == pytest.approx(math.hypot(0.05, 0.05))  # means 0.1 and 0.2: ±0.05
+    assert rewards_of(written(tmp_path, *lines), 0.1).error == math.inf  # one group tells nothing
 
 
 def test_transcripts_are_games() -> None:
