@@ -33,7 +33,7 @@ examples: venv venv-vllm venv-sglang  ## run every example
 test: venv  ## the tests that need no GPU: six minutes
 	$(BIN)/pytest -n 2 --dist worksteal
 
-test-long: venv venv-vllm venv-sglang  ## the tests that take minutes
+test-long: examples  ## the tests that take minutes, and the examples
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist"
 
 test-dist: venv  ## trainers of several ranks

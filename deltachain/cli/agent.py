@@ -11,16 +11,20 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.follow import show_version, stopping
-from deltachain.cli.options import Base, Out, Poll, Url
+from deltachain.cli.options import Base, Out, Poll
+from deltachain.errors import ConfigError
 
 
 def agent(  # noqa: PLR0913 - one argument an option
-    url: Url,
+    url: Annotated[str | None, typer.Argument(metavar="URL", help="The chain.")] = None,
     *,
     engine: Annotated[
         str, typer.Option(metavar="URL", help="The server; it sees the folder of --out.")
     ],
     out: Out,
+    chain: Annotated[
+        str | None, typer.Option(metavar="URL", help="The chain, in place of the argument.")
+    ] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -57,7 +61,9 @@ def agent(  # noqa: PLR0913 - one argument an option
     from deltachain.control.reload import ReloadServer
     from deltachain.subscribe import SubscribeConfig
 
-    config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
+    if (url is None) == (chain is None):
+        raise ConfigError("which chain?", hint="give one URL: deltachain agent URL --engine ...")
+    config = SubscribeConfig(url=url or chain or "", base=base, poll_s=poll, undo_applies=0)
     folder, stop = out / "head" if adapter else out, Event()
     server = (
         AdapterServer(engine, name=adapter, folder=out, key=key, keep=keep)

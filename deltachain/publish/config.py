@@ -22,7 +22,7 @@ class PublishConfig:
     """Where the chain lies: a folder, or a URL that begins with ``s3://``, ``hf://buckets/``,
     ``file:///``, ``memory://``, ``gs://``, ``az://`` or what else fsspec knows."""
 
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What the library behind the store needs to know beyond the URL and the environment."""
 
     encoding: Literal["step", "overwrite", "raw"] = "step"

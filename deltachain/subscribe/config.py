@@ -35,7 +35,7 @@ class SubscribeConfig:
     """Seconds between looks for a new version; each is varied by a quarter, so that replicas that
     were started together do not ask together. Not given: what the store bears."""
 
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What the library behind the store needs to know beyond the URL and the environment."""
 
     verify_at_start: bool = True

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -29,14 +29,14 @@ class ReplicaSettings:
         pause: ``PAUSE``: what becomes of running requests; the engine knows its modes.
         keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
         token: ``TOKEN``: what callers of the control routes must know; empty for none.
-        max_lag: ``MAX_LAG``: versions behind the head up to which the replica is ready.
+        max_lag: ``MAX_LAG``: versions behind the newest one seen up to which the replica is ready.
     """
 
     subscribe: SubscribeConfig
     follow: bool = False
     pause: str = ""
     keep_cache: bool = False
-    token: str = ""
+    token: str = field(default="", repr=False)
     max_lag: int | None = None
 
     @classmethod

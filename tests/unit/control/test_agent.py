@@ -11,6 +11,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.control.adapters import AdapterServer
@@ -20,6 +24,8 @@ from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig
+from tests.unit.cli.support import invoke, ok
+from tests.unit.control.replicas import served
 
 
 class Served:
@@ -213,6 +219,12 @@ class Whole:
         self.named = body.get("new_version", self.named)
         return httpx.Response(200)
 
+    async def asgi(self, scope: Any, receive: Any, send: Any) -> None:
+        """The same for a real server."""
+        asked = Request(scope, receive)
+        answer = self(httpx.Request(asked.method, str(asked.url), content=await asked.body()))
+        await Response(answer.content, answer.status_code)(scope, receive, send)
+
 
 @pytest.mark.parametrize("is_sglang", [False, True])
 def test_a_server_is_told_whole_versions_whenever_it_comes_up(
@@ -250,3 +262,24 @@ def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
         agent.update()
     assert engine.named == "2"
     assert engine.asked[-1] == "continue_generation"
+
+
+@pytest.mark.parametrize("named", [["URL"], ["--chain", "URL"]])
+def test_the_command_brings_a_server_to_the_head_and_ends(tmp_path: Path, named: list[str]) -> None:
+    url, head = str(tmp_path / "policy"), tmp_path / "head"
+    model = torch.nn.Linear(3, 2, bias=False)
+    with Publisher(url).attach(model) as publisher:
+        torch.nn.init.constant_(model.weight, 1)
+        publisher.publish(step=1).result(60)
+    vllm = Whole(is_sglang=False)
+    asked = [url if word == "URL" else word for word in named]
+    with served(Starlette(routes=[Mount("/", vllm.asgi)])) as engine:
+        done = ok("agent", *asked, "--engine", engine, "--out", head, "--once", "--json")
+    assert vllm.named == "1"
+    assert json.loads(done.stdout)["version"] == 1
+
+
+def test_the_command_wants_one_chain(tmp_path: Path) -> None:
+    for urls in ([], ["a", "--chain", "b"]):
+        with pytest.raises(ConfigError, match="which chain"):
+            invoke("agent", *urls, "--engine", "http://127.0.0.1:9", "--out", tmp_path)
