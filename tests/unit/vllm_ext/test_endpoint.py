@@ -39,10 +39,11 @@ def test_what_can_not_be_led_is_told_and_the_server_starts(
 
 
 @pytest.mark.parametrize(
-    ("key", "is_open"),
+    ("key", "is_guarded"),
     [(None, False), ("", False), ([""], False), ([], False), ("k", True), (["", "k"], True)],
 )
-def test_an_empty_key_guards_nothing(key: object, is_open: bool) -> None:
+def test_an_empty_key_guards_nothing(key: object, is_guarded: bool) -> None:
     """vLLM drops empty keys; so does ``--api-key "$UNSET"``."""
     control = asyncio.run(_started({}, api_key=key, host="0.0.0.0"))  # noqa: S104
-    assert control._is_open is is_open
+    assert control.is_guarded is is_guarded
+    assert not control._is_open
