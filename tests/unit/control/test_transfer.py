@@ -178,7 +178,7 @@ def test_training_goes_on_without_an_engine_that_hangs(
     held = timed(transfer)
     train(base, tmp_path, transfer, attach=True)
     assert max(held[1:]) < 5.0
-    assert engines[0].versions == list(range(STEPS + 1))
+    assert list(dict.fromkeys(engines[0].versions)) == list(range(STEPS + 1))  # all once more
     assert "http://b" in caplog.text
     assert transfer.announced is not None
     assert transfer.announced.stragglers == ("http://b",)
