@@ -32,7 +32,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *, api: str, admin: str) -> Iterator
     app = FastAPI()
     monkeypatch.setattr(compat, "app", lambda: app)
     compat.serve(router, PREFIX)
-    app.state.deltachain = Control(None, "nothing", token="", is_open=True)
+    app.state.deltachain = Control(None, "nothing", token="", is_open=False, is_guarded=True)
     add_api_key_middleware(app, api_key=api or None, admin_api_key=admin or None)
     with TestClient(app) as client:
         yield client
