@@ -86,7 +86,9 @@ def test_what_is_killed_in_the_middle_is_started_again_and_nothing_is_lost(
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_reward_rises(tmp_path: Path, seed: int) -> None:
-    assert run(tmp_path, seed=seed, steps=40).fine
+    report = run(tmp_path, seed=seed, steps=40)
+    assert report.fine
+    assert report.reward_last - report.reward_first > report.reward_error
 
 
 def test_the_reward_rises_with_sglang(tmp_path: Path) -> None:
