@@ -168,7 +168,7 @@ class Chain:
         can = self.store.capabilities
         if self.latest == known and can.probes == 1 and can.conditional_put:
             found = self.find(known + 1)
-            self.latest = known if found is None else found.version
+            self.latest = found.version if found else known
             return found
         newest = self.newest(known)
         return self.read(newest) if newest > known else None

@@ -25,7 +25,9 @@ def demo(
             "started here; else the **URL** of an empty place.",
         ),
     ] = "file",
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps.")] = 20,
+    steps: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Training steps; one to roll back to.")
+    ] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Train a small model here, and watch a second process follow it bit for bit.

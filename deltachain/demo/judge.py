@@ -14,22 +14,10 @@ from deltachain.chain import Chain
 from deltachain.demo import oracle
 from deltachain.demo.display import Display
 from deltachain.demo.replica import DemoError
+from deltachain.demo.report import Judged
 from deltachain.manifest import Manifest
 from deltachain.store import Store
 from deltachain.window import edge_id
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """What the oracle found.
-
-    Attributes:
-        elements: Compared.
-        mismatching_bits: That differ.
-    """
-
-    elements: int
-    mismatching_bits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +28,7 @@ class Sent:
     anchors: int
 
 
-def compare(what: str, dump: Path, held: Path) -> Compared:
+def compare(what: str, dump: Path, held: Path) -> Judged:
     """Have the oracle compare, in a process that does not know deltachain.
 
     Args:
@@ -56,7 +44,7 @@ def compare(what: str, dump: Path, held: Path) -> Compared:
     if not done.stdout:
         raise DemoError(f"the oracle could not compare {what}", hint=done.stderr.strip())
     found = json.loads(done.stdout)
-    return Compared(found["elements"], found["mismatching_bits"])
+    return Judged(what=what, elements=found["elements"], mismatching_bits=found["mismatching_bits"])
 
 
 def verify(url: str, environment: Mapping[str, str], display: Display) -> bool:
