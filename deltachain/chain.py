@@ -17,10 +17,11 @@ from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
     DigestMismatchError,
-    FormatError,
     MalformedError,
     ObjectNotFoundError,
 )
+from deltachain.hint import read_hint
+from deltachain.looks import SEEN
 from deltachain.manifest import (
     Edge,
     EdgeRecord,
@@ -36,13 +37,13 @@ from deltachain.manifest import (
     summarise,
     unseal,
 )
-from deltachain.manifests import SEEN, Committed, Manifests
-from deltachain.plan import Plan, make_plan
+from deltachain.manifests import Committed, Manifests
+from deltachain.past import Past
+from deltachain.plan import Plan
 from deltachain.references import check_assets, check_edge, check_record
 from deltachain.store import ObjectInfo, Store
 from deltachain.store.base import not_found
 from deltachain.types import StateDigest, Version
-from deltachain.window import covers, edge_id
 
 __all__ = ["Chain", "Committed"]
 
@@ -68,6 +69,7 @@ class Chain:
         self.table = table
         self.latest: Version | None = None
         self._manifests = Manifests(store, identity.chain, seen)
+        self._past = Past(store, self._manifests)
 
     @classmethod
     def create(
@@ -152,11 +154,11 @@ class Chain:
 
     def has(self, version: Version) -> bool:
         """Whether a version is committed."""
-        return self._manifests.has(version)
+        return self._manifests.looks.has(version)
 
     def newest(self, known: Version) -> Version:
-        """The newest committed version, searched from one that is; see :meth:`Manifests.newest`."""
-        newest = self.latest = self._manifests.newest(known)
+        """The newest committed version, searched from one that is; see :meth:`Looks.newest`."""
+        newest = self.latest = self._manifests.looks.newest(known)
         return newest
 
     def later(self, known: Version) -> Committed | None:
@@ -179,7 +181,7 @@ class Chain:
         Takes a handful of probes, beginning where the hint says. A hint that is wrong costs probes,
         never the truth.
         """
-        hinted = self._hint().version
+        hinted = read_hint(self.store).version
         known = next((version for version in (hinted, 0) if self.has(version)), None)
         return None if known is None else self.read(self.newest(known))
 
@@ -192,7 +194,7 @@ class Chain:
         parent: Committed | None = None
         for version in range(first, last + 1):
             if (version - first) % SEEN == 0:
-                self._manifests.look_ahead(version, last)
+                self._manifests.looks.ahead(version, last)
             committed = self.find(version)
             if committed is None:
                 raise BrokenChainError(f"manifest of version {version} is missing", version=version)
@@ -209,7 +211,7 @@ class Chain:
         """Look at the manifests of a plan in one request, where the store can do that."""
         versions = [edge.version for edge in plan.edges]
         if len(versions) > 1:
-            self._manifests.look_ahead(versions[0], versions[-1])
+            self._manifests.looks.ahead(versions[0], versions[-1])
 
     def commit(self, manifest: Manifest) -> Committed:
         """Make a version visible, exactly once; see :meth:`Manifests.commit`."""
@@ -293,55 +295,11 @@ class Chain:
         own = target.manifest.summary()
         if own.base == held and own not in avoid and set(own.encodings) <= ENCODINGS:
             return Plan(held=held, target=own.version, edges=(own,))  # nothing leads there for less
-        return self._plan_far(held, target, avoid)
+        return self._past.plan(held, target, encodings=ENCODINGS, avoid=avoid)
 
     def find_state(self, state: StateDigest) -> Committed | None:
         """The newest version that has this state; ``None`` when no version has."""
-        committed = self.head()
-        while committed is not None:
-            manifest = committed.manifest
-            if committed.state == state:
-                return committed
-            states = {edge.version: edge.state for edge in manifest.recent}
-            for version in sorted(states, reverse=True):
-                if states[version] == str(state):
-                    return self.read(version)
-            if manifest.version == 0:
-                return None
-            committed = self.read(min(manifest.window_from, manifest.version - 1))
-        return None
-
-    def _plan_far(
-        self, held: Version | None, target: Committed, avoid: Collection[EdgeSummary]
-    ) -> Plan:
-        version = target.version
-        later = self.find(version + 1)  # lists the anchor of this version, if it has one
-        manifests = [later, target] if later else [target]
-        edges = {edge_id(e): e for e in self._hint().anchors if e.version <= version}
-        oldest = target.manifest
-        while True:
-            for committed in manifests:
-                own = committed.manifest.summary()
-                for edge in (*committed.manifest.recent, own):
-                    if edge.version <= version:
-                        edges[edge_id(edge)] = edge
-            covered = covers(edges.values(), held, version, oldest.window_from)
-            if covered or oldest.version == 0:
-                try:
-                    usable = [edge for edge in edges.values() if edge not in avoid]
-                    return make_plan(held, version, usable, encodings=ENCODINGS)
-                except BrokenChainError:
-                    if oldest.version == 0:
-                        raise
-            manifests = [self.read(oldest.window_from)]
-            oldest = manifests[0].manifest
-
-    def _hint(self) -> Head:
-        """The hint, or the beginning when there is none that can be read."""
-        try:
-            return parse(self.store.get(keys.HEAD_KEY), Head, key=keys.HEAD_KEY)
-        except (ObjectNotFoundError, FormatError):
-            return Head(version=0)
+        return self._past.find_state(state, self.head())
 
 
 def _read_identity(store: Store) -> tuple[bytes, ObjectInfo | None]:
