@@ -16,12 +16,12 @@ from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
     ChainMismatchError,
-    DigestMismatchError,
+    FormatError,
     MalformedError,
-    ObjectNotFoundError,
 )
 from deltachain.hint import read_hint
-from deltachain.looks import SEEN
+from deltachain.identity import check_digest, identity_there, lost_chain, read_model
+from deltachain.looks import SEEN, Standing
 from deltachain.manifest import (
     Edge,
     EdgeRecord,
@@ -40,12 +40,11 @@ from deltachain.manifest import (
 from deltachain.manifests import Committed, Manifests
 from deltachain.past import Past
 from deltachain.plan import Plan
-from deltachain.references import check_assets, check_edge, check_record
+from deltachain.references import check_edge, check_record
 from deltachain.store import ObjectInfo, Store
-from deltachain.store.base import not_found
 from deltachain.types import StateDigest, Version
 
-__all__ = ["Chain", "Committed"]
+__all__ = ["Chain", "Committed", "Standing"]
 
 
 class Chain:
@@ -110,19 +109,9 @@ class Chain:
             FormatError: It is not readable by this version, or not what it says.
         """
         try:
-            data, seen = _read_identity(store)
-        except ObjectNotFoundError as exc:
-            exc.hint = "no publisher has made a chain here yet; check the URL"
-            raise
-        identity = check_assets(parse(data, Identity, key=keys.CHAIN_KEY))
-        document = store.get(keys.TABLE_KEY)
-        _check(document, identity.table, keys.TABLE_KEY)
-        table = parse(document, Table, key=keys.TABLE_KEY)
-        try:
-            table.specs()
-        except ValueError as exc:
-            raise MalformedError(f"{keys.TABLE_KEY}: {exc}", key=keys.TABLE_KEY) from exc
-        return cls(store, identity, table, seen)
+            return cls(store, *read_model(store))
+        except FormatError:  # a bit may have flipped on the way
+            return cls(store, *read_model(store))
 
     def check_present(self) -> None:
         """Tell a chain that has nothing new from one that is no longer where it was.
@@ -131,17 +120,44 @@ class Chain:
             ObjectNotFoundError: Its store answers, and has no chain.
         """
         if self.store.find(keys.CHAIN_KEY) is None:
-            raise ObjectNotFoundError(
-                f"the chain that was at {self.store.url} is gone",
-                key=keys.CHAIN_KEY,
-                hint="a folder that is not mounted, a bucket that was emptied?",
-            )
+            raise lost_chain(self.store.url)
+
+    def look_back(self, version: Version) -> Standing:
+        """Look whether a committed version and the chain's identity are still in the store.
+
+        Args:
+            version: What was committed, as far as the caller knows.
+        """
+        looks = self._manifests.looks
+        digest = self._manifests.digest(version)
+        identity: str | None = self.identity.chain
+        if not looks.sees_identity:
+            identity = identity_there(self.store)
+        elif looks.is_lost:
+            identity = None
+        looks.missed = None
+        return Standing(version, digest, identity, self._newest_near(version, digest is not None))
+
+    def _newest_near(self, version: Version, is_there: bool) -> Version | None:
+        """The newest version, where one is known that may be the newest, or missing."""
+        looks, hinted = self._manifests.looks, read_hint(self.store).version
+        beyond = looks.beyond(version if is_there else version - 1, hinted)
+        if is_there or beyond is not None:
+            return beyond or version
+        head = self.head()
+        return head.version if head else None
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the last look did not find what it began from: another should be taken."""
+        looks = self._manifests.looks
+        return looks.is_lost or looks.missed is not None
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """The small files of the checkpoint, verified."""
         for ref in self.identity.assets:
             data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash))
-            _check(data, ref.blake3, ref.key)
+            check_digest(data, ref.blake3, ref.key)
             yield ref.key.rsplit("/", 1)[-1], data
 
     def read(self, version: Version) -> Committed:
@@ -179,11 +195,16 @@ class Chain:
         """The newest committed version; ``None`` before the first commit.
 
         Takes a handful of probes, beginning where the hint says. A hint that is wrong costs probes,
-        never the truth.
+        never the truth. Versions behind a gap count as well.
         """
-        hinted = read_hint(self.store).version
+        hinted, looks = read_hint(self.store).version, self._manifests.looks
         known = next((version for version in (hinted, 0) if self.has(version)), None)
-        return None if known is None else self.read(self.newest(known))
+        if known is None:
+            known = looks.listed()
+        if known is None:
+            return None
+        newest = self.latest = looks.last(known, hinted)
+        return self.read(newest)
 
     def history(self, first: Version, last: Version) -> Iterator[Committed]:
         """Manifests of ``first`` to ``last``, each proven to be the parent of the next.
@@ -194,7 +215,7 @@ class Chain:
         parent: Committed | None = None
         for version in range(first, last + 1):
             if (version - first) % SEEN == 0:
-                self._manifests.looks.ahead(version, last)
+                self._manifests.looks.ahead(range(version, last + 1))
             committed = self.find(version)
             if committed is None:
                 raise BrokenChainError(f"manifest of version {version} is missing", version=version)
@@ -209,9 +230,8 @@ class Chain:
 
     def look_ahead(self, plan: Plan) -> None:
         """Look at the manifests of a plan in one request, where the store can do that."""
-        versions = [edge.version for edge in plan.edges]
-        if len(versions) > 1:
-            self._manifests.looks.ahead(versions[0], versions[-1])
+        if plan.edges:
+            self._manifests.looks.ahead(range(plan.edges[0].version, plan.edges[-1].version + 1))
 
     def commit(self, manifest: Manifest) -> Committed:
         """Make a version visible, exactly once; see :meth:`Manifests.commit`."""
@@ -270,7 +290,7 @@ class Chain:
         if summary.record != key:
             raise MalformedError(f"{key}: is listed as {summary.record!r}", key=key)
         data = self.store.get(summary.record)
-        _check(data, summary.digest, summary.record)
+        check_digest(data, summary.digest, summary.record)
         record = unseal(data, EdgeRecord, key=summary.record)
         check_record(record, known.digest, manifest.state, key)
         state, digest = record.state, summary.digest
@@ -298,25 +318,8 @@ class Chain:
         return self._past.plan(held, target, encodings=ENCODINGS, avoid=avoid)
 
     def find_state(self, state: StateDigest) -> Committed | None:
-        """The newest version that has this state; ``None`` when no version has."""
+        """The newest version that has a state, as far as few manifests tell; see :class:`Past`."""
         return self._past.find_state(state, self.head())
-
-
-def _read_identity(store: Store) -> tuple[bytes, ObjectInfo | None]:
-    """The identity, and what the store says of it where others could replace it."""
-    if store.capabilities.conditional_put:
-        return store.get(keys.CHAIN_KEY), None
-    seen = store.find(keys.CHAIN_KEY)
-    if seen is None:
-        raise not_found(keys.CHAIN_KEY, store.url)
-    data = store.read(keys.CHAIN_KEY, nbytes=seen.nbytes, xet_hash=seen.xet_hash)
-    return bytes(data), seen
-
-
-def _check(data: bytes, expected: str, key: str) -> None:
-    actual = object_digest(data)
-    if actual != expected:
-        raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
 
 
 def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:

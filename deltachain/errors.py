@@ -14,6 +14,7 @@
     │   ├── ChainMismatchError               another model lives at this URL     -> use another URL
     │   ├── PublisherFencedError             another publisher committed         -> stop publishing
     │   ├── ForkedChainError                 history differs from what was held  -> stop; a person decides
+    │   ├── StoreWentBackError               what is held is gone from the store -> put it back, or roll back
     │   └── BrokenChainError                 no route to the version             -> publish an anchor
     ├── FormatError                          .key
     │   ├── UnsupportedFormatError           written by a newer deltachain       -> upgrade
@@ -138,6 +139,16 @@ class ForkedChainError(ChainError):
     """The history in the store is not the history that led to the held version."""
 
     default_hint = "two histories exist; find out which publisher wrote them before following on"
+
+
+class StoreWentBackError(ChainError):
+    """The store is older than what is held: versions that were committed are gone from its end."""
+
+    retryable = True
+    default_hint = (
+        "an older copy of the store was restored, or its newest versions were removed: put them "
+        "back; if they are lost for good, roll replicas back to a version that is there"
+    )
 
 
 class BrokenChainError(ChainError):

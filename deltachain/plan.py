@@ -17,6 +17,9 @@ REQUEST_NBYTES: Final = 1 << 18
 _NOTHING: Final = -1
 """Node of the graph: holding no version."""
 
+_BEFORE: Final = -2
+"""Node of the graph: holding some version that is older than all whose edges are known."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -78,9 +81,8 @@ def make_plan(
         BrokenChainError: No way leads there.
     """
     outgoing: dict[int, list[EdgeSummary]] = {}
-    for edge in edges:
-        if set(edge.encodings) <= set(encodings):
-            outgoing.setdefault(_NOTHING if edge.base is None else edge.base, []).append(edge)
+    for edge in _usable(edges, encodings):
+        outgoing.setdefault(_NOTHING if edge.base is None else edge.base, []).append(edge)
     if held is not None:  # whoever holds something can also start over
         outgoing.setdefault(held, []).extend(outgoing.get(_NOTHING, ()))
     start = _NOTHING if held is None else held
@@ -91,6 +93,34 @@ def make_plan(
             f"no way from {origin} to version {target} among the known edges", version=target
         )
     return Plan(held=held, target=target, edges=tuple(_walk_back(start, target, came_by)))
+
+
+def least_from_before(
+    reached: Version, target: Version, edges: Iterable[EdgeSummary], *, encodings: Collection[str]
+) -> int | None:
+    """What every way to ``target`` from a version before ``reached`` costs at least.
+
+    Args:
+        reached: The oldest version whose edges are all known.
+        target: The version wanted.
+        edges: Every edge that is known.
+        encodings: What this reader can decode.
+
+    Returns:
+        ``None`` when no way leads there: edges that are not known yet can not help.
+    """
+    outgoing: dict[int, list[EdgeSummary]] = {}
+    for edge in _usable(edges, encodings):
+        if edge.base is not None:
+            outgoing.setdefault(_BEFORE if edge.base < reached else edge.base, []).append(edge)
+    came_by = _shortest(_BEFORE, target, outgoing)
+    if target not in came_by:
+        return None
+    return sum(cost_of(edge) for edge in _walk_back(_BEFORE, target, came_by, before=reached))
+
+
+def _usable(edges: Iterable[EdgeSummary], encodings: Collection[str]) -> Iterator[EdgeSummary]:
+    return (edge for edge in edges if set(edge.encodings) <= set(encodings))
 
 
 def _shortest(
@@ -115,13 +145,15 @@ def _shortest(
     return came_by
 
 
-def _walk_back(start: int, target: int, came_by: dict[int, EdgeSummary]) -> Iterator[EdgeSummary]:
+def _walk_back(
+    start: int, target: int, came_by: dict[int, EdgeSummary], *, before: Version = 0
+) -> Iterator[EdgeSummary]:
     way = []
     node = target
     while node != start:
         edge = came_by[node]
         way.append(edge)
-        if edge.base is None:
+        if edge.base is None or edge.base < before:
             break
         node = edge.base
     return reversed(way)

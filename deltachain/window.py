@@ -42,18 +42,6 @@ def edge_id(edge: EdgeSummary) -> tuple[int, str, int, str]:
     return edge.version, edge.kind, -1 if edge.base is None else edge.base, edge.record
 
 
-def covers(
-    edges: Iterable[EdgeSummary], held: Version | None, version: Version, reached: Version
-) -> bool:
-    """Whether edges that are known back to version ``reached`` hold all that a good plan needs.
-
-    Args:
-        edges: What is known.
-        held: Where the plan starts; ``None`` for nothing.
-        version: Where it leads.
-        reached: The oldest version whose edges are all known.
-    """
-    if held is not None and held <= version:
-        return reached <= held
-    starts = [edge.version for edge in edges if edge.base is None and edge.version <= version]
-    return bool(starts) and reached <= max(starts)
+def newest_start(edges: Iterable[EdgeSummary]) -> Version | None:
+    """The newest version that an edge reaches from nothing."""
+    return max((edge.version for edge in edges if edge.base is None), default=None)

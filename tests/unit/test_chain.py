@@ -150,13 +150,21 @@ def test_an_outcome_that_was_lost_is_read_back(action: Action, single_writer: bo
     assert chain.read(0).manifest.commit_id == "commit-0"
 
 
-@pytest.mark.parametrize("others", [{"chain": "two"}, {"version": 1, "edge": ANCHOR}])
-def test_a_manifest_in_the_wrong_place_is_refused(
-    store: MemoryStore, chain: Chain, others: dict[str, Any]
-) -> None:
-    store.put(manifest_key(0), seal(manifest_after(None, **others)))
-    with pytest.raises(MalformedError, match=r"is version \d of chain"):
+def test_a_manifest_in_the_wrong_place_is_refused(store: MemoryStore, chain: Chain) -> None:
+    store.put(manifest_key(0), seal(manifest_after(None, version=1, edge=ANCHOR)))
+    with pytest.raises(MalformedError, match=r"is version 1 of chain"):
         chain.read(0)
+
+
+def test_a_manifest_of_another_chain_is_told_from_a_corrupt_one(
+    store: MemoryStore, chain: Chain
+) -> None:
+    store.put(manifest_key(0), seal(manifest_after(None, chain="two")))
+    with pytest.raises(
+        ChainMismatchError, match=r"of chain two, chain\.json says one: two"
+    ) as told:
+        chain.read(0)
+    assert "corrupt" not in str(told.value)
 
 
 def test_a_manifest_whose_state_is_none_is_refused(store: MemoryStore, chain: Chain) -> None:
