@@ -51,6 +51,7 @@ class Leader:
 
     Attributes:
         tally: What was applied so far, for metrics.
+        released: Kinds of memory that the engine has given back; set by who hears of it first.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Leader:
         self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
         self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
         self.tally = Tally()
+        self.released: frozenset[str] = frozenset()
         self.trouble: DeltaChainError | None = None
         self._staged: Staged | None = None
         self._ended = ""
@@ -234,6 +236,8 @@ class Leader:
             reason = "poisoned: it can not prove what it holds"
         elif subscriber.held is None:
             reason = "it holds no version of the chain"
+        elif self.released:
+            reason = f"asleep: the engine has released its {', '.join(sorted(self.released))}"
         elif self.target.paused:
             reason = "paused"
         elif not reason and not subscriber.pinned:

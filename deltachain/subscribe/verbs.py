@@ -60,6 +60,12 @@ def verbs_of(model: nn.Module, known: Callable[[], EngineModel], rank: int) -> R
     return _KNOWN[model]
 
 
+def settle(model: nn.Module) -> None:
+    """Wait until no rank of this model, if it is one, reads it beside its engine's own thread."""
+    if model in _KNOWN:
+        _KNOWN[model].settle()
+
+
 class RankVerbs:
     """The verbs of one rank.
 
@@ -128,6 +134,10 @@ class RankVerbs:
             "error": type(exc).__name__ if known else "ApplyError",
             "message": exc.args[0] if known else f"{type(exc).__name__}: {exc}",
         }
+
+    def settle(self) -> None:
+        """Wait until what was asked of this rank's own thread is done."""
+        self._thread.submit(lambda: None).result()
 
     def _attach(self, url: str, specs: list[list[Any]], aliases: dict[str, str]) -> dict[str, Any]:
         if self._url and url != self._url:

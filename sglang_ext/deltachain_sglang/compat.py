@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
-from torch import Tensor, nn
 
-from deltachain.checkpoint import named_folder
 from deltachain.errors import ConfigError, EngineVersionError
 
 FIRST: Final = (0, 5, 23)
@@ -25,27 +23,27 @@ BEYOND: Final = (0, 5, 24)
 PAUSES: Final = ("retract", "in_place", "abort")
 """Pause modes: running requests are computed anew afterwards, go on with what they have, or end."""
 
-DERIVED: Final = re.compile(
-    r"(^|\.)(cos_sin_cache|\w*inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
-    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|position_ids|lora_\w+)$"
-)
-"""Live floating-point tensors that SGLang makes itself, from the configuration alone."""
-
 ABORT_LOOK_S: Final = 0.01
 """Seconds between two looks whether requests that were aborted have ended."""
 
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """Options under which cached prefixes outlive a flush, or keep the scheduler from flushing."""
 
+WEIGHTS: Final = "weights"
+"""What SGLang calls them where it releases memory."""
+
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 ASKED: Final = f"{_UPDATER}.SchedulerWeightUpdaterManager.check_weights"
+RELEASED: Final = f"{_UPDATER}.SchedulerWeightUpdaterManager.release_memory_occupation"
 PAUSED: Final = f"{_SCHEDULER}.pause_generation"
 NAMED: Final = f"{_SCHEDULER}.record_weight_version_change"
 TOLD: Final = f"{_TOKENIZER}.update_weights_from_disk"
 CHECKED: Final = f"{_TOKENIZER}.check_weights"
+SLEPT: Final = f"{_TOKENIZER}.release_memory_occupation"
+WOKEN: Final = f"{_TOKENIZER}.resume_memory_occupation"
 RUN: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 """What is hooked, in the schedulers and in the server."""
 
@@ -159,6 +157,18 @@ def credit(scheduler: Any, version: str) -> None:  # noqa: ANN401
             events.append(event)
 
 
+def kinds(tags: Sequence[str] | None) -> frozenset[str]:
+    """The kinds of memory that a request names by tags: all of them where it has none."""
+    from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+
+    return frozenset(tags or GPU_MEMORY_ALL_TYPES)
+
+
+def has_weights(manager: Any) -> bool:  # noqa: ANN401
+    """Whether this scheduler has not released its weights."""
+    return WEIGHTS not in manager.offload_tags
+
+
 def named() -> str:
     """The version that this scheduler's tokens are labelled with."""
     from sglang.srt.runtime_context import get_serving
@@ -173,49 +183,6 @@ def rank_of() -> int:
     return int(get_parallel().tp_group.rank_in_group)
 
 
-def guard(model: nn.Module) -> None:
-    """Refuse what SGLang itself refuses to update: weights that others share or derive from.
-
-    Raises:
-        ConfigError: It would.
-    """
-    from sglang.srt.model_executor.model_runner_components import weight_updater
-    from sglang.srt.runtime_context import get_model
-
-    mode = get_model().weight_cache_mode
-    if mode != "off":
-        raise ConfigError(
-            "the weights are shared with other engines by SGLang's weight cache",
-            hint="start it with --weight-cache-mode off",
-        )
-    error = weight_updater._unsupported_derived_weight_cache_error(model)
-    if error:
-        raise ConfigError(f"SGLang refuses to update these weights: {error}")
-
-
-def loading(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """What SGLang's loaders are called in."""
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
-
-    context: AbstractContextManager[None] = set_default_torch_dtype(dtype)
-    return context
-
-
-def reload(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Unpack, load, and pack again, as SGLang does for a checkpoint on disk."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    DefaultModelLoader.restore_weights_before_loading(model, device)
-    DefaultModelLoader.load_weights_and_postprocess(model, tensors, device)
-
-
-def linears() -> tuple[type[nn.Module], ...]:
-    """Classes of layers that multiply by a parameter called ``weight``."""
-    from sglang.srt.layers.linear import LinearBase
-
-    return (LinearBase,)
-
-
 def app() -> Any:  # noqa: ANN401
     """SGLang's FastAPI application."""
     from sglang.srt.entrypoints.http_server import app as found
@@ -228,18 +195,6 @@ def manager() -> Any:  # noqa: ANN401
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
-
-
-def checkpoint(config: Any = None) -> Path:  # noqa: ANN401
-    """The folder that SGLang loaded, in the Hub's cache where it is named by repository.
-
-    Args:
-        config: A rank's own, which knows of what was loaded later; the server's by default.
-    """
-    from sglang.srt.runtime_context import get_model
-
-    named, cache = config or get_model(), get_model().download_dir
-    return named_folder(named.model_path, revision=named.revision, cache=cache)
 
 
 def exposure() -> tuple[str, str]:
@@ -284,17 +239,18 @@ def check_layout(*, keep_cache: bool) -> None:
     """
     from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_spec
 
+    if get_parallel().nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
+        raise ConfigError(
+            f"this server spans {get_parallel().nnodes} nodes, and its spool lies on this one",
+            hint="set DELTACHAIN_SPOOL, on each node, to a folder that all of them share",
+        )
     for name, hint in (
         ("dp_size", "start a server for each replica"),
         ("pp_size", "pipeline stages are not supported: use --tp-size"),
     ):
         if getattr(get_parallel(), name) > 1:
             raise ConfigError(f"this server has {name} {getattr(get_parallel(), name)}", hint=hint)
-    if get_spec().speculative_algorithm:
-        raise ConfigError(
-            "this server has a draft model, which follows no chain",
-            hint="start it without --speculative-algorithm",
-        )
+    _check_speculation(get_spec().speculative_algorithm)
     if get_disagg().disaggregation_mode != "null":
         raise ConfigError(
             "this server has other servers fill its caches, or fills theirs",
@@ -306,6 +262,18 @@ def check_layout(*, keep_cache: bool) -> None:
                 "cached prefixes of this server would outlive the weights that made them",
                 hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_KEEP_CACHE=1",
             )
+
+
+def _check_speculation(algorithm: str | None) -> None:
+    if not algorithm:
+        return
+    raise ConfigError(
+        "this server speculates by n-grams: one step makes several tokens, and those under way at "
+        "a swap cannot be labelled with their version"
+        if algorithm.upper() == "NGRAM"
+        else f"this server speculates by {algorithm} with a draft model, which follows no chain",
+        hint="start it without --speculative-algorithm",
+    )
 
 
 class Server:

@@ -21,7 +21,8 @@ from deltachain.control.routes import router
 from deltachain.errors import DeltaChainError
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
-from deltachain_sglang import PREFIX, SCHEME, compat
+from deltachain_sglang import PREFIX, SCHEME, compat, loading
+from deltachain_sglang.sleep import on_sleep, on_wake
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ def hook_server() -> None:
     app.router.lifespan_context = _leading(app.router.lifespan_context)
     compat.hook(compat.TOLD, on_update)
     compat.hook(compat.CHECKED, on_check)
+    compat.hook(compat.SLEPT, on_sleep)
+    compat.hook(compat.WOKEN, on_wake)
     compat.hook(compat.RUN, on_run)
 
 
@@ -62,7 +65,7 @@ def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> Led:
     from deltachain_sglang.server import ServerEngine  # noqa: PLC0415
 
     engine = ServerEngine(compat.manager(), loop, settings)
-    return Led(engine, compat.checkpoint())
+    return Led(engine, loading.checkpoint())
 
 
 async def on_update(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltachain.subscribe.probe import follows, is_plain, layers_of, output_of, processed, restoring
 from deltachain.subscribe.recorder import live_tensors
-from deltachain_sglang import compat
+from deltachain_sglang import compat, loading
 
 
 class SglangModel:
@@ -29,11 +29,11 @@ class SglangModel:
 
     def __init__(self, model: nn.Module, config: Any, device: str) -> None:  # noqa: ANN401
         compat.check_version()
-        compat.guard(model)
+        loading.guard(model)
         self.model = model
         self._config = config
         self._device = torch.device(device)
-        self.checkpoint = compat.checkpoint(config)
+        self.checkpoint = loading.checkpoint(config)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor."""
@@ -41,13 +41,13 @@ class SglangModel:
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
         """The model's own ``load_weights``."""
-        with compat.loading(self._config.dtype):
+        with loading.in_dtype(self._config.dtype):
             return self.model.load_weights(tensors)  # type: ignore[operator]
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Unpack all layers that can be, load these tensors, and pack again."""
-        with compat.loading(self._config.dtype):
-            compat.reload(self.model, tensors, self._device)
+        with loading.in_dtype(self._config.dtype):
+            loading.reload(self.model, tensors, self._device)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Load meta tensors and let nothing through."""
@@ -65,7 +65,7 @@ class SglangModel:
         """See :class:`EngineModel`; linear layers alone."""
         found = self.model.get_submodule(layer)
         with torch.no_grad():
-            return isinstance(found, compat.linears()) and is_plain(found)
+            return isinstance(found, loading.linears()) and is_plain(found)
 
     def packed(self) -> Mapping[str, str]:
         """Try every linear layer: does its output follow a write to its weight?"""
@@ -82,14 +82,14 @@ class SglangModel:
 
     def is_derived(self, name: str) -> bool:
         """Whether SGLang makes this tensor itself."""
-        return compat.DERIVED.search(name) is not None
+        return loading.DERIVED.search(name) is not None
 
     def restoring(self) -> AbstractContextManager[None]:
         """See :class:`EngineModel`; the quantisation method of a layer counts as part of it."""
         return restoring(self.model)
 
     def _linears(self) -> Iterable[tuple[str, nn.Module]]:
-        kinds = compat.linears()
+        kinds = loading.linears()
         layers = [(n, m) for n, m in self.model.named_modules() if isinstance(m, kinds)]
         with torch.no_grad():
             yield from layers

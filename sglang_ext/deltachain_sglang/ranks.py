@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from deltachain.subscribe.verbs import Verdict, verbs_of
+from deltachain.subscribe.verbs import Verdict, settle, verbs_of
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
 
@@ -19,9 +19,14 @@ BUSY: Final[Verdict] = {"ok": False, "busy": True}
 """Requests are running whose cache can not be flushed: nothing was done."""
 
 
+ASLEEP: Final[Verdict] = {"ok": False, "asleep": True}
+"""The weights were released: nothing was read or written."""
+
+
 def hook_schedulers() -> None:
     """Let every scheduler of this process answer."""
     compat.hook(compat.ASKED, on_question)
+    compat.hook(compat.RELEASED, on_release)
     compat.hook(compat.PAUSED, on_pause)
     compat.hook(compat.NAMED, on_name)
 
@@ -31,6 +36,12 @@ def on_question(original: Callable[..., Any], manager: Any, request: Any) -> Any
     if not request.action.startswith(SCHEME):
         return original(manager, request)
     return compat.verdicts(json.dumps(_answers(request.action.removeprefix(SCHEME), manager)))
+
+
+def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
+    """Around ``release_memory_occupation``: who reads weights beside the scheduler ends first."""
+    settle(manager.tp_worker.model_runner.model)
+    return original(manager, request)
 
 
 def on_pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:  # noqa: ANN401
@@ -58,6 +69,8 @@ def _answers(asked: str, manager: Any) -> Sequence[Verdict]:  # noqa: ANN401
 
     All ranks take the same way through this, or one would wait for another for ever.
     """
+    if not compat.has_weights(manager):
+        return [ASLEEP]
     runner = manager.tp_worker.model_runner
     updater, number = runner.weight_updater, compat.rank_of()
     verbs = verbs_of(

@@ -50,12 +50,18 @@ class ServerEngine:
 
         Raises:
             PartialApplyError: Requests that were aborted do not end; nothing was written.
+            ApplyError: The server has released its weights.
         """
         flush = verb == "swap" and (self._flush or self._doubted)
         body = {"verb": verb, "arguments": arguments, "flush": flush}
         until = time.monotonic() + BUSY_S
         while True:
             answers: list[Mapping[str, Any]] = self._ask(SCHEME + json.dumps(body), verb)
+            if any(answer.get("asleep") for answer in answers):
+                raise ApplyError(
+                    "the engine has released its weights",
+                    hint="POST /resume_memory_occupation wakes it",
+                )
             if not any(answer.get("busy") for answer in answers):
                 return answers
             if time.monotonic() > until:

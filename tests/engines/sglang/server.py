@@ -115,6 +115,19 @@ class SglangServer(Server):
         """Forget cached prefixes."""
         assert self.client.post("/flush_cache", params={"timeout": 5}).status_code == 200
 
+    def sleep(self, *kinds: str) -> None:
+        """Let it release memory of some kinds; of all, if none is named."""
+        self._memory("release", kinds)
+
+    def wake(self, *kinds: str) -> None:
+        """Let it take memory back."""
+        self._memory("resume", kinds)
+
+    def _memory(self, what: str, kinds: Sequence[str]) -> None:
+        body = {"tags": list(kinds)} if kinds else {}
+        answer = self.client.post(f"/{what}_memory_occupation", json=body)
+        assert answer.status_code == 200, answer.text
+
 
 def _body(prompt: Sequence[int], length: int) -> dict[str, object]:
     sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}

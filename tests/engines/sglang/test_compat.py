@@ -15,7 +15,7 @@ from torch import nn
 from deltachain.control.gate import Control
 from deltachain.control.routes import router
 from deltachain.errors import ConfigError
-from deltachain_sglang import PREFIX, compat
+from deltachain_sglang import PREFIX, compat, loading
 
 pytestmark = pytest.mark.engine
 
@@ -72,6 +72,7 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     options: dict[str, Any] = {
         "dp_size": 1,
         "pp_size": 1,
+        "nnodes": 1,
         "speculative_algorithm": None,
         "disaggregation_mode": "null",
         "enable_hierarchical_cache": False,
@@ -94,7 +95,9 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     [
         ("dp_size", 2, "dp_size 2"),
         ("pp_size", 2, "pp_size 2"),
-        ("speculative_algorithm", "EAGLE", "draft model"),
+        ("nnodes", 2, "spans 2 nodes"),
+        ("speculative_algorithm", "EAGLE", "by EAGLE with a draft model"),
+        ("speculative_algorithm", "NGRAM", "by n-grams: .* cannot be labelled"),
         ("disaggregation_mode", "prefill", "other servers fill its caches"),
         ("enable_hierarchical_cache", True, "outlive the weights"),
         ("enable_lmcache", True, "outlive the weights"),
@@ -109,6 +112,14 @@ def test_servers_that_are_refused(
         compat.check_layout(keep_cache=False)
 
 
+def test_nodes_that_share_a_spool_may_be_several(
+    context: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context["nnodes"] = 2
+    monkeypatch.setenv("DELTACHAIN_SPOOL", "/shared/spool")
+    compat.check_layout(keep_cache=False)
+
+
 def test_whoever_keeps_caches_may_have_any(context: dict[str, Any]) -> None:
     context["enable_hierarchical_cache"] = True
     compat.check_layout(keep_cache=True)
@@ -117,13 +128,13 @@ def test_whoever_keeps_caches_may_have_any(context: dict[str, Any]) -> None:
 @pytest.mark.usefixtures("context")
 def test_weights_that_sglang_derives_others_from_are_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
-    compat.guard(model)
+    loading.guard(model)
     setattr(model[0], "_derived_weight_cache_error", "it has a split copy")  # noqa: B010
     with pytest.raises(ConfigError, match="refuses to update these weights: it has a split copy"):
-        compat.guard(model)
+        loading.guard(model)
 
 
 def test_weights_that_engines_share_are_refused(context: dict[str, Any]) -> None:
     context["weight_cache_mode"] = "shared"
     with pytest.raises(ConfigError, match="weight cache"):
-        compat.guard(nn.Linear(2, 2))
+        loading.guard(nn.Linear(2, 2))

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engines.replica import Replica, replicas
+from tests.engines.replica import Replica, error_of, replicas
+from tests.engines.sglang.server import SglangServer
 
 pytestmark = pytest.mark.engine
 
@@ -111,6 +112,35 @@ def test_another_checkpoint_is_replaced_as_soon_as_it_is_loaded(replica: Replica
     status = replica.server.status()
     assert (status["version"], status["last"]["previous"]) == (head, None)
     assert replica.holds(head)
+
+
+def test_a_sleeping_replica_is_not_ready_and_is_written_nothing(replica: Replica) -> None:
+    server, head = replica.server, replica.trainer.head
+    assert isinstance(server, SglangServer)
+    server.sleep("kv_cache", "weights")
+    answer = server.get("ready")
+    assert (answer.status_code, answer.json()["reason"][:6]) == (503, "asleep")
+    new = replica.trainer.step()
+    refused = server.post("update")
+    assert "released its weights" in error_of(refused, refused.status_code)["message"]
+    assert server.status()["version"] == head
+    server.wake("weights")
+    assert server.get("ready").status_code == 503  # there is no cache to generate with
+    server.wake("kv_cache")
+    assert replica.serves(head)
+    server.update()
+    assert replica.holds(new)
+
+
+def test_weights_that_were_lost_in_its_sleep_are_healed_as_it_wakes(replica: Replica) -> None:
+    server, head = replica.server, replica.trainer.head
+    assert isinstance(server, SglangServer)
+    server.sleep()
+    server.reset()  # as released memory on a GPU comes back: with anything in it
+    server.wake()
+    assert replica.serves(head)
+    assert replica.holds(head)
+    assert server.status()["last"]["previous"] is None
 
 
 def schema(number: int) -> str:

@@ -177,6 +177,20 @@ def test_who_paused_it_resumes_it(followed: Build, monkeypatch: pytest.MonkeyPat
         assert leader.status().ready
 
 
+def test_a_replica_whose_engine_has_released_memory_is_not_ready(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    with led(here, monkeypatch) as leader:
+        leader.update()
+        leader.released = frozenset({"weights", "kv_cache"})
+        status = leader.status()
+        told = "asleep: the engine has released its kv_cache, weights"
+        assert (status.ready, status.reason) == (False, told)
+        leader.released = frozenset()
+        assert leader.status().ready
+
+
 def test_a_rollback_stays_until_it_is_released(
     followed: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

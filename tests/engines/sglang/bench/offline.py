@@ -44,7 +44,7 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     from deltachain.subscribe.replica import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber
     from deltachain.subscribe.verbs import RankVerbs
-    from deltachain_sglang import compat
+    from deltachain_sglang import loading
     from tests.engines.bench.applying import Live, follow
     from tests.engines.sglang.fresh import known, load_in_context
 
@@ -55,8 +55,8 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
         target = ReplicaTarget(Alone(verbs), drawn.url, Path(scratch))
 
         def reload(weights: Any) -> None:
-            with compat.loading(torch.bfloat16):
-                compat.reload(model, iter(weights), torch.device("cpu"))
+            with loading.in_dtype(torch.bfloat16):
+                loading.reload(model, iter(weights), torch.device("cpu"))
 
         live = Live(
             subscriber=Subscriber(drawn.url, target),
