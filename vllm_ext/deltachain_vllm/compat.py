@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, EngineVersionError
 
@@ -62,6 +67,73 @@ def linears() -> tuple[type, ...]:
     )
 
     return LinearBase, VocabParallelEmbedding
+
+
+def experts() -> type:
+    """The class of layers that hold the weights of routed experts."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: PLC0415
+
+    found: type = RoutedExperts
+    return found
+
+
+UNRECORDED: Final = frozenset({"bias"})
+"""Parameters that vLLM's record of how a layer was created leaves out."""
+
+
+def left_alone() -> frozenset[str]:
+    """Parameters and buffers that vLLM's reload leaves as they are: ``bias``, tables of experts."""
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS  # noqa: PLC0415
+
+    return frozenset(SKIP_TENSORS)
+
+
+_MADE_ONCE: Final = ("moe_kernel", "moe_quant_config")
+"""What a method for experts makes when it first acts. While it is there, raw weights are taken for
+packed ones."""
+
+
+def acts_last(layer: nn.Module) -> bool:
+    """Whether a layer acts after loading when all others have."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer  # noqa: PLC0415
+
+    return bool(is_deferred_attention_layer(layer))
+
+
+def process(layer: nn.Module) -> None:
+    """Let the method of a layer act after loading, if it has one."""
+    from vllm.model_executor.layers.quantization.base_config import (  # noqa: PLC0415
+        QuantizeMethodBase,
+    )
+
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, QuantizeMethodBase):
+        method.process_weights_after_loading(layer)
+        if hasattr(layer, "update_param_tp_status"):
+            layer.update_param_tp_status()  # type: ignore[operator]
+
+
+@contextmanager
+def as_before_processing(layer: nn.Module) -> Iterator[None]:
+    """Make the method of a layer forget that it acted; what it made the first time is put back.
+
+    Kernels of experts hold no weights but parameters of the layer, which stay where they are.
+    """
+    layer.__dict__.pop("_already_called_process_weights_after_loading", None)
+    method = getattr(layer, "quant_method", None)
+    made = {name: getattr(method, name) for name in _MADE_ONCE if hasattr(method, name)}
+    for name in made:
+        setattr(method, name, None)
+    yield
+    for name, value in made.items():
+        if value is not None:
+            setattr(method, name, value)
+
+
+def raw_dtype(layer: nn.Module, parameter: Tensor) -> torch.dtype:
+    """The dtype that a parameter was created with: CPUs widen biases of small layers."""
+    found = getattr(layer, "params_dtype", None)
+    return found if isinstance(found, torch.dtype) else parameter.dtype
 
 
 def pause_mode(named: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
+from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
 from deltachain.subscribe.probe import (
@@ -24,6 +25,7 @@ from deltachain.subscribe.probe import (
 )
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_vllm.compat import DERIVED, check_version, layerwise, linears
+from deltachain_vllm.repacking import repack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -86,6 +88,20 @@ class VllmModel:
             noisy.setLevel(level)
             self._abandon(reload)
 
+    def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See :mod:`deltachain_vllm.repacking`."""
+        dtype = self.config.model_config.dtype
+        with (
+            set_current_vllm_config(self.config),
+            set_default_torch_dtype(dtype),
+            torch.no_grad(),
+        ):
+            repack(self.model, layers, lambda: self.model.load_weights(tensors), dtype)  # type: ignore[operator]
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Every module by name."""
+        return dict(self.model.named_modules())
+
     def _pack_tied(self) -> None:
         """Pack layers whose weight is another layer's again: the reload packs that other one."""
         seen: set[int] = set()
@@ -116,6 +132,7 @@ class VllmModel:
         """Every layer as it was before loading, most of it on the meta device; whose is what."""
         reload = layerwise()
         kept = [Members.of(layer) for layer in self.model.modules()]
+        views = [(one, set(one._non_persistent_buffers_set)) for one in self.model.modules()]
         owner: dict[int, str] = {}
         try:
             for name, layer in self.model.named_modules():
@@ -125,11 +142,13 @@ class VllmModel:
                         continue
                     if tensor.is_meta and hasattr(tensor, "weight_loader"):
                         tensor.weight_loader = reload._get_original_loader(tensor)
-                    owner[_storage(tensor)] = name
+                    owner.setdefault(_storage(tensor), name)
             yield owner
         finally:
             for members in kept:
                 members.put_back()
+            for layer, names in views:
+                layer._non_persistent_buffers_set.update(names)
 
     def processed(self) -> frozenset[str]:
         """Layers that have something to do after loading."""

@@ -1,0 +1,168 @@
+"""Layers brought back to what they were before they were packed, loaded, and packed once more.
+
+vLLM records how every layer was created (``reload/layerwise.py``). That and its own methods are all
+that is used here: raw tensors are made as recorded, the model's loader fills them, and what acts
+after loading acts again, from the state in which it acted for the first time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from deltachain_vllm.compat import (
+    UNRECORDED,
+    acts_last,
+    as_before_processing,
+    layerwise,
+    left_alone,
+    process,
+    raw_dtype,
+)
+
+Member: TypeAlias = tuple[nn.Module, str]
+"""A module, and the name of a parameter of its own."""
+
+
+def repack(
+    model: nn.Module, layers: Iterable[str], load: Callable[[], object], dtype: torch.dtype
+) -> None:
+    """Load into raw layers and pack them; new tensors are then where their old ones were.
+
+    Args:
+        model: Not in use meanwhile.
+        layers: By name. Others that share a parameter with one of them are packed again as well.
+        load: Calls the model's own loader.
+        dtype: Of activations.
+    """
+    every = list(model.modules())
+    chosen = {model.get_submodule(name) for name in layers}
+    last = [one for one in every if acts_last(one) and not chosen.isdisjoint(one.modules())]
+    raw = [one for one in every if one in chosen and one not in last]
+    tied = _ties(every, raw)
+    views = [view for one in every for view in _views(one, chosen)]
+    aliases = {one: dict(one._buffers) for one in raw}
+    for layer in raw:
+        _make_raw(layer)
+    for (layer, name), (first, called) in tied.items():
+        layer._parameters[name] = first._parameters[called]
+    for view in views:
+        view.make()
+    scaled = [one for one in last if one in chosen]
+    for layer in scaled:
+        _make_scales(layer)
+    load()
+    packed = chosen.union(layer for layer, _ in tied).difference(last)
+    _process([one for one in every if one in packed])
+    for layer, buffers in aliases.items():
+        _put_aliases_back(layer, buffers)
+    _process(scaled)
+    for layer in last:
+        layer.process_weights_after_loading(dtype)  # type: ignore[operator]
+
+
+def _process(layers: Iterable[nn.Module]) -> None:
+    for layer in layers:
+        with as_before_processing(layer):
+            process(layer)
+
+
+def _ties(every: Iterable[nn.Module], raw: list[nn.Module]) -> dict[Member, Member]:
+    """Parameters that share their elements with one that is made anew, and which that is."""
+    first = {_at(p): (layer, n) for layer in reversed(raw) for n, p in reversed(_recorded(layer))}
+    first.pop(0, None)
+    return {
+        (layer, name): first[_at(parameter)]
+        for layer in every
+        for name, parameter in _recorded(layer)
+        if first.get(_at(parameter), (layer, name)) != (layer, name)
+    }
+
+
+def _recorded(layer: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
+    return [(n, p) for n, p in layer._parameters.items() if n not in left_alone()]
+
+
+def _at(tensor: Tensor | None) -> int:
+    """Where a tensor's elements are; 0 where there are none."""
+    return tensor.data_ptr() if tensor is not None and tensor.numel() and not tensor.is_meta else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A buffer that was created as a view of a parameter of the same module or of one within it."""
+
+    holder: nn.Module
+    name: str
+    owner: nn.Module
+    parameter: str
+    shape: torch.Size
+
+    def make(self) -> None:
+        """Have it view what the parameter is now."""
+        raw = self.owner.get_parameter(self.parameter)
+        self.holder.register_buffer(self.name, raw.data.view(self.shape), persistent=False)
+
+
+def _views(holder: nn.Module, chosen: set[nn.Module]) -> Iterator[_View]:
+    """Buffers of a module that view a parameter of a chosen one: those that are not recorded."""
+    recorded = layerwise().get_layerwise_info(holder).restore_metadata[1]
+    for name in holder._non_persistent_buffers_set - recorded.keys() - left_alone():
+        buffer = holder._buffers.get(name)
+        if buffer is None:
+            continue
+        found = [
+            _View(holder, name, owner, parameter, buffer.shape)
+            for owner in holder.modules()
+            for parameter, raw in layerwise().get_layerwise_info(owner).restore_metadata[0].items()
+            if raw.squeeze().shape == buffer.squeeze().shape
+        ]
+        if len(found) == 1 and found[0].owner in chosen:
+            yield found[0]
+
+
+def _make_raw(layer: nn.Module) -> None:
+    """Give a layer the tensors that it was created with; zeros, but for buffers."""
+    reload = layerwise()
+    info = reload.get_layerwise_info(layer)
+    buffers = dict(layer._buffers)
+    reload.restore_layer_on_meta(layer, info)
+    on_meta = [name for name, t in reload.get_layer_tensors(layer).items() if t.is_meta]
+    reload.materialize_layer(layer, info)
+    for name in on_meta:
+        raw, before = getattr(layer, name), buffers.get(name)
+        if before is not None and (before.shape, before.dtype) == (raw.shape, raw.dtype):
+            raw.data.copy_(before)
+        else:
+            raw.data.zero_()
+    for name in UNRECORDED & layer._parameters.keys():
+        parameter = layer._parameters[name]
+        if parameter is not None:
+            layer._parameters[name] = _zeros_like(parameter, raw_dtype(layer, parameter))
+
+
+def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """Zeros with everything else that a parameter has, its loader included."""
+    raw: Any = torch.zeros_like(parameter.data, dtype=dtype)
+    raw.__class__ = parameter.__class__
+    raw.__dict__ = parameter.__dict__.copy()
+    found: nn.Parameter = raw
+    return found
+
+
+def _make_scales(layer: nn.Module) -> None:
+    """Give an attention layer what scales of keys and values are loaded into, as a reload does."""
+    method = getattr(layer, "quant_method", None)
+    if method is not None:
+        method.create_weights(layer)
+
+
+def _put_aliases_back(layer: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
+    """Give a layer its views back: they are not recorded, and so were not made."""
+    for name, buffer in buffers.items():
+        if name not in layer._buffers and not hasattr(layer, name):
+            layer.register_buffer(name, buffer, persistent=False)
