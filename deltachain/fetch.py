@@ -25,6 +25,7 @@ from deltachain.errors import (
     DigestMismatchError,
     FormatError,
     MalformedError,
+    ObjectNotFoundError,
     UnsupportedFormatError,
 )
 from deltachain.kernels import host
@@ -33,6 +34,12 @@ from deltachain.plan import Plan
 from deltachain.references import check_encodings
 from deltachain.store import Buffer, Store
 from deltachain.types import StateDigest, TensorSpec
+
+LOST: Final = (
+    "a rule for old objects, or somebody, removed it: put it back; or start the publisher again, "
+    "whose next anchor leads around it"
+)
+"""What to do about a part that is gone and that no other way leads around."""
 
 THREADS: Final = 8
 """Objects fetched at a time: enough to fill a link whose latency is tens of milliseconds."""
@@ -207,7 +214,11 @@ def _get(store: Store, ref: ObjectRef, refetched: list[str]) -> Part:
 
 
 def _read(store: Store, ref: ObjectRef) -> Buffer:
-    return store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash)
+    try:
+        return store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash)
+    except ObjectNotFoundError as exc:
+        exc.hint = LOST
+        raise
 
 
 def _open(data: Buffer, ref: ObjectRef) -> Part:
