@@ -18,6 +18,7 @@ from deltachain.digest import digest_key, object_digest
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.kernels import host
 from deltachain.manifest import FileRef
+from deltachain.room import reserve
 from deltachain.store.base import is_segment
 from deltachain.types import Bits, StateDigest, TensorSpec
 
@@ -97,6 +98,11 @@ class Checkpoint:
         data = self._maps[file][entry.start : entry.stop]
         return np.frombuffer(data, self.specs[name].bits_dtype)
 
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The safetensors files."""
+        return tuple(self._files)
+
     def place(self, name: str) -> tuple[Path, int]:
         """The file that holds a tensor, and the offset of its first byte."""
         file, entry = self._entries[name]
@@ -147,19 +153,27 @@ def write_weights(
     with creating(file) as partial:
         ordered = allocate(partial, specs)
         with partial.open("r+b") as out:
-            out.seek(0, os.SEEK_END)
+            out.seek(-sum(spec.nbytes for spec in ordered), os.SEEK_END)
             for spec in ordered:
                 out.write(np.ascontiguousarray(read(spec)).view(np.uint8).data)
 
 
 def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Write the header of a weights file, and return the tensors in the order of their bytes.
+    """Write the header of a weights file, take the room for all of it, zeros for now.
 
     Wide elements come first, so that every tensor is aligned.
+
+    Returns:
+        The tensors in the order of their bytes.
+
+    Raises:
+        NoRoomError: The disk has less.
     """
     ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
     rows = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in ordered]
-    file.write_bytes(write_header({"format": "pt"}, rows))
+    header = write_header({"format": "pt"}, rows)
+    file.write_bytes(header)
+    reserve(file, len(header) + sum(spec.nbytes for spec in ordered))
     return ordered
 
 
@@ -180,12 +194,20 @@ def creating(file: Path) -> Iterator[Path]:
 def write_atomic(file: Path, data: bytes) -> None:
     """Write a small file durably, all or nothing."""
     with creating(file) as partial:
-        partial.write_bytes(data)
+        partial.touch()
+        reserve(partial, len(data))
+        with partial.open("r+b") as out:
+            out.write(data)
 
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    sync(folder)
+
+
+def sync(path: Path) -> None:
+    """Make what was written to a file, or the names in a folder, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

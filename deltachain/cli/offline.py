@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,15 +12,16 @@ from typing import Final
 
 import numpy as np
 
-from deltachain.checkpoint import Checkpoint, creating, sync_folder
+from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.cli.mapped import map_file
 from deltachain.codec import Change, EncodedPart, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.digest import digest_key
 from deltachain.errors import BaseMismatchError, ConfigError, TensorMismatchError
+from deltachain.filebits import FileBits
 from deltachain.kernels import host
 from deltachain.types import Bits, TensorSpec
-from deltachain.verify import move, write_
+from deltachain.verify import move
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
 """What a folder that follows a chain says of itself; not true of a copy with other weights."""
@@ -140,9 +140,8 @@ def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> 
         return
     source, offset = checkpoint.place(name)
     target = partial / source.name if partial.is_dir() else partial
-    mapped = np.memmap(target, delta.spec.bits_dtype, "r+", offset, (delta.spec.numel,))
-    write_(mapped, delta, moved)
-    mapped.flush()
+    FileBits(target, offset, delta.spec).put(delta.indices, moved.new)
+    sync(target)
 
 
 @contextmanager
@@ -167,19 +166,11 @@ def _copied_folder(base: Path, out: Path) -> Iterator[Path]:
         yield partial
         for file in partial.rglob("*"):
             if file.is_file():
-                _sync(file)
+                sync(file)
         partial.replace(out)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     sync_folder(out.absolute().parent)
-
-
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_spec(

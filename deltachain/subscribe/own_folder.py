@@ -11,7 +11,7 @@ from deltachain.checkpoint import ASSET_SUFFIXES, HELD_FILE, INDEX_FILE, write_a
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.manifest import parse
 from deltachain.subscribe import FolderTarget, Held, Patch
-from deltachain.subscribe.folder import HeldFile
+from deltachain.subscribe.folder import HeldFile, explained
 from deltachain.types import TensorSpec
 
 _OURS: Final = (HELD_FILE, INDEX_FILE)
@@ -27,14 +27,15 @@ class OwnFolder(FolderTarget):
         Raises:
             ConfigError: The folder has weights, and nothing says that they came from a chain.
         """
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(f"{self.folder} is not a folder")
-        weights = [file.name for file in self.folder.glob("*.safetensors")]
-        if weights and not (self.folder / HELD_FILE).is_file():
-            raise ConfigError(
-                f"{self.folder} has weights that are not from a chain ({min(weights)})",
-                hint="they may be the only copy; give a folder that is empty or not there yet",
-            )
+        with explained(self.folder):
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ConfigError(f"{self.folder} is not a folder")
+            weights = [file.name for file in self.folder.glob("*.safetensors")]
+            if weights and not (self.folder / HELD_FILE).is_file():
+                raise ConfigError(
+                    f"{self.folder} has weights that are not from a chain ({min(weights)})",
+                    hint="they may be the only copy; give a folder that is empty or not there yet",
+                )
         super().bind(specs, aliases)
 
     def write(self, patches: Iterable[Patch], held: Held) -> None:
@@ -50,9 +51,10 @@ class OwnFolder(FolderTarget):
             FormatError: Something does, but what it wrote of itself can not be read.
         """
         file = self.folder / HELD_FILE
-        if not file.is_file():
-            return
-        remembered = parse(file.read_bytes(), HeldFile, key=str(file))
+        with explained(self.folder):
+            if not file.is_file():
+                return
+            remembered = parse(file.read_bytes(), HeldFile, key=str(file))
         if remembered.chain != chain:
             raise ChainMismatchError(
                 f"{self.folder} holds a version of chain {remembered.chain}, "
@@ -65,12 +67,16 @@ def write_assets(chain: Chain, folder: Path) -> list[str]:
     """Write the small files that came with the chain where they are absent; the names written.
 
     A file that is there is left alone: somebody may have edited it.
+
+    Raises:
+        ApplyError: The folder cannot be written to now.
     """
     written = []
     for name, data in chain.assets():
         file = folder / name
         is_small_file = file.suffix in ASSET_SUFFIXES and name not in _OURS
-        if is_small_file and not name.startswith(".") and not file.exists():
-            write_atomic(file, data)
-            written.append(name)
+        with explained(folder):
+            if is_small_file and not name.startswith(".") and not file.exists():
+                write_atomic(file, data)
+                written.append(name)
     return written

@@ -7,7 +7,7 @@ version, whatever else there is: the deltas that are applied, anchors, skips.
 
 from deltachain.verify.documents import edge_records, newest
 from deltachain.verify.walk import EdgeProof, VersionProof, verify
-from deltachain.verify.weights import Move, move, write_
+from deltachain.verify.weights import Move, move
 
 __all__ = [
     "EdgeProof",
@@ -17,5 +17,4 @@ __all__ = [
     "move",
     "newest",
     "verify",
-    "write_",
 ]

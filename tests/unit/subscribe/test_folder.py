@@ -15,10 +15,11 @@ from deltachain.errors import (
     PartialApplyError,
     PoisonedError,
 )
+from deltachain.filebits import FileBits
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber, folder, journal
-from deltachain.subscribe import patch as patch_module
 from deltachain.subscribe.folder import LOCK_FILE
+from deltachain.subscribe.patch import Patch
 from deltachain.subscribe.patched import Patches
 from deltachain.testing.models import State, TinyModel, bits_of, plain_model, same
 
@@ -47,14 +48,14 @@ def bits(mirror: Path) -> State:
 
 def interrupt(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, *, after: int) -> None:
     """Swap, and lose the disk after some of the writes into the weights."""
-    written = 0
+    written, original = 0, folder.write
 
-    def write(live: patch_module.LiveBits, patch: patch_module.Patch) -> None:
+    def write(place: FileBits, patch: Patch) -> None:
         nonlocal written
         written += 1
         if written > after:
             raise OSError(errno.EIO, "the disk is gone")
-        patch_module.write(live, patch)
+        original(place, patch)
 
     with monkeypatch.context() as patched:
         patched.setattr(folder, "write", write)
