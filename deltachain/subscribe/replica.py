@@ -33,7 +33,7 @@ from deltachain.subscribe.classes import Agreement, Classified, agree
 from deltachain.subscribe.engine import Engine
 from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.serving import Serving
-from deltachain.subscribe.spool import Spool
+from deltachain.subscribe.spool import Spool, shown
 from deltachain.subscribe.target import Held, Prepared
 from deltachain.subscribe.verbs import effect_of, error_of
 from deltachain.types import StateDigest, TensorSpec, Version
@@ -126,11 +126,14 @@ class ReplicaTarget:
         """Attach every rank, and let them agree on a way for every tensor; see :class:`Target`.
 
         Raises:
+            ConfigError: A rank does not see the folder of spools.
             TensorMismatchError: Some tensor has no way into this engine, or is of another model.
         """
         self._specs = specs
         rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs.values()]
-        found = self._ask("attach", url=self._url, specs=rows, aliases=dict(aliases))
+        with shown(self._spool) as probe:
+            asked = {"url": self._url, "specs": rows, "aliases": dict(aliases), "probe": probe}
+            found = self._ask("attach", **asked)
         ranks = [
             {n: msgspec.convert(one, Classified) for n, one in verdict["tensors"].items()}
             for verdict in found

@@ -11,7 +11,9 @@ import errno
 import fcntl
 import mmap
 import os
+import secrets
 import shutil
+import socket
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -24,14 +26,16 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.errors import ApplyError, BrokenChainError
+from deltachain.errors import ApplyError, BrokenChainError, ConfigError, DeltaChainError
 from deltachain.fetch import Fetched
 from deltachain.manifest import Struct
+from deltachain.room import FULL, hint_for
 from deltachain.types import TensorSpec
 
 DATA: Final = "data"
 INDEX: Final = "index.json"
 LOCK: Final = "lock"
+PROBE: Final = "probe"
 PREFIX: Final = "deltachain-spool-"
 """Of the names of spools: whatever else is in their folder is somebody else's."""
 ALIGN: Final = 64
@@ -81,7 +85,11 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.nnz = 0
-        held = (folder / LOCK).open("wb")
+        try:
+            held = (folder / LOCK).open("wb")
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)  # nobody sweeps what has no lock
+            raise
         fcntl.flock(held, fcntl.LOCK_EX)
         self._remove = weakref.finalize(self, _remove, folder, held)
 
@@ -97,24 +105,44 @@ class Spool:
             BrokenChainError: A plan from nothing does not give a tensor whole.
             ApplyError: There is no room, or no right to write.
         """
-        try:
-            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if {parent.stat().st_uid, parent.lstat().st_uid} != {os.getuid()}:
-                raise PermissionError(errno.EACCES, "it is another user's")
-            with _alone(parent):
-                _sweep(parent)
-                spool = cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)))
+        what = f"a plan of {fetched.nbytes:,} bytes could not be decoded there"
+        with _explained(parent, what):
+            spool = cls._new(parent)
             try:
                 spool._fill(fetched)
             except BaseException:
                 spool.close()  # whoever keeps the error would keep what it fills the disk with
                 raise
-        except OSError as exc:
-            raise ApplyError(
-                f"{parent}: a plan of {fetched.nbytes:,} bytes could not be decoded there: {exc}",
-                hint="set DELTACHAIN_SPOOL to a folder with more room",
-            ) from exc
         return spool
+
+    @classmethod
+    def probe(cls, parent: Path, word: str) -> Spool:
+        """A spool that holds a word, for :func:`check_probe`.
+
+        Args:
+            parent: As of ``write``.
+            word: One that nobody else would write.
+
+        Raises:
+            ApplyError: There is no room, or no right to write.
+        """
+        with _explained(parent, "plans could not be decoded there"):
+            spool = cls._new(parent)
+            try:
+                (spool.folder / PROBE).write_text(word)
+            except BaseException:
+                spool.close()
+                raise
+        return spool
+
+    @classmethod
+    def _new(cls, parent: Path) -> Spool:
+        parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if {parent.stat().st_uid, parent.lstat().st_uid} != {os.getuid()}:
+            raise PermissionError(errno.EACCES, "it is another user's")
+        with _alone(parent):
+            _sweep(parent)
+            return cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)))
 
     def _fill(self, fetched: Fetched) -> None:
         rows = []
@@ -168,6 +196,59 @@ class SpoolReader:
 
     def _array(self, offset: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         return np.frombuffer(self._data, dtype, count, offset)
+
+
+@contextmanager
+def shown(parent: Path) -> Iterator[list[str]]:
+    """Show ranks a file in the folder of spools: its name there and its content, while it lasts.
+
+    Raises:
+        ApplyError: As of :meth:`Spool.probe`.
+    """
+    word = secrets.token_hex(16)
+    probe = Spool.probe(parent, word)
+    try:
+        yield [probe.folder.name, word]
+    finally:
+        probe.close()
+
+
+def check_probe(folder: Path, word: str) -> None:
+    """Make sure that this process sees what the leader wrote.
+
+    Args:
+        folder: Of the leader's probe, where this process looks for spools.
+        word: What the leader put there.
+
+    Raises:
+        ConfigError: It does not: it runs on another node, in another container, as another user.
+    """
+    cause: OSError | None = None
+    try:
+        if (folder / PROBE).read_bytes() == word.encode():
+            return
+    except OSError as exc:
+        cause = exc
+    why = cause.strerror if cause else "it holds something else"
+    raise ConfigError(
+        f"a rank on {socket.gethostname()} does not see the leader's file in {folder}: {why}",
+        hint="the leader and all ranks must share the folder of DELTACHAIN_SPOOL: run them on "
+        "one node, or set it on every node to one folder that all of them mount",
+    ) from cause
+
+
+@contextmanager
+def _explained(parent: Path, what: str) -> Iterator[None]:
+    """Say of a folder for spools what the system said."""
+    try:
+        yield
+    except DeltaChainError:  # some of ours are an OSError too
+        raise
+    except OSError as exc:
+        hint = hint_for(exc, parent) or "give DELTACHAIN_SPOOL another folder"
+        if exc.errno in FULL:
+            hint = "set DELTACHAIN_SPOOL to a folder with more room"
+        raise ApplyError(f"{parent}: {what}: {exc}", hint=hint) from exc
 
 
 def _remove(folder: Path, held: BinaryIO) -> None:

@@ -30,6 +30,7 @@ from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.settings import spool_folder
+from deltachain.subscribe.spool import check_probe
 from deltachain.types import StateDigest, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -128,20 +129,30 @@ class RankVerbs:
         if not isinstance(exc, DeltaChainError):
             logger.error("rank %d", self.number, exc_info=exc)
         known = isinstance(exc, DeltaChainError)
-        return {
+        answer = {
             "ok": False,
             "rank": self.number,
             "error": type(exc).__name__ if known else "ApplyError",
             "message": exc.args[0] if known else f"{type(exc).__name__}: {exc}",
         }
+        hint = getattr(exc, "hint", "")
+        return answer | {"hint": hint} if hint else answer
 
     def settle(self) -> None:
         """Wait until what was asked of this rank's own thread is done."""
         self._thread.submit(lambda: None).result()
 
-    def _attach(self, url: str, specs: list[list[Any]], aliases: dict[str, str]) -> dict[str, Any]:
+    def _attach(
+        self,
+        url: str,
+        specs: list[list[Any]],
+        aliases: dict[str, str],
+        probe: list[str] | None = None,
+    ) -> dict[str, Any]:
         if self._url and url != self._url:
             raise ConfigError(f"this replica was started to follow {self._url}, not {url}")
+        if probe is not None:
+            check_probe(self._spool_of(probe[0]), probe[1])
         tensors = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
         if self._rank is None or not self._rank.is_for(tensors, aliases):
             self._rank = Rank(self._model(), tensors, aliases)
@@ -166,13 +177,12 @@ class RankVerbs:
         return self._start(ticket, job)
 
     def _stage(self, ticket: int, spool: str, budget: int, keep: list[int]) -> Verdict:
-        if not spool or Path(spool).name != spool or spool.startswith("."):
-            raise ConfigError(f"{spool!r} is not a spool")
+        folder = self._spool_of(spool)
         self.rank.keep(keep)
         self.rank.check_addresses()
 
         def job() -> Verdict:
-            staged = self.rank.stage(ticket, self._spool / spool, budget)
+            staged = self.rank.stage(ticket, folder, budget)
             return {
                 "effects": [[who, _lanes(effect)] for (who, _), effect in staged.effects.items()],
                 "nbytes": staged.nbytes,
@@ -180,6 +190,11 @@ class RankVerbs:
             }
 
         return self._start(ticket, job)
+
+    def _spool_of(self, name: str) -> Path:
+        if not name or Path(name).name != name or name.startswith("."):
+            raise ConfigError(f"{name!r} is not a spool")
+        return self._spool / name
 
     def _start(self, ticket: int, job: Callable[[], Verdict]) -> Verdict:
         def guarded() -> Verdict:
@@ -218,13 +233,14 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     """The error that a rank's refusal stands for."""
     kind = getattr(errors, str(verdict.get("error")), None)
     message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
+    hint = str(verdict.get("hint", ""))
     if isinstance(kind, type) and issubclass(kind, ApplyError):
-        return kind(message, version=version)
+        return kind(message, version=version, hint=hint)
     if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
         return ApplyError(message, version=version)  # no verdict has the digests that it needs
     if isinstance(kind, type) and issubclass(kind, DeltaChainError):
-        return kind(message)
-    return ApplyError(message, version=version)
+        return kind(message, hint=hint)
+    return ApplyError(message, version=version, hint=hint)
 
 
 def effect_of(lanes: list[Any]) -> Effect:

@@ -183,7 +183,8 @@ def test_whatever_an_engine_raises_is_a_verdict(
 
     rank = RankVerbs(fail, 2, tmp_path, "")
     verdict = rank.do("attach", {"url": URL, "specs": [], "aliases": {}})
-    assert verdict == {"ok": False, "rank": 2, "error": error, "message": message}
+    hint = {"hint": raised.hint} if isinstance(raised, PoisonedError) else {}
+    assert verdict == {"ok": False, "rank": 2, "error": error, "message": message} | hint
 
 
 def test_status_says_what_is_held(rank: RankVerbs) -> None:
