@@ -161,11 +161,12 @@ class FolderTarget(PatchedTarget):
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
-        """See :class:`Target`; a disk that is too small is found before anything is decoded."""
+        """See :class:`Target`; a disk that is too small is found here already."""
+        staged = super().stage(fetched, base=base, state=state, budget=budget)
         if not self._live:
             with explained(self.folder):
                 check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
-        return super().stage(fetched, base=base, state=state, budget=budget)
+        return staged
 
     def prepare(self, delta: TensorDelta) -> Patch:
         """See :class:`PatchedTarget`; without weights there are zeros: only dense deltas fit."""
