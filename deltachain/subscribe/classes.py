@@ -9,11 +9,18 @@ from typing import Final, Literal, TypeAlias, get_args
 from deltachain.manifest import Struct
 from deltachain.types import TensorSpec
 
-TensorClass: TypeAlias = Literal["absent", "in_place", "loaded", "reloaded", "refused"]
+TensorClass: TypeAlias = Literal[
+    "absent", "unused", "in_place", "loaded", "reloaded", "repacked", "refused"
+]
 """``in_place``: changed elements are scattered into live parameters. ``loaded``: the whole tensor
 goes through the engine's own loader, from a copy on the host. ``reloaded``: so do all tensors of
-its layer, because the engine packs that layer after loading. ``refused``: no way is proven.
-``absent``: this rank has none of it."""
+its layer, because the engine packs that layer after loading. ``repacked``: the same, from raw
+weights, where the engine's own reload does not repeat its packing. ``unused``: nothing that the
+engine holds or computes follows it. ``refused``: no way is proven. ``absent``: this rank has none
+of it."""
+
+ON_HOST: Final = ("loaded", "reloaded", "repacked")
+"""Classes of tensors that a rank keeps a copy of on the host."""
 
 ORDER: Final[dict[str, int]] = {kind: number for number, kind in enumerate(get_args(TensorClass))}
 """A tensor takes the worst class that any rank gives it."""
@@ -72,8 +79,16 @@ def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]
     return Agreement(classes=classes, reasons=reasons, holders=holders)
 
 
+def orphans(specs: Iterable[str], ranks: Sequence[Mapping[str, Classified]]) -> list[str]:
+    """Tensors that no rank holds, and that some rank has not proven to be unused."""
+    kinds = {name: {rank[name].kind for rank in ranks} for name in specs}
+    return [n for n, found in kinds.items() if "absent" in found <= {"absent", "unused"}]
+
+
 def _worst(spec: TensorSpec, found: Sequence[Classified]) -> tuple[TensorClass, str]:
-    present = [one for one in found if one.kind != "absent"]
+    present = [one for one in found if one.kind not in ("absent", "unused")]
+    if found and all(one.kind == "unused" for one in found):
+        return "unused", found[0].reason
     if not present:
         return "refused", "no rank holds it"
     worst = max(present, key=lambda one: ORDER[one.kind])
@@ -87,8 +102,9 @@ def _worst(spec: TensorSpec, found: Sequence[Classified]) -> tuple[TensorClass, 
 
 def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, ...], ...]:
     if on_host:
-        label = ",".join(str(n) for n, one in enumerate(found) if one.kind != "absent")
-        return tuple(() if one.kind == "absent" else (label,) for one in found)
+        held = [one.kind not in ("absent", "unused") for one in found]
+        label = ",".join(str(number) for number, holds in enumerate(held) if holds)
+        return tuple((label,) if holds else () for holds in held)
     who: dict[Form, list[str]] = defaultdict(list)
     for number, one in enumerate(found):
         for form in one.windows:

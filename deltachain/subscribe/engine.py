@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class EngineModel(Protocol):
@@ -17,43 +16,54 @@ class EngineModel(Protocol):
     def checkpoint(self) -> Path:
         """The checkpoint folder that the engine loaded."""
 
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Every module by dotted name, those of a draft model included."""
+
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every live tensor with elements, by dotted name."""
+        """Every live tensor with elements, by dotted name, but for the KV cache.
+
+        A name begins with that of the module that holds the tensor. Tensors that a module keeps in
+        containers, or in objects that act after loading, are among them.
+        """
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
         """The engine's own loader, as after construction; it may edit what it is given."""
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load whole layers again, and pack them again as after the first load, in place.
+        """Load whole layers again by the engine's own reload, its post-load processing included.
 
         Raises:
-            EngineVersionError: This version of the engine can not.
+            EngineVersionError: This version of the engine cannot.
+        """
+
+    def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load some layers from nothing: raw weights, the loader, post-load processing.
+
+        May leave new tensors in the place of old ones. Takes time in proportion to the layers.
+
+        Raises:
+            EngineVersionError: This version of the engine gives no way to do so.
         """
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """The layers that each checkpoint tensor is loaded into.
+        """The layers that each checkpoint tensor is loaded into, before post-load processing.
 
         Args:
             names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         """
 
     def processed(self) -> frozenset[str]:
-        """Layers whose weights the engine may rearrange after loading, where they lie."""
+        """Layers with post-load processing."""
 
     def is_plain(self, layer: str) -> bool:
         """Whether a layer was seen to multiply by its weight and add its bias, any bits of them."""
 
-    def packed(self) -> Mapping[str, str]:
-        """Layers that compute from a hidden copy of an intact parameter, and how that was seen."""
-
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """What those of some layers that hide their weights compute from a fixed input."""
+        """What layers compute from a fixed input, the same each time.
 
-    def is_derived(self, name: str) -> bool:
-        """Whether a live tensor is known to be made by the engine, not by a checkpoint."""
-
-    def restoring(self) -> AbstractContextManager[None]:
-        """Puts the layers' own attributes back if its body raises."""
+        Of linear layers, their bias included, and of other layers that can be tried by themselves.
+        A layer that cannot is left out.
+        """
 
 
 class Engine(Protocol):

@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final, TypeAlias
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -30,14 +29,18 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.kernels import host
-from deltachain.subscribe.attach import Source, attach, attach_again, tensor_of
-from deltachain.subscribe.classes import Classified, TensorClass
+from deltachain.subscribe.attach import attach, attach_again
+from deltachain.subscribe.classes import ON_HOST, Classified, TensorClass
 from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.members import Bits, undisturbed
 from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_at, warm_up
 from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.source import Source, tensor_of
 from deltachain.subscribe.spool import SpoolReader
 from deltachain.subscribe.target import Write, take_back, write_all
-from deltachain.subscribe.trial import bits_on_host
+from deltachain.subscribe.trial import State
+from deltachain.subscribe.unused import find_unused
+from deltachain.subscribe.ways import bring
 from deltachain.subscribe.windows import Place, Window
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -123,13 +126,61 @@ class Rank:
         """Take the classes that all ranks agreed on, and copy to the host what needs it.
 
         A copy that is there already stays: it has the bits that the engine loaded last.
+
+        Raises:
+            TensorMismatchError: A tensor has a worse class on another rank, and that is not proven
+                to work on this one.
         """
+        self._require(classes)
         self._classes, self._holders = classes, holders
         self.keep(())
         self._copies = {
             name: self._copies[name] if name in self._copies else self._source.copy(name)
             for name, kind in classes.items()
-            if kind in ("loaded", "reloaded") and holders[name]
+            if kind in ON_HOST and holders[name]
+        }
+
+    def _require(self, classes: Mapping[str, TensorClass]) -> None:
+        """Prove the classes that other ranks gave tensors of this one."""
+        mine = self._attached.classes
+        other = {
+            name: kind
+            for name, kind in classes.items()
+            if kind != "refused" and mine[name] not in ("absent", "unused", kind)
+        }
+        if not other:
+            return
+        with _settled():
+            found = attach(self.model, self._source, other)
+        for name, kind in other.items():
+            if found.classes[name] != kind:
+                raise TensorMismatchError(
+                    f"{name!r} is {found.classes[name]} on one rank and {kind} on another",
+                    tensor=name,
+                )
+        self._attached = found
+
+    def find_unused(self, names: Iterable[str]) -> dict[str, Classified]:
+        """Find out whether the engine uses tensors that no rank holds.
+
+        Blocks the engine, which holds afterwards what it held.
+        """
+        model, groups = self.model, self._attached.groups
+        with _settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
+            found = find_unused(State(model, bits), self._source, groups, names)
+        return {
+            name: Classified(kind="refused", reason=f"the engine keeps it nowhere, but {why}")
+            if why
+            else Classified(kind="unused", reason="nothing that the engine holds follows it")
+            for name, why in found.items()
+        }
+
+    def unused_state(self, names: Iterable[str]) -> dict[str, StateDigest]:
+        """State digests of tensors as the engine's checkpoint has them; of those that it has."""
+        return {
+            name: host.digest(digest_key(self._specs[name]), self._source.copy(name))
+            for name in names
+            if self._source.names[name]
         }
 
     def state(self) -> dict[Slot, StateDigest]:
@@ -265,14 +316,15 @@ class Rank:
             yield Write(placed.patch.undo(), [placed.live])
 
     def _load(self, names: set[str]) -> None:
-        """Let the engine load host copies that changed, and the layers it packs."""
-        loaded = [n for n in self._copies if n in names and self._classes[n] == "loaded"]
-        reloaded = [n for n in self._copies if self._classes[n] == "reloaded"]
-        with torch.no_grad():
-            if loaded:
-                self.model.load(self._clones(loaded))
-            if names.intersection(reloaded):
-                self.model.reload(self._clones(reloaded))
+        """Let the engine load host copies that changed, with the groups that they belong to."""
+        changed = [(way, g) for way, g in self._attached.groups if not names.isdisjoint(g.names)]
+        for way in dict.fromkeys(way for way, _ in changed):
+            groups = [group for mine, group in changed if mine == way]
+            layers = frozenset().union(*(group.layers for group in groups))
+            if not all(group.layers for group in groups):
+                layers = frozenset()
+            wanted = [name for group in groups for name in group.names if name in self._copies]
+            bring(self.model, way, layers, self._clones(wanted))
 
     def loads_the_same(self) -> bool:
         """Load every host copy again; whether the engine held and computed just that before.
@@ -280,23 +332,14 @@ class Rank:
         Blocks the engine. Afterwards it does, whoever wrote to it.
         """
         with _settled():
-            before = self._seen()
+            layers = self._attached.layers
+            state = State(self.model, Bits(self.model.tensors()), layers)
             self._load(set(self._copies))
-            after = self._seen()
-        return before.keys() == after.keys() and all(
-            np.array_equal(bits, after[name]) for name, bits in before.items()
-        )
-
-    def _seen(self) -> dict[str, npt.NDArray[Any]]:
-        """Live bits, and what is computed from those that are hidden, of all that is loaded."""
-        layers = self._attached.layers
-        found = {
-            name: bits_on_host(tensor)
-            for name, tensor in self.model.tensors().items()
-            if name.rpartition(".")[0] in layers and not self.model.is_derived(name)
-        }
-        computed = self.model.compute(layers)
-        return found | {f"{name}()": bits_on_host(output) for name, output in computed.items()}
+            try:
+                state.expect_same()
+            except TensorMismatchError:
+                return False
+        return True
 
     def _load_old(self, names: set[str], version: Version) -> None:
         try:

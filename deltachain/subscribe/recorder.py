@@ -4,7 +4,9 @@ The engine's ``load_weights`` is given meta tensors under a dispatch mode that r
 and lets none through. The source of a recorded copy is known by its storage: a view of a meta
 tensor keeps offset and strides, so every record says which window of which checkpoint tensor lives
 at which place. What a loader computes, copies, edits or loads in any other way is not guessed: such
-a tensor gets no places but a reason.
+a tensor gets no places but a reason. What is computed from several tensors is known by the
+operations that made it, so tensors that a loader holds back until others arrive are known to belong
+together.
 """
 
 from __future__ import annotations
@@ -15,11 +17,13 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltachain.errors import TensorMismatchError
 from deltachain.names import TORCH_DTYPES
+from deltachain.subscribe.members import Members, tensors_in
+from deltachain.subscribe.provenance import Provenance, storage_id
 from deltachain.subscribe.windows import Place
 from deltachain.types import TensorSpec
 
@@ -38,50 +42,48 @@ class Recording:
         places: Of each tensor that lives in the model bit by bit; empty when this rank has none.
         reasons: Of each tensor that does not, in words.
         raised: Those of them that the loader would not take at all.
+        together: Sets of tensors that something is computed from before it is written.
     """
 
     places: Mapping[str, tuple[Place, ...]]
     reasons: Mapping[str, str]
     raised: frozenset[str]
+    together: tuple[frozenset[str], ...]
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter, buffer and plain tensor attribute that has elements, by dotted name."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        own = {**module._parameters, **module._buffers}  # has no public equal
-        own.update((k, v) for k, v in vars(module).items() if isinstance(v, Tensor))
-        for name, tensor in own.items():
-            if tensor is not None and not tensor.is_meta and tensor.numel():
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
+    """Every tensor that has elements and that the modules of a model hold, by dotted name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, module in model.named_modules()
+        for name, tensor in tensors_in(module)
+        if not tensor.is_meta and not is_lazy(tensor) and tensor.numel()
+    }
 
 
-def record(
-    load: Load, specs: Iterable[TensorSpec], live: Callable[[], Mapping[str, Tensor]]
-) -> Recording:
+def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Module]) -> Recording:
     """Run a loader dry, and say where it puts each tensor. No live byte is written.
 
     Args:
         load: The engine's loader; called once, and once a tensor if something could not be
             attributed. Nothing else may use the model meanwhile.
         specs: The tensors of the checkpoint.
-        live: The live tensors, asked before and after.
-
-    Raises:
-        TensorMismatchError: The loader replaced live tensors: the model must be loaded again.
+        modules: Of the engine; afterwards they hold what they held.
     """
     wanted = {spec.name: spec for spec in specs}
-    before = _identity(live())
-    storages = {_storage(tensor) for tensor in live().values()}
-    runs = [_Run(wanted.values(), storages).execute(load)]
+    storages = {
+        storage_id(tensor)
+        for module in modules.values()
+        for _, tensor in tensors_in(module)
+        if not is_lazy(tensor)
+    }
+    runs = [_Run(wanted.values(), storages).execute(load, modules)]
+    together = _joined(runs[0].together)
     if runs[0].unattributed:
-        runs = [_Run([spec], storages).execute(load) for spec in wanted.values()]
-    if _identity(live()) != before:
-        raise TensorMismatchError(
-            "the engine's loader replaced live tensors during a dry run",
-            hint="this model can not be followed in place; restart the engine",
-        )
+        held = frozenset().union(*together)
+        alone = [spec for spec in wanted.values() if spec.name not in held]
+        runs[0].keep(held)
+        runs += [_Run([spec], storages).execute(load, modules) for spec in alone]
     places: dict[str, list[Place]] = {name: [] for name in wanted}
     reasons: dict[str, str] = {}
     raised: set[str] = set()
@@ -91,7 +93,7 @@ def record(
         for name, place in run.found:
             places[name].append(place)
     kept = {name: tuple(mine) for name, mine in places.items() if name not in reasons}
-    return Recording(kept, reasons, frozenset(raised))
+    return Recording(kept, reasons, frozenset(raised), together)
 
 
 class _Run(TorchDispatchMode):
@@ -102,7 +104,8 @@ class _Run(TorchDispatchMode):
         self.meta = {
             s.name: torch.empty(s.shape, dtype=TORCH_DTYPES[s.dtype], device="meta") for s in specs
         }
-        self.owner = {_storage(tensor): name for name, tensor in self.meta.items()}
+        self.provenance = Provenance(self.meta)
+        self.together: set[frozenset[str]] = set()
         self.live = live
         self.found: list[tuple[str, Place]] = []
         self.reasons: dict[str, str] = {}
@@ -110,18 +113,26 @@ class _Run(TorchDispatchMode):
         self.fills: list[Tensor] = []
         self.unattributed = ""
 
-    def execute(self, load: Load) -> _Run:
-        """Run the loader under this mode."""
+    def execute(self, load: Load, modules: Mapping[str, nn.Module]) -> _Run:
+        """Run the loader under this mode; the modules hold afterwards what they held."""
+        members = Members(modules.values())
         try:
             with torch.no_grad(), self:
                 load(list(self.meta.items()))
         except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer: it can not
             self._fail(None, f"the loader raised {type(exc).__name__}: {exc}"[:200])
             self.raised.update(self.reasons if len(self.meta) == 1 else ())
+        finally:
+            members.put_back()
         for name, place in self.found:
             if any(_overlaps(fill, place.live) for fill in self.fills):
                 self._fail(name, "its place is also filled with a constant")
         return self
+
+    def keep(self, names: frozenset[str]) -> None:
+        """Forget what was found of all other tensors."""
+        self.found = [(name, place) for name, place in self.found if name in names]
+        self.reasons = {name: why for name, why in self.reasons.items() if name in names}
 
     def _fail(self, name: str | None, why: str) -> None:
         if name is None and len(self.meta) == 1:
@@ -138,18 +149,24 @@ class _Run(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             self._copied(args[0], args[1])
             return args[0]
+        sources = self.provenance.sources((args, kwargs))
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)
-            if self._blocks(func, written):
+            if self._blocks(func, written, sources):
                 return written[0] if func._schema.returns else None
-        return func(*args, **kwargs)
+            self.provenance.made(written, sources)
+        returned = func(*args, **kwargs)
+        self.provenance.made(returned, sources)
+        return returned
 
     def _copied(self, live: Tensor, source: Tensor) -> None:
-        name = self.owner.get(_storage(source))
-        if name is None:
-            self._fail(None, "the loader copies or computes before it writes")
-        elif _storage(live) not in self.live:
-            self._fail(name, "the loader stages it in a temporary")
+        name, sources = self.provenance.owner(source), self.provenance.sources(source)
+        if storage_id(live) not in self.live:
+            self.provenance.made(live, sources)
+            for one in sources:
+                self._fail(one, "the loader stages it in a temporary")
+        elif name is None:
+            self._computed(sources, "the loader copies or computes before it writes")
         elif live.shape != source.shape:
             self._fail(name, "the loader broadcasts it")
         else:
@@ -160,16 +177,26 @@ class _Run(TorchDispatchMode):
             except ValueError as exc:
                 self._fail(name, str(exc))
 
-    def _blocks(self, func: Any, written: list[Tensor]) -> bool:  # noqa: ANN401
+    def _computed(self, sources: frozenset[str], why: str) -> None:
+        """Something computed from these is written: none of them is written in place."""
+        if not sources:
+            self._fail(None, why)
+        for name in sources:
+            self._fail(name, why)
+        if len(sources) > 1:
+            self.together.add(sources)
+
+    def _blocks(self, func: Any, written: list[Tensor], sources: frozenset[str]) -> bool:  # noqa: ANN401
         """Whether a write goes to a live tensor, and so must not happen."""
         for tensor in written:
-            if tensor.is_meta and _storage(tensor) in self.owner:
-                self._fail(self.owner[_storage(tensor)], f"the loader edits its input: {func}")
-        hit = [t for t in written if not t.is_meta and _storage(t) in self.live]
+            name = self.provenance.owner(tensor) if tensor.is_meta else None
+            if name is not None:
+                self._fail(name, f"the loader edits its input: {func}")
+        hit = [t for t in written if not t.is_meta and storage_id(t) in self.live]
         if func in PADDING:
             self.fills += [t for t in hit if t.numel()]
         elif any(t.numel() for t in hit):
-            self._fail(None, f"the loader writes by {func}")
+            self._computed(sources, f"the loader writes by {func}")
         return bool(hit)
 
 
@@ -187,16 +214,17 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:  # noqa: ANN401
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # also tells meta storages apart
-
-
-def _identity(live: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    return {name: (id(tensor), tensor.data_ptr()) for name, tensor in live.items()}
+def _joined(sets: Iterable[frozenset[str]]) -> tuple[frozenset[str], ...]:
+    """Sets that have something in common as one."""
+    found: list[frozenset[str]] = []
+    for one in sets:
+        near = [other for other in found if not one.isdisjoint(other)]
+        found = [other for other in found if other not in near] + [one.union(*near)]
+    return tuple(found)
 
 
 def _overlaps(one: Tensor, other: Tensor) -> bool:
-    if _storage(one) != _storage(other):
+    if storage_id(one) != storage_id(other):
         return False
     numel = one.untyped_storage().nbytes() // one.element_size()
     mask = torch.zeros(numel, dtype=torch.bool)

@@ -13,7 +13,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -29,12 +28,14 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.fetch import Fetched
-from deltachain.subscribe.classes import Agreement, Classified, agree
+from deltachain.subscribe.classes import ON_HOST, Agreement, Classified, agree, orphans
 from deltachain.subscribe.engine import Engine
 from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.serving import Serving
 from deltachain.subscribe.spool import Spool, shown
 from deltachain.subscribe.target import Held, Prepared
+from deltachain.subscribe.ticket import Alive, Ticket
+from deltachain.subscribe.unused_state import UnusedState, unused_state
 from deltachain.subscribe.verbs import effect_of, error_of
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -57,41 +58,6 @@ logger = logging.getLogger(__name__)
 Verdicts = Sequence[Mapping[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
-class Ticket:
-    """What the ranks keep of an apply; see :class:`Prepared`.
-
-    Attributes:
-        number: What they know it by.
-        nnz: Elements that are written, on whichever rank.
-        nbytes: Bytes that the rank with the most keeps.
-        base_too: Whether what is overwritten is proven as well.
-        can_undo: Whether every rank keeps every old bit.
-        back: Whether it is taken back rather than written.
-        alive: Shared by a ticket and its undo: while either lives, the ranks keep it.
-    """
-
-    number: int
-    nnz: int
-    nbytes: int
-    base_too: bool
-    can_undo: bool
-    back: bool = False
-    alive: _Alive = field(repr=False)
-
-    def undo(self) -> Ticket:
-        """The ticket for taking it back."""
-        return replace(self, back=not self.back)
-
-
-class _Alive:
-    """Lives as long as a ticket may still be used, and so does the spool behind it."""
-
-    def __init__(self, number: int, spool: Spool) -> None:
-        self.number = number
-        self.spool = spool
-
-
 class ReplicaTarget:
     """Every rank of an engine, as one target.
 
@@ -111,11 +77,12 @@ class ReplicaTarget:
         self._turns = itertools.count(1)
         self._leader = uuid.uuid4().hex
         self._asking = Lock()
-        self._alive: weakref.WeakSet[_Alive] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[Alive] = weakref.WeakSet()
         self._held: Held | None = None
         self._serving = Serving(engine)
         self.ranks: Verdicts = ()
         self._named: Version | None = None
+        self._unused = UnusedState()
 
     @property
     def paused(self) -> bool:
@@ -138,6 +105,11 @@ class ReplicaTarget:
             {n: msgspec.convert(one, Classified) for n, one in verdict["tensors"].items()}
             for verdict in found
         ]
+        lost = orphans(specs, ranks)
+        for number, verdict in enumerate(self._ask("unused", names=lost) if lost else ()):
+            ranks[number] |= {
+                name: msgspec.convert(one, Classified) for name, one in verdict["tensors"].items()
+            }
         agreement = self.agreement = agree(specs.values(), ranks)
         refused = agreement.refused
         if refused:
@@ -153,6 +125,10 @@ class ReplicaTarget:
             for number in range(len(found))
         ]
         self.ranks = self._ask("agree", classes=agreement.classes, holders=holders)
+        unused = [name for name, kind in agreement.classes.items() if kind == "unused"]
+        digests = self._ask("unused_state", names=unused)[0]["digests"] if unused else {}
+        known = {name: StateDigest.parse(digest) for name, digest in digests.items()}
+        self._unused = unused_state(unused, known)
         logger.info("%s", _summary(len(found), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
@@ -207,7 +183,7 @@ class ReplicaTarget:
     def state(self) -> StateDigest | None:
         """Recomputed from live bits on every rank; see :class:`Target`."""
         self._check_leads()  # what another leader holds is not ours to judge
-        if any(kind in ("loaded", "reloaded") for kind in self._agreed().values()):
+        if any(kind in ON_HOST for kind in self._agreed().values()):
             checks = self._answers("check")
             if not all(verdict["ok"] and verdict["same"] for verdict in checks):
                 return None  # somebody else wrote to what the engine loads, or it can not load
@@ -222,7 +198,9 @@ class ReplicaTarget:
             for label, digest in rank:
                 if lanes.setdefault(label, digest) != digest:
                     return None  # ranks that hold the same elements hold different bits
-        return sum((StateDigest.parse(digest) for digest in lanes.values()), StateDigest())
+        if self._unused.total is None:
+            return None
+        return sum((StateDigest.parse(digest) for digest in lanes.values()), self._unused.total)
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
@@ -230,9 +208,10 @@ class ReplicaTarget:
         """Decode once, stage on every rank, and prove the sum; see :class:`Target`."""
         check_whole(fetched)
         version = fetched.plan.target
-        spool = Spool.write(self._spool, fetched)
+        before, after = self._unused, self._unused.after(fetched)
+        spool = Spool.write(self._spool, fetched, leave_out=after.digests.keys())
         with self._asking:  # ranks must not be told to forget what another stage asks them for
-            alive = _Alive(next(self._numbers), spool)
+            alive = Alive(next(self._numbers), spool)
             self._alive.add(alive)
             self._ask(
                 "stage",
@@ -243,6 +222,13 @@ class ReplicaTarget:
             )
         verdicts = self._await(alive.number, version)
         effect, alike = _add_up(verdicts, fetched)
+        spare = before.effect(after)
+        if spare is None:
+            raise BaseMismatchError(
+                "it is not known what the tensors hold that this engine does not use",
+                version=version,
+            )
+        alike = alike and before.total is not None
         if effect.nnz != alive.spool.nnz:
             raise BaseMismatchError(
                 f"the ranks would write {effect.nnz:,} of {alive.spool.nnz:,} elements",
@@ -252,8 +238,9 @@ class ReplicaTarget:
             number=alive.number,
             nnz=effect.nnz,
             nbytes=max(int(verdict["nbytes"]) for verdict in verdicts),
-            base_too=judge(fetched, effect, base=base if alike else None, state=state),
+            base_too=judge(fetched, effect + spare, base=base if alike else None, state=state),
             can_undo=all(verdict["can_undo"] for verdict in verdicts),
+            unused=(before, after),
             alive=alive,
         )
 
@@ -289,7 +276,7 @@ class ReplicaTarget:
             self._held = before
             self._serving.go_on()
             raise
-        self._held = held
+        self._held, self._unused = held, prepared.leaves
         self._serving.trust()
         self._serving.go_on()
         prepared.alive.spool.close()

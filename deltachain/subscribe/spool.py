@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -94,12 +94,13 @@ class Spool:
         self._remove = weakref.finalize(self, _remove, folder, held)
 
     @classmethod
-    def write(cls, parent: Path, fetched: Fetched) -> Spool:
+    def write(cls, parent: Path, fetched: Fetched, leave_out: Container[str] = ()) -> Spool:
         """Decode a plan into a new spool.
 
         Args:
             parent: A folder that every rank of the host can read, made if it is not there.
             fetched: The plan's objects.
+            leave_out: Tensors that no rank holds.
 
         Raises:
             BrokenChainError: A plan from nothing does not give a tensor whole.
@@ -109,7 +110,7 @@ class Spool:
         with _explained(parent, what):
             spool = cls._new(parent)
             try:
-                spool._fill(fetched)
+                spool._fill(fetched, leave_out)
             except BaseException:
                 spool.close()  # whoever keeps the error would keep what it fills the disk with
                 raise
@@ -144,7 +145,7 @@ class Spool:
             _sweep(parent)
             return cls(Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent)))
 
-    def _fill(self, fetched: Fetched) -> None:
+    def _fill(self, fetched: Fetched, leave_out: Container[str]) -> None:
         rows = []
         with (self.folder / DATA).open("wb") as out:
             for delta in fetched.deltas():
@@ -152,7 +153,8 @@ class Spool:
                     raise BrokenChainError(
                         f"{delta.spec.name}: the plan from nothing gives only {delta.nnz} elements"
                     )
-                rows.append(_append(out, delta))
+                if delta.spec.name not in leave_out:
+                    rows.append(_append(out, delta))
         self.nnz = sum(row.nnz for row in rows)
         index = SpoolIndex(from_nothing=fetched.from_nothing, tensors=tuple(rows))
         (self.folder / INDEX).write_bytes(msgspec.json.encode(index))

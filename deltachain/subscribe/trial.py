@@ -1,174 +1,232 @@
-"""Whether an engine's own loading can be trusted to load again: tried, and taken back.
+"""What the engine holds and computes, and whether it follows each tensor alone.
 
-Loading what is loaded already must change no bit. Loading something else must change what it is
-about: a loader that quietly does nothing passes the first test. And loading the first again must
-lead back, bit for bit.
+Loading what is loaded already must change no bit. For every tensor by itself, loading other bits of
+it must change what each of its layers holds or computes, and loading the first bits again must lead
+back, bit for bit. A loader that quietly does nothing, or does it for the neighbours only, passes
+none of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Final, TypeAlias
 
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.patch import same_bits
-from deltachain.subscribe.recorder import Load
-from deltachain.subscribe.windows import storage_bits
+from deltachain.subscribe.members import Bits, Members
+from deltachain.subscribe.ways import Group, Way, bring
 
-Weights: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
+Weights: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
+"""Makes checkpoint tensors by their names in the chain, anew each time: loaders edit them."""
 
-ENOUGH: Final = 0.5
-"""Share of a live tensor that changes when everything it is loaded from does; padding does not."""
-
-
-def try_load(model: EngineModel, weights: Weights, layers: Mapping[str, frozenset[str]]) -> str:
-    """Try the engine's own loader on weights that the model holds; afterwards it holds them again.
-
-    Args:
-        model: Not in use meanwhile.
-        weights: Makes what is loaded, each time anew: loaders edit their input.
-        layers: Into which each of them is loaded.
-
-    Returns:
-        Why it can not be trusted; empty when it can.
-    """
-
-    def others(trial: _Trial) -> None:
-        for name, tensor in weights():
-            model.load(_changed([(name, tensor)]))
-            trial.expect_trace(name, layers.get(name, frozenset()))
-
-    return _try(_Trial(model, frozenset().union(*layers.values())), model.load, weights, others)
+LARGE: Final = 64.0
+"""Magnitude above which a number is halved, not doubled: formats of eight bits end at 240."""
 
 
-def try_reload(model: EngineModel, weights: Weights, layers: frozenset[str]) -> str:
-    """Try to reload whole layers; otherwise as :func:`try_load`.
+class State:
+    """What a model holds and computes, as it was when this was made.
 
     Args:
         model: Not in use meanwhile.
-        weights: Makes every tensor of these layers.
-        layers: Those that are reloaded, and those that share weights with them.
+        bits: Of its live tensors.
+        layers: Those that are tried; all when not given.
     """
 
-    def others(trial: _Trial) -> None:
-        model.reload(_changed(weights()))
-        trial.expect_other()
-
-    return _try(_Trial(model, layers), model.reload, weights, others)
-
-
-def _try(trial: _Trial, load: Load, weights: Weights, others: Callable[[_Trial], None]) -> str:
-    try:
-        with trial.model.restoring(), torch.no_grad():
-            load(weights())
-            trial.expect_same()
-            others(trial)
-            load(weights())
-            trial.expect_same()
-    except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
-        trial.put_back()
-        told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
-        return f"loading it again fails: {told}"[:200]
-    return ""
-
-
-class _Trial:
-    """Everything the model held and computed before."""
-
-    def __init__(self, model: EngineModel, layers: frozenset[str]) -> None:
+    def __init__(
+        self, model: EngineModel, bits: Bits, layers: frozenset[str] | None = None
+    ) -> None:
         self.model = model
-        self.layers = layers
+        self.bits = bits
         self.tensors = dict(model.tensors())
-        self.live = {name: tensor.detach() for name, tensor in self.tensors.items()}
-        self.saved = {name: bits_on_host(tensor) for name, tensor in self.live.items()}
-        self.computed = self._outputs()
+        modules = model.modules()
+        self.owner = {name: layer_of(name, modules) for name in self.tensors}
+        self.modules = modules
+        self._members = Members(modules.values())
+        self.outputs = self._compute(frozenset(modules) if layers is None else layers)
+
+    def changed(self) -> frozenset[str]:
+        """Live tensors with other bits, or in other memory, than they had."""
+        now = self.model.tensors()
+        return frozenset(
+            name
+            for name, tensor in self.tensors.items()
+            if name not in now
+            or now[name].data_ptr() != tensor.data_ptr()
+            or self.bits.has_changed(tensor)
+        ) | frozenset(now.keys() - self.tensors.keys())
+
+    def follows(self, layers: frozenset[str]) -> frozenset[str]:
+        """Layers that compute something else, or hold it where they cannot be tried."""
+        found = set(self._other_outputs(layers))
+        for name, tensor in self.tensors.items():
+            layer = self.owner[name]
+            if layer in layers and layer not in self.outputs and self.bits.has_changed(tensor):
+                found.add(layer)
+        return frozenset(found)
 
     def expect_same(self) -> None:
-        """Refuse any bit that changed, and any tensor that moved; what is derived may.
+        """Refuse any bit that changed, any tensor that moved, any other output.
 
         Raises:
             TensorMismatchError: One did.
         """
-        for name, tensor in self._current():
-            if not same_bits(bits_on_host(tensor), self.saved[name]):
-                raise TensorMismatchError(f"{name} changed", tensor=name)
-        for layer, output in self._outputs().items():
-            if not same_bits(output, self.computed[layer]):
-                raise TensorMismatchError(f"{layer} computes something else", tensor=layer)
-
-    def expect_trace(self, name: str, layers: frozenset[str]) -> None:
-        """Refuse a tensor that leaves no trace in any weight of its layers.
-
-        Raises:
-            TensorMismatchError: It left none.
-        """
-        for live, tensor in self._current():
-            layer, _, _ = live.rpartition(".")
-            if layer in layers and _share(bits_on_host(tensor), self.saved[live]):
-                return
-        raise TensorMismatchError(f"nothing follows {name}", tensor=name)
-
-    def expect_other(self) -> None:
-        """Refuse a weight of these layers that did not follow.
-
-        Raises:
-            TensorMismatchError: One did not.
-        """
-        for name, tensor in self._current():
-            layer, _, _ = name.rpartition(".")
-            if layer not in self.layers or not tensor.is_floating_point():
-                continue
-            if _share(bits_on_host(tensor), self.saved[name]) < ENOUGH:
-                raise TensorMismatchError(f"{name} does not follow what is loaded", tensor=name)
-        for layer, output in self._outputs().items():
-            if _share(output, self.computed[layer]) < ENOUGH:
-                raise TensorMismatchError(f"{layer} does not follow what is loaded", tensor=layer)
-
-    def _outputs(self) -> dict[str, npt.NDArray[Any]]:
-        return {name: bits_on_host(y) for name, y in self.model.compute(self.layers).items()}
-
-    def _current(self) -> Iterator[tuple[str, Tensor]]:
-        now: Mapping[str, Tensor] = self.model.tensors()
-        for name, tensor in self.live.items():
-            if self.model.is_derived(name):
-                continue
-            if name not in now or now[name].data_ptr() != tensor.data_ptr():
-                raise TensorMismatchError(f"{name} was replaced", tensor=name)
-            yield name, tensor
+        for name in sorted(self.changed()):
+            raise TensorMismatchError(f"{name} changed", tensor=name)
+        for layer in sorted(self._other_outputs(frozenset(self.outputs))):
+            raise TensorMismatchError(f"{layer} computes something else", tensor=layer)
 
     def put_back(self) -> None:
-        """Give every live tensor the bits it had, where it had them."""
-        for name, tensor in self.live.items():
-            if self.tensors[name].data_ptr() != tensor.data_ptr():
-                self.tensors[name].data = tensor
-            bits = storage_bits(tensor)
-            if isinstance(bits, Tensor):
-                bits.copy_(torch.from_numpy(self.saved[name]))
-            else:
-                bits[...] = self.saved[name]
+        """Have the model hold again what it held."""
+        self._members.put_back()
+        self.bits.put_back()
+
+    def _other_outputs(self, layers: frozenset[str]) -> Iterator[str]:
+        wanted = layers & self.outputs.keys()
+        now = self._compute(wanted)
+        for layer in wanted:
+            if layer not in now or not _same(now[layer], self.outputs[layer]):
+                yield layer
+
+    def _compute(self, layers: frozenset[str]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            found = self.model.compute(layers) if layers else {}
+        return {layer: output.detach().to("cpu", copy=True) for layer, output in found.items()}
 
 
-def _changed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights of which every element is another, by more than any rounding."""
-    for name, tensor in weights:
-        if tensor.is_floating_point():
-            wide = tensor.float()
-            yield name, torch.where(wide == 0, 1.0, 2 * wide).to(tensor.dtype)
-        else:
-            yield name, tensor ^ 1
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What trying a way showed.
+
+    Attributes:
+        refused: Why groups cannot be loaded so, by their first tensor; empty where the engine has
+            no such way.
+        idle: Tensors of the others that nothing in the model followed.
+    """
+
+    refused: Mapping[str, str] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
 
 
-def bits_on_host(tensor: Tensor) -> npt.NDArray[Any]:
-    """A copy of a tensor's storage on the host: a device has no room for a second model."""
-    bits = storage_bits(tensor)
-    return bits.to("cpu", copy=True).numpy() if isinstance(bits, Tensor) else bits.copy()
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One way of loading, tried on groups of tensors that have no layer in common.
+
+    Attributes:
+        state: Of the model, which holds it again afterwards.
+        way: That is tried.
+        weights: Of the checkpoint that the model holds.
+        links: The layers that must follow each tensor.
+    """
+
+    state: State
+    way: Way
+    weights: Weights
+    links: Mapping[str, frozenset[str]]
+
+    def run(self, groups: Sequence[Group]) -> Outcome:
+        """Try all groups at once, and one by one where something goes wrong."""
+        known = [group for group in groups if group.layers]
+        outcomes = []
+        try:
+            outcomes.append(self._try(known))
+            groups = [group for group in groups if not group.layers]
+        except Exception:  # noqa: BLE001 - an engine's loader may raise anything
+            self.state.put_back()
+        for group in groups:
+            try:
+                outcomes.append(self._try([group]))
+            except EngineVersionError:
+                outcomes.append(Outcome({group.names[0]: ""}))
+            except Exception as exc:  # noqa: BLE001
+                self.state.put_back()
+                told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
+                outcomes.append(Outcome({group.names[0]: f"loading it again fails: {told}"[:200]}))
+        return Outcome(
+            {name: why for one in outcomes for name, why in one.refused.items()},
+            frozenset().union(*(one.idle for one in outcomes)),
+        )
+
+    def _try(self, groups: Sequence[Group]) -> Outcome:
+        """Try groups of known layers together, or a single one; raises where it is not exact."""
+        if not groups:
+            return Outcome()
+        self._load(groups, {})
+        self.state.expect_same()
+        refused: dict[str, str] = {}
+        idle: set[str] = set()
+        followed: set[str] = set()
+        for names in zip_longest(*(group.names for group in groups)):
+            picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
+            mine = list(picked.values())
+            self._load(mine, picked)
+            every = frozenset(self.state.modules)
+            layers = frozenset().union(*(g.layers or every for g in mine))
+            found = self.state.follows(layers)
+            for name, group in picked.items():
+                missing = self.links.get(name, frozenset()) - found
+                if not found & (group.layers or every):
+                    idle.add(name)
+                elif missing:
+                    refused[group.names[0]] = f"{min(missing)} does not follow {name}"
+                else:
+                    followed.add(name)
+            self._load(mine, {})
+            self.state.expect_same()
+        for group in groups:
+            still = [name for name in group.names if name in idle]
+            if still and followed.isdisjoint(group.names):
+                refused[group.names[0]] = f"nothing follows {still[0]}"
+        return Outcome(refused, frozenset(idle))
+
+    def _load(self, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
+        """Load groups, with other bits for some tensors."""
+        groups = list(groups)
+        names = [name for group in groups for name in group.names]
+        layers = frozenset().union(*(group.layers for group in groups))
+        if not all(group.layers for group in groups):
+            layers = frozenset()
+        bring(self.state.model, self.way, layers, mixed(self.weights, names, others))
 
 
-def _share(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> float:
-    """How much of two arrays differs."""
-    return float((one != other).mean())
+def mixed(
+    weights: Weights, names: Iterable[str], others: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint tensors, some of them with other bits in every element."""
+    changed = frozenset(others)
+    for name in names:
+        for here, tensor in weights([name]):
+            yield here, other_bits(tensor) if name in changed else tensor
+
+
+def other_bits(tensor: Tensor) -> Tensor:
+    """A tensor of which every element is another, by more than any rounding."""
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    if not tensor.is_floating_point():
+        return tensor ^ 1
+    wide = tensor.float()
+    scaled = torch.where(wide.abs() > LARGE, wide / 2, wide * 2)
+    return torch.where(wide == 0, 1.0, scaled).to(tensor.dtype)
+
+
+def layer_of(name: str, modules: Mapping[str, object]) -> str:
+    """The module that holds a live tensor, by the tensor's dotted name."""
+    layer = name
+    while layer:
+        layer = layer.rpartition(".")[0]
+        if layer in modules:
+            return layer
+    return ""
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are the same, bit for bit."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    pair = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*pair)

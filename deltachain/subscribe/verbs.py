@@ -41,7 +41,19 @@ Verdict: TypeAlias = dict[str, Any]
 REMEMBERED: Final = 16
 """Tickets for which a rank remembers its answer."""
 
-VERBS: Final = ("attach", "agree", "check", "state", "stage", "poll", "swap", "verdict", "status")
+VERBS: Final = (
+    "attach",
+    "unused",
+    "agree",
+    "unused_state",
+    "check",
+    "state",
+    "stage",
+    "poll",
+    "swap",
+    "verdict",
+    "status",
+)
 
 
 _KNOWN: WeakKeyDictionary[nn.Module, RankVerbs] = WeakKeyDictionary()
@@ -163,6 +175,14 @@ class RankVerbs:
         mine = {name: tuple(labels) for name, labels in holders[self.number].items()}
         self.rank.agree(classes, mine)
         return {}
+
+    def _unused(self, names: list[str]) -> Verdict:
+        found = self.rank.find_unused(names)
+        return {"tensors": {name: msgspec.to_builtins(one) for name, one in found.items()}}
+
+    def _unused_state(self, names: list[str]) -> Verdict:
+        found = self.rank.unused_state(names)
+        return {"digests": {name: str(digest) for name, digest in found.items()}}
 
     def _check(self) -> Verdict:
         return {"same": self.rank.loads_the_same()}

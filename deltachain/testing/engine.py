@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from deltachain.errors import EngineVersionError
 from deltachain.subscribe.recorder import live_tensors
 from deltachain.testing.sharding import HIDDEN, VOCAB, Full, Shape, Share, expected, put, read
 
@@ -34,7 +34,6 @@ class FakeModel:
 
     Attributes:
         root: Its parameters.
-        hidden: What layers compute from that have a packed copy, by parameter.
         failing: Called before each tensor is loaded, with its name; may raise.
         replaces: Whether reloading makes new parameters instead of writing into the old ones.
     """
@@ -43,7 +42,6 @@ class FakeModel:
         self.share = Share(shape, rank)
         self.checkpoint = checkpoint
         self.root = nn.Module()
-        self.hidden: dict[str, Tensor] = {}
         self.failing: Callable[[str], None] = lambda _: None
         self.replaces = False
         full = read(checkpoint)
@@ -54,6 +52,16 @@ class FakeModel:
             put(self.root, "head.weight", self.root.get_parameter("embed.weight"))
         for name in sorted(self.load(full.items())):
             self._pack(name, again=False)
+
+    @property
+    def hidden(self) -> dict[str, Tensor]:
+        """What layers compute from that have a packed copy, by parameter."""
+        modules = self.root.named_modules()
+        return {f"{n}.weight": m.handle.packed for n, m in modules if hasattr(m, "handle")}
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Every module."""
+        return dict(self.root.named_modules())
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every parameter that has elements."""
@@ -99,34 +107,15 @@ class FakeModel:
         del layer
         return False
 
-    def packed(self) -> Mapping[str, str]:
-        """Layers that compute from a hidden copy of an intact parameter."""
-        intact = [name for name in self.hidden if self.root.get_parameter(name).numel()]
-        return {name.removesuffix(".weight"): "it computes from a hidden copy" for name in intact}
+    def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """What is done after loading the first time is never done again here."""
+        del layers, tensors
+        raise EngineVersionError("this engine gives no way to do that")
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         """What layers compute that hide their weights: here, those weights themselves."""
         hidden = {name.removesuffix(".weight"): tensor for name, tensor in self.hidden.items()}
         return {name: tensor.clone() for name, tensor in hidden.items() if name in layers}
-
-    def is_derived(self, name: str) -> bool:
-        """Whether the engine makes this tensor itself."""
-        return name.endswith("rotary")
-
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
-        """Put parameters, and what they were packed into, back if the body raises."""
-        modules = [(module, dict(module._parameters)) for module in self.root.modules()]
-        hidden = {name: tensor.clone() for name, tensor in self.hidden.items()}
-        try:
-            yield
-        except BaseException:
-            for module, parameters in modules:
-                module._parameters.clear()
-                module._parameters.update(parameters)
-            for name, tensor in hidden.items():
-                self.hidden[name].copy_(tensor)
-            raise
 
     def computed(self) -> dict[str, Tensor]:
         """What it computes from: its parameters, or what they were packed into."""
@@ -223,7 +212,7 @@ class FakeModel:
         if kind == "flipped" or (kind == "stuck" and not again):
             live.data.copy_(live.data.flip(0))
         if kind in ("packed", "shadow"):
-            self.hidden.setdefault(name, torch.empty_like(live.data)).copy_(live.data)
+            self.root.get_submodule(name.rpartition(".")[0]).handle = _Handle(live.data.clone())  # type: ignore[assignment]
         if kind == "packed" and not again:
             put(self.root, name, nn.Parameter(live.data.new_empty(0), requires_grad=False))
 
@@ -234,6 +223,15 @@ class FakeModel:
             room = torch.empty_like(self.hidden[name])
             put(self.root, name, nn.Parameter(room, requires_grad=False))
         return before
+
+
+class _Handle:
+    """Weights as a kernel packed them, where no look at a module finds them."""
+
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Tensor) -> None:
+        self.packed = packed
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

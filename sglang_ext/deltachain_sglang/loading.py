@@ -3,23 +3,16 @@
 # ruff: noqa: PLC0415 - SGLang is imported where it is used: it takes seconds
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.checkpoint import named_folder
 from deltachain.errors import ConfigError
-
-DERIVED: Final = re.compile(
-    r"(^|\.)(cos_sin_cache|\w*inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
-    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|position_ids|lora_\w+)$"
-)
-"""Live floating-point tensors that SGLang makes itself, from the configuration alone."""
 
 
 def guard(model: nn.Module) -> None:

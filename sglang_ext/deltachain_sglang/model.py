@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.probe import follows, is_plain, layers_of, output_of, processed, restoring
+from deltachain.errors import EngineVersionError
+from deltachain.subscribe.probe import is_plain, layers_of, output_of, processed
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_sglang import compat, loading
 
@@ -34,6 +34,10 @@ class SglangModel:
         self._config = config
         self._device = torch.device(device)
         self.checkpoint = loading.checkpoint(config)
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Every module of the model."""
+        return dict(self.model.named_modules())
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor."""
@@ -67,26 +71,15 @@ class SglangModel:
         with torch.no_grad():
             return isinstance(found, loading.linears()) and is_plain(found)
 
-    def packed(self) -> Mapping[str, str]:
-        """Try every linear layer: does its output follow a write to its weight?"""
-        return {
-            name: "its layer computes from a packed copy"
-            for name, layer in self._linears()
-            if not follows(layer)
-        }
-
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         """Outputs of the linear layers among these."""
         found = {name: output_of(layer) for name, layer in self._linears() if name in layers}
         return {name: output for name, output in found.items() if output is not None}
 
-    def is_derived(self, name: str) -> bool:
-        """Whether SGLang makes this tensor itself."""
-        return loading.DERIVED.search(name) is not None
-
-    def restoring(self) -> AbstractContextManager[None]:
-        """See :class:`EngineModel`; the quantisation method of a layer counts as part of it."""
-        return restoring(self.model)
+    def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """See :class:`EngineModel`."""
+        del layers, tensors
+        raise EngineVersionError("not yet")
 
     def _linears(self) -> Iterable[tuple[str, nn.Module]]:
         kinds = loading.linears()

@@ -19,13 +19,6 @@ BEYOND: Final = (0, 33)
 PAUSES: Final = ("keep", "wait", "abort")
 """Pause modes: running requests go on afterwards, are waited for, or end early."""
 
-DERIVED: Final = re.compile(
-    r"(^|\.)(cos_sin_cache|\w*inv_freq|alibi_slopes|normalizer|embed_scale|kv_cache"
-    r"|_?[qkvp](rob)?_scale(_float|_cpu)?|_tensor_constant\d+|position_ids|lora_\w+|qk_norm\.weight)$"
-)
-"""Live floating-point tensors that vLLM makes itself, from the configuration alone. Llama 4's
-``qk_norm`` has a weight of ones that no checkpoint fills."""
-
 
 def check_version() -> str:
     """The version of the vLLM that is installed.

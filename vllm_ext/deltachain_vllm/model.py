@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,17 +14,10 @@ from vllm.config import set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
-from deltachain.subscribe.probe import (
-    Members,
-    follows,
-    is_plain,
-    layers_of,
-    output_of,
-    processed,
-    restoring,
-)
+from deltachain.subscribe.members import Members
+from deltachain.subscribe.probe import is_plain, layers_of, output_of, processed
 from deltachain.subscribe.recorder import live_tensors
-from deltachain_vllm.compat import DERIVED, check_version, layerwise, linears
+from deltachain_vllm.compat import check_version, layerwise, linears
 from deltachain_vllm.repacking import repack
 
 if TYPE_CHECKING:
@@ -62,6 +55,10 @@ class VllmModel:
         """The folder that vLLM loaded."""
         return checkpoint_of(self.config)
 
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Every module of the model."""
+        return dict(self.model.named_modules())
+
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor but the KV cache."""
         found = live_tensors(self.model)
@@ -98,10 +95,6 @@ class VllmModel:
         ):
             repack(self.model, layers, lambda: self.model.load_weights(tensors), dtype)  # type: ignore[operator]
 
-    def modules(self) -> Mapping[str, nn.Module]:
-        """Every module by name."""
-        return dict(self.model.named_modules())
-
     def _pack_tied(self) -> None:
         """Pack layers whose weight is another layer's again: the reload packs that other one."""
         seen: set[int] = set()
@@ -131,8 +124,7 @@ class VllmModel:
     def _as_before_loading(self) -> Iterator[dict[int, str]]:
         """Every layer as it was before loading, most of it on the meta device; whose is what."""
         reload = layerwise()
-        kept = [Members.of(layer) for layer in self.model.modules()]
-        views = [(one, set(one._non_persistent_buffers_set)) for one in self.model.modules()]
+        kept = Members(self.model.modules())
         owner: dict[int, str] = {}
         try:
             for name, layer in self.model.named_modules():
@@ -145,10 +137,7 @@ class VllmModel:
                     owner.setdefault(_storage(tensor), name)
             yield owner
         finally:
-            for members in kept:
-                members.put_back()
-            for layer, names in views:
-                layer._non_persistent_buffers_set.update(names)
+            kept.put_back()
 
     def processed(self) -> frozenset[str]:
         """Layers that have something to do after loading."""
@@ -160,15 +149,6 @@ class VllmModel:
         with set_current_vllm_config(self.config), torch.no_grad():
             return isinstance(found, linears()) and is_plain(found)
 
-    def packed(self) -> Mapping[str, str]:
-        """Try every linear layer: does its output follow a write to its weight?"""
-        found = {}
-        with set_current_vllm_config(self.config), torch.no_grad():
-            for name, layer in self.model.named_modules():
-                if isinstance(layer, linears()) and not follows(layer):
-                    found[name] = "its layer computes from a packed copy"
-        return found
-
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         """Outputs of the linear layers among these whose weight can not be read or is a copy."""
         found = {}
@@ -177,14 +157,6 @@ class VllmModel:
                 if name in layers and isinstance(layer, linears()):
                     found[name] = output_of(layer)
         return {name: output for name, output in found.items() if output is not None}
-
-    def is_derived(self, name: str) -> bool:
-        """Whether vLLM makes this tensor itself."""
-        return DERIVED.search(name) is not None
-
-    def restoring(self) -> AbstractContextManager[None]:
-        """See :class:`EngineModel`; the quantisation method of a layer counts as part of it."""
-        return restoring(self.model)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from deltachain.errors import EngineVersionError
+from deltachain.subscribe.probe import layers_of
+from deltachain.subscribe.provenance import storage_id
 from deltachain.subscribe.recorder import live_tensors
 
 SIZE = (4, 6)
@@ -30,10 +32,18 @@ class OneLayer(nn.Module):
         self.loader = load
         self.reloader: Loader | None = None
         self.checkpoint = Path()
-        self.derived: tuple[str, ...] = ("b",)
-        self.hidden: dict[str, str] = {}
+        self.packs = False
+        self.kernel: Callable[[], Tensor] | None = None
         self.plain = False
         self.rearranged: frozenset[str] = frozenset()
+
+    def modules(self) -> Mapping[str, nn.Module]:  # type: ignore[override]
+        return dict(self.named_modules())
+
+    def pack(self) -> None:
+        """From now on, compute from a copy that nobody can see."""
+        self.packs, packed = True, self.p.detach().clone()
+        self.kernel = lambda: packed
 
     def tensors(self) -> Mapping[str, Tensor]:
         return live_tensors(self)
@@ -45,9 +55,16 @@ class OneLayer(nn.Module):
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for _, tensor in tensors:
             (self.reloader or self.loader)(self, tensor)
+        if self.packs:
+            self.pack()
+
+    def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        del layers, tensors
+        raise EngineVersionError("this engine gives no way to do that")
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        return {name: frozenset([""]) for name in names}
+        owner = {storage_id(tensor): "" for tensor in self.tensors().values()}
+        return layers_of(self.load, names, owner)
 
     def processed(self) -> frozenset[str]:
         return self.rearranged
@@ -56,27 +73,8 @@ class OneLayer(nn.Module):
         del layer
         return self.plain
 
-    def packed(self) -> Mapping[str, str]:
-        return self.hidden
-
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        del layers
-        return {}
-
-    def is_derived(self, name: str) -> bool:
-        return name in self.derived
-
-    @contextmanager
-    def restoring(self) -> Iterator[None]:
-        kept = dict(self._parameters), dict(self._buffers)
-        try:
-            yield
-        except BaseException:
-            self._parameters.clear()
-            self._parameters.update(kept[0])
-            self._buffers.clear()
-            self._buffers.update(kept[1])
-            raise
+        return {"": self.kernel()} if self.kernel and "" in layers else {}
 
 
 Loader: TypeAlias = Callable[[OneLayer, Tensor], object]

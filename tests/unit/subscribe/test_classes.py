@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from deltachain.subscribe.classes import ORDER, Agreement, Classified, Form, TensorClass, agree
+from deltachain.subscribe.classes import (
+    ORDER,
+    Agreement,
+    Classified,
+    Form,
+    TensorClass,
+    agree,
+    orphans,
+)
 from deltachain.types import TensorSpec
 
 SPEC = TensorSpec("w", "BF16", (4, 6))
@@ -88,11 +96,32 @@ def test_the_worst_class_of_any_rank_is_everybodys(worse: TensorClass, first: bo
 def test_classes_are_ordered_by_how_much_they_ask_of_the_engine() -> None:
     assert sorted(ORDER, key=ORDER.__getitem__) == [
         "absent",
+        "unused",
         "in_place",
         "loaded",
         "reloaded",
+        "repacked",
         "refused",
     ]
+
+
+UNUSED = Classified(kind="unused", reason="nothing follows it")
+
+
+def test_a_tensor_is_unused_if_every_rank_has_proven_that() -> None:
+    assert decide(UNUSED, UNUSED)[:2] == ("unused", "nothing follows it")
+    assert decide(UNUSED, ABSENT)[:2] == ("refused", "no rank holds it")
+    kind, _, holders = decide(UNUSED, held(WHOLE))
+    assert kind == "in_place"
+    assert holders[0] == ()
+
+
+def test_tensors_that_no_rank_has_are_to_be_proven_unused() -> None:
+    ranks = [
+        {"a": ABSENT, "b": ABSENT, "c": UNUSED, "d": UNUSED},
+        {"a": ABSENT, "b": held(WHOLE), "c": ABSENT, "d": UNUSED},
+    ]
+    assert orphans("abcd", ranks) == ["a", "c"]
 
 
 def test_only_ranks_that_have_it_keep_a_copy() -> None:

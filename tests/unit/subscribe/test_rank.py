@@ -19,6 +19,7 @@ from deltachain.errors import (
 from deltachain.subscribe import target
 from deltachain.subscribe.patch import Patch, write
 from deltachain.subscribe.rank import Rank, RankStaged
+from deltachain.subscribe.ways import Group
 from deltachain.types import TensorSpec
 from tests.gpu.ranks import Bench
 
@@ -141,9 +142,9 @@ def test_a_stage_never_looks_where_tensors_are(
 def test_what_is_computed_may_be_no_number(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     output = {"layers.0": torch.tensor([float("nan"), 1.0])}
     monkeypatch.setattr(bench.model, "compute", lambda layers: dict(output) if layers else {})
-    monkeypatch.setattr(
-        bench.rank, "_attached", replace(bench.rank._attached, layers=frozenset({"layers.0"}))
-    )
+    group = Group((), frozenset({"layers.0"}))
+    attached = replace(bench.rank._attached, groups=(("reloaded", group),))
+    monkeypatch.setattr(bench.rank, "_attached", attached)
     assert bench.rank.loads_the_same()
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import TensorMismatchError
 from deltachain.subscribe.recorder import Recording, live_tensors, record
 from deltachain.subscribe.windows import Window
 from deltachain.testing.engine import FakeModel
@@ -24,7 +23,7 @@ OTHER = TensorSpec("v", "BF16", SIZE)
 
 def run(model: OneLayer, *specs: TensorSpec) -> Recording:
     """Record, and see that every live bit is what it was."""
-    recording = record(model.load, specs or [SPEC], model.tensors)
+    recording = record(model.load, specs or [SPEC], model.modules())
     assert all(bool((tensor == 7).all()) for tensor in model.tensors().values()), "it was written"
     return recording
 
@@ -72,7 +71,7 @@ def test_one_awkward_tensor_does_not_spoil_the_others(style: str) -> None:
             (model.b.copy_ if name == "v" else lambda w: loader(model, w))(tensor)
 
     model = OneLayer(loader)
-    recording = record(load, [OTHER, SPEC], model.tensors)
+    recording = record(load, [OTHER, SPEC], model.modules())
     assert [place.window for place in recording.places["v"]] == [Window(0, (24,), (1,))]
     assert "w" in recording.reasons
     assert "w" not in recording.places
@@ -100,7 +99,7 @@ def test_a_loader_is_called_once_if_everything_is_a_view() -> None:
             model.p.data.copy_(tensor)
 
     model = OneLayer(PLANNED["copy"])
-    record(load, [SPEC, OTHER], model.tensors)
+    record(load, [SPEC, OTHER], model.modules())
     assert calls == [2]
     model = OneLayer(lambda m, w: m.p.data.copy_(w.clone()))
     calls.clear()
@@ -109,8 +108,8 @@ def test_a_loader_is_called_once_if_everything_is_a_view() -> None:
         calls.append(len(tensors))
         model.load(tensors)
 
-    record(load_clones, [SPEC, OTHER], model.tensors)
-    assert calls == [2, 1, 1]
+    record(load_clones, [SPEC, OTHER], model.modules())
+    assert calls == [2], "what a clone was made from is known"
 
 
 def replace_parameter(model: OneLayer, _: Tensor) -> None:
@@ -125,11 +124,34 @@ def remove_parameter(model: OneLayer, _: Tensor) -> None:
     del model.p
 
 
-@pytest.mark.parametrize("loader", [replace_parameter, replace_data, remove_parameter])
-def test_a_loader_that_replaces_live_tensors_is_refused(loader: Loader) -> None:
+def register_late(model: OneLayer, w: Tensor) -> None:
+    model.late = nn.Parameter(torch.empty(SIZE), requires_grad=False)
+    model.late.data.copy_(w)
+
+
+@pytest.mark.parametrize(
+    "loader", [replace_parameter, replace_data, remove_parameter, register_late]
+)
+def test_a_dry_run_leaves_every_member_as_it_was(loader: Loader) -> None:
     model = OneLayer(loader)
-    with pytest.raises(TensorMismatchError, match="replaced live tensors during a dry run"):
-        record(model.load, [SPEC], model.tensors)
+    before = {**vars(model)}, dict(model._parameters), model.p, model.p.data_ptr()
+    record(model.load, [SPEC], model.modules())
+    assert ({**vars(model)}, dict(model._parameters), model.p, model.p.data_ptr()) == before
+
+
+def test_tensors_that_a_loader_joins_are_known_to_belong_together() -> None:
+    held: dict[str, Tensor] = {}
+
+    def load(tensors: Any) -> None:
+        for name, tensor in tensors:
+            held[name] = tensor
+            if len(held) == 2:
+                model.p.data.copy_(torch.cat([held.pop("v")[:2], held.pop("w")[:2]]))
+
+    model = OneLayer(lambda _, __: None)
+    recording = record(load, [SPEC, OTHER], model.modules())
+    assert recording.together == (frozenset(["v", "w"]),)
+    assert recording.reasons.keys() == {"v", "w"}
 
 
 def test_live_tensors_are_parameters_buffers_and_attributes_with_elements() -> None:
@@ -148,7 +170,7 @@ def test_a_whole_engine_is_recorded_and_not_written_to(shape: Shape, tmp_path: P
     specs = [TensorSpec(n, "BF16", tuple(t.shape)) for n, t in full_of(model).items()]
     for rank in range(shape.ranks):
         engine = FakeModel(shape, rank, folder)
-        recording = record(engine.load, specs, engine.tensors)
+        recording = record(engine.load, specs, engine.modules())
         assert engine.holds(full_of(model)), "it was written"
         named = {name.split(".")[2] for name in recording.reasons}
         awkward = {"decay", "indexed", "packed", *(["bias"] if rank % shape.tp else [])}
@@ -160,7 +182,7 @@ def test_elements_that_no_tensor_fills_have_no_place(tmp_path: Path) -> None:
     shape = Shape(tp=4)
     engine = FakeModel(shape, 3, save(trained(shape), tmp_path))
     spec = TensorSpec("embed.weight", "BF16", (50, 16))
-    recording = record(engine.load, [spec], engine.tensors)
+    recording = record(engine.load, [spec], engine.modules())
     (place,) = recording.places["embed.weight"]
     assert place.window == Window(42 * 16, (8 * 16,), (1,))
     assert np.shares_memory(

@@ -15,7 +15,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.subscribe import windows
-from deltachain.subscribe.replica import Ticket
+from deltachain.subscribe.ticket import Ticket
 from deltachain.testing.faults import Fault
 from deltachain.testing.sharding import HOSTED, Shape
 from tests.unit.subscribe.replicas import SHAPES, Followed

@@ -20,8 +20,9 @@ from deltachain.errors import (
 )
 from deltachain.subscribe import Subscriber, spool, subscriber
 from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.replica import ReplicaTarget, Ticket
+from deltachain.subscribe.replica import ReplicaTarget
 from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.subscribe.ticket import Ticket
 from deltachain.testing.sharding import HOSTED, Shape
 from tests.unit.subscribe.replicas import Followed
 

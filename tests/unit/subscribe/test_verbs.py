@@ -76,6 +76,8 @@ def test_only_verbs_are_done(rank: RankVerbs, verb: str) -> None:
 def test_nothing_is_done_before_it_is_attached(bare: RankVerbs, verb: str) -> None:
     arguments: dict[str, Any] = {
         "agree": {"classes": {}, "holders": [{}]},
+        "unused": {"names": []},
+        "unused_state": {"names": []},
         "check": {},
         "state": {"ticket": 1},
         "stage": {"ticket": 1, "spool": "a", "budget": 0, "keep": []},

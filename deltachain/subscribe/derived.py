@@ -1,0 +1,163 @@
+"""Live tensors that come from no checkpoint tensor: constants of the engine, or made from others.
+
+Which of the two is found by what they hold after another checkpoint was loaded, post-load
+processing included. What a derived tensor is made from is found in the same way, one tensor at a
+time, from its own module outwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Final
+
+from deltachain.errors import TensorMismatchError
+from deltachain.subscribe.finding import Finding, components
+from deltachain.subscribe.trial import mixed
+from deltachain.subscribe.ways import RELOADS, Way, bring
+
+NEAR: Final = 512
+"""Tensors of one scope that are tried one by one."""
+
+
+def find_derived(finding: Finding) -> None:
+    """Tell constants from derived tensors, and break what derived tensors are made from.
+
+    Raises:
+        TensorMismatchError: A live tensor follows the checkpoint, and it cannot be found out which
+            tensors; or it cannot be tried.
+    """
+    left = _uncovered(finding)
+    if not left:
+        return
+    search = _Search(finding)
+    derived = search.affected(finding.source.present) & left
+    if derived:
+        search.ignore_unstable()
+        derived = search.affected(finding.source.present) & left
+    made = _made_from(finding, search, derived)
+    for live, names in made.items():
+        for name in names:
+            finding.layers[name] = finding.layers.get(name, frozenset()) | {_module(finding, live)}
+            finding.break_(name, f"the engine derives {live} from it")
+
+
+def _made_from(
+    finding: Finding, search: _Search, derived: frozenset[str]
+) -> Mapping[str, set[str]]:
+    """The checkpoint tensors that each derived one is made from."""
+    made: dict[str, set[str]] = {live: set() for live in derived}
+    for scopes in _outwards(finding, derived):
+        wanted = [scopes[live] for live in scopes if not made[live]]
+        for picked in zip_longest(*wanted):
+            tried = {name for name in picked if name is not None}
+            for live in search.affected(tried) & scopes.keys():
+                made[live] |= tried.intersection(scopes[live])
+    others = set(finding.source.present).difference(*made.values())
+    missed = [live for live in derived if not made[live]]
+    missed += sorted(search.affected(others) & derived) if derived and not missed else []
+    for live in missed:
+        raise TensorMismatchError(
+            f"the engine's {live} follows the checkpoint, it is not known which tensors of it",
+            tensor=live,
+        )
+    return made
+
+
+class _Search:
+    """What follows when the engine loads other bits of some tensors, in any way it has."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        self.links = {name: finding.links(name) for name in finding.source.present}
+        self.groups = components(self.links, self.links, finding.together)
+        self.unstable: dict[Way, frozenset[str]] = {}
+
+    def ignore_unstable(self) -> None:
+        """From now on, ignore what changes also when the engine loads the same bits again."""
+        for way in (*RELOADS, "loaded"):
+            found = self._load(way, self.groups, frozenset())
+            self.unstable[way] = found or frozenset()
+
+    def affected(self, names: Iterable[str]) -> frozenset[str]:
+        """Live tensors and outputs that change; afterwards all is as it was.
+
+        Raises:
+            TensorMismatchError: The engine loads in none of its ways.
+        """
+        changed = frozenset(names)
+        groups = [group for group in self.groups if not changed.isdisjoint(group)]
+        if not groups:
+            return frozenset()
+        seen = [found for way in RELOADS if (found := self._load(way, groups, changed)) is not None]
+        if not seen:
+            seen = [found for found in [self._load("loaded", groups, changed)] if found is not None]
+        if not seen:
+            raise TensorMismatchError(
+                f"the engine's {min(_uncovered(self.finding))} comes from no tensor of the chain, "
+                "and it cannot be tried whether it is a constant: loading again fails"
+            )
+        return frozenset().union(*seen)
+
+    def _load(
+        self, way: Way, groups: list[list[str]], changed: frozenset[str]
+    ) -> frozenset[str] | None:
+        state, source = self.finding.state, self.finding.source
+        names = [name for group in groups for name in group]
+        layers = self.finding.tied(frozenset().union(*(self.links[name] for name in names)))
+        try:
+            bring(state.model, way, layers, mixed(source.clones, names, changed))
+            outputs = state.follows(frozenset(state.outputs))
+            found = state.changed() | {f"{layer}()" for layer in outputs & state.outputs.keys()}
+            return found - self.unstable.get(way, frozenset())
+        except Exception:  # noqa: BLE001 - an engine may raise anything: it has no such way
+            return None
+        finally:
+            state.put_back()
+
+
+def _uncovered(finding: Finding) -> frozenset[str]:
+    """Live tensors and outputs that no known way leads to."""
+    names = [name for name in finding.source.specs if name in finding.reasons]
+    filled = finding.tied(frozenset().union(*(finding.links(name) for name in names)))
+    covered = {
+        place.live.untyped_storage().data_ptr()
+        for name in finding.in_place()
+        for place in finding.places[name]
+    }
+    reached = filled.union(*(finding.links(name) for name in finding.in_place()))
+    state = finding.state
+    return frozenset(
+        name
+        for name, tensor in state.tensors.items()
+        if tensor.untyped_storage().data_ptr() not in covered and state.owner[name] not in filled
+    ) | frozenset(f"{layer}()" for layer in state.outputs.keys() - reached)
+
+
+def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
+    """Checkpoint tensors that may be what derived ones are made from, the nearest first."""
+    scope = {live: _module(finding, live) for live in derived}
+    tried: dict[str, set[str]] = {live: set() for live in derived}
+    while scope:
+        found: dict[str, list[str]] = {}
+        for live, prefix in scope.items():
+            inside = [
+                name
+                for name in finding.source.specs
+                if name not in tried[live]
+                and any(_is_in(layer, prefix) for layer in finding.links(name))
+            ]
+            tried[live].update(inside)
+            if inside and len(inside) <= NEAR:
+                found[live] = inside
+        yield found
+        scope = {live: prefix.rpartition(".")[0] for live, prefix in scope.items() if prefix}
+
+
+def _module(finding: Finding, live: str) -> str:
+    """The module that a live tensor, or an output, is of."""
+    return live.removesuffix("()") if live.endswith("()") else finding.state.owner[live]
+
+
+def _is_in(layer: str, prefix: str) -> bool:
+    return not prefix or layer == prefix or layer.startswith(f"{prefix}.")

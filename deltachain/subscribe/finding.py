@@ -1,0 +1,359 @@
+"""What is known of the ways into one rank's live weights while they are being found."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deltachain.names import WIRE_NAMES
+from deltachain.subscribe.classes import ORDER, TensorClass
+from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.members import restoring
+from deltachain.subscribe.patch import LiveBits, same_bits, varied
+from deltachain.subscribe.recorder import Recording
+from deltachain.subscribe.source import Source, tensor_of
+from deltachain.subscribe.trial import State, Trial, other_bits
+from deltachain.subscribe.ways import RELOADS, Group, Way
+from deltachain.subscribe.windows import Place, on_device_of, storage_bits
+
+
+class Finding:
+    """What is known so far of every tensor, and what is tried to learn more.
+
+    Args:
+        model: The engine's.
+        source: The checkpoint that it loaded.
+        recording: What its loader was seen to do.
+        state: What it holds and computes.
+
+    Attributes:
+        places: Where each tensor lives, as recorded.
+        reasons: Why tensors are not in place.
+        broken: Those that only a reload of their layers may bring.
+        layers: Those that each tensor is loaded into, and those derived from it.
+        classes: Of the tensors that are done.
+        groups: Those that the engine loads, with their way.
+    """
+
+    def __init__(
+        self, model: EngineModel, source: Source, recording: Recording, state: State
+    ) -> None:
+        self.model, self.source, self.state = model, source, state
+        self.places: dict[str, list[Place]] = {name: [] for name in source.specs}
+        self.reasons: dict[str, str] = {}
+        self.broken: set[str] = set()
+        self.shared: set[str] = set()
+        self.alike: set[str] = set()
+        self.needs: dict[str, TensorClass] = {}
+        self.classes: dict[str, TensorClass] = {}
+        self.groups: list[tuple[Way, Group]] = []
+        owner = source.owner
+        for here, places in recording.places.items():
+            self.places[owner[here]] += places
+        for here, reason in recording.reasons.items():
+            self.reasons.setdefault(owner[here], reason)
+        self.broken.update(owner[here] for here in recording.raised)
+        self.together = [frozenset(owner[here] for here in one) for one in recording.together]
+        self.holders: dict[int, frozenset[str]] = _holders(state)
+        self.layers = self._layers()
+
+    def require(self, classes: Mapping[str, TensorClass]) -> None:
+        """Give tensors no better class than they have on other ranks."""
+        for name, kind in classes.items():
+            self.needs[name] = kind
+            if kind in RELOADS:
+                self.break_(name, f"it is {kind} on another rank")
+            elif kind == "loaded":
+                self.reasons.setdefault(name, "it is loaded on another rank")
+
+    def break_(self, name: str, reason: str) -> None:
+        """Say that nothing short of a reload brings a tensor, and why."""
+        self.reasons.setdefault(name, reason)
+        self.broken.add(name)
+
+    def in_place(self) -> list[str]:
+        """Tensors that nothing speaks against writing in place, so far."""
+        names = self.source.specs
+        return [name for name in names if self.places[name] and name not in self.reasons]
+
+    def read_back(self) -> None:
+        """Compare live bits with the checkpoint's: a post-processed parameter cannot be written.
+
+        A place that a tied name has as well is written once.
+        """
+        sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
+        for name, spec in self.source.specs.items():
+            self.places[name] = distinct(self.places[name])
+            for place in self.places[name]:
+                dtype = WIRE_NAMES.get(place.live.dtype)
+                if dtype != spec.dtype:
+                    self.reasons.setdefault(name, f"the engine serves it as {dtype}")
+                elif not same_bits(
+                    place.view, on_device_of(place.live, place.cut(self.source.bits(name)))
+                ):
+                    self.break_(name, "the engine changed its bits after loading")
+                sharing[_storage(place.live)].append((name, place))
+        for shared in sharing.values():
+            self._refuse_shared(shared)
+        for name, layers in self.layers.items():
+            found = self.places[name] or name in self.reasons
+            if layers and not found and self.source.specs[name].numel:
+                self.break_(name, f"{min(layers)} does not keep it as it was loaded")
+
+    def _refuse_shared(self, shared: list[tuple[str, Place]]) -> None:
+        """Two tensors at one place would overwrite one another."""
+        if len(shared) == 1:
+            return
+        live = shared[0][1].live
+        size = live.untyped_storage().nbytes() // live.element_size()
+        taken = torch.zeros(size, dtype=torch.bool)
+        for name, place in shared:
+            mine = taken.as_strided(place.live.shape, place.live.stride(), place.at)
+            if bool(mine.any()):
+                self.shared.add(name)
+                self.break_(name, "it shares live elements with another tensor")
+            mine.fill_(True)
+
+    def try_in_place(self) -> None:
+        """Write other bits of each tensor alone: its layers must compute from them."""
+        computing = self.state.outputs.keys()
+        links = {name: self.links(name) & computing for name in self.in_place()}
+        groups = components([name for name in links if links[name]], links, ())
+        for names in zip_longest(*groups):
+            self._try_in_place([name for name in names if name is not None], links)
+
+    def _try_in_place(self, names: list[str], links: Mapping[str, frozenset[str]]) -> None:
+        layers = frozenset().union(*(links[name] for name in names))
+        for name in names:
+            self._write(name, storage_bits(other_bits(self._tensor(name))))
+        found = self.state.follows(layers)
+        for name in names:
+            self._write(name, self.source.bits(name))
+            for layer in sorted(links[name] - found):
+                self.break_(name, f"{layer} computes from a packed copy")
+        left = self.state.follows(layers)
+        for name in names:
+            for layer in sorted(links[name] & left):
+                self.break_(name, f"{layer} does not compute the same again")
+
+    def _write(self, name: str, bits: LiveBits) -> None:
+        for place in self.places[name]:
+            new: Any = on_device_of(place.live, place.cut(bits))
+            place.view[...] = new
+
+    def refuse_alike(self) -> None:
+        """Refuse bits that are all alike where the engine may have rearranged them.
+
+        They read back well however they lie, and loading them again leads back to them. Other bits
+        in the same live storage show what became of it; so does a layer that multiplies by a
+        pattern as it should.
+        """
+        sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
+        for name in self.in_place():
+            for place in self.places[name]:
+                sharing[_storage(place.live)].append((name, place))
+        processed = self.model.processed()
+        broken = frozenset().union(*(self.layers.get(name, frozenset()) for name in self.broken))
+        for at, shared in sharing.items():
+            layers = self.holders.get(at, frozenset())
+            if layers.isdisjoint(processed) or self._shows(shared):
+                continue
+            if not layers.isdisjoint(broken) or all(map(self.model.is_plain, layers)):
+                continue  # what else is in it shows whether loading again is exact; or it computes
+            for name, _ in shared:
+                self.alike.add(name)
+                self.break_(name, "its bits are all alike, and show not where the engine puts each")
+
+    def _shows(self, shared: list[tuple[str, Place]]) -> bool:
+        return any(varied(place.cut(self.source.bits(name))) for name, place in shared)
+
+    def links(self, name: str) -> frozenset[str]:
+        """The layers that must follow a tensor: those it is loaded into or shares memory with."""
+        found = self.layers.get(name, frozenset())
+        for place in self.places[name]:
+            found |= self.holders.get(_storage(place.live), frozenset())
+        return found if self.places[name] else self._with_twins(found)
+
+    def _with_twins(self, layers: frozenset[str]) -> frozenset[str]:
+        """Layers, and those that have the only tensor of one of them in common with it."""
+        found = set(layers)
+        for layer in layers:
+            held = [t for n, t in self.state.tensors.items() if self.state.owner[n] == layer]
+            if len(held) == 1:
+                found |= self.holders[_storage(held[0])]
+        return frozenset(found)
+
+    def tied(self, layers: frozenset[str]) -> frozenset[str]:
+        """Layers, and those that have a live tensor in common with one of them."""
+        return layers.union(*(held for held in self.holders.values() if held & layers))
+
+    def _layers(self) -> dict[str, frozenset[str]]:
+        found: dict[str, frozenset[str]] = defaultdict(frozenset)
+        with restoring(self.model.modules().values()) as members:
+            layers = self.model.layers(self.source.meta())
+            members.put_back()
+        for here, into in layers.items():
+            found[self.source.owner[here]] |= into
+        return dict(found)
+
+    def try_loading(self) -> None:
+        """Let the engine's loader load what was computed or cast, as often as it changes."""
+        doubtful = [name for name in self.reasons if name not in self.broken]
+        links = {name: self.links(name) for name in doubtful}
+        for together in (components(doubtful, links, self.together), self._alone(doubtful)):
+            left = [names for names in together if not self.classes.keys() & set(names)]
+            self._try("loaded", [self._group(names) for names in left])
+        self.broken.update(name for name in doubtful if name not in self.classes)
+
+    def _alone(self, names: Sequence[str]) -> list[list[str]]:
+        return components(names, {name: frozenset() for name in names}, self.together)
+
+    def try_reloading(self) -> None:
+        """Reload the layers of what is left, whole."""
+        links = {name: self.links(name) for name in self.source.specs}
+        touched = frozenset().union(*(links[name] for name in self.broken))
+        names = [n for n in links if n in self.broken or links[n] & touched]
+        groups = [self._group(one) for one in self._grown(names, links)]
+        groups = [group for group in groups if not self.broken.isdisjoint(group.names)]
+        for group in groups:
+            for name in group.names:  # a layer is reloaded whole
+                self.classes.pop(name, None)
+        self.groups = [one for one in self.groups if not self._covered(one[1], groups)]
+        why: dict[str, str] = {}
+        for way in RELOADS:
+            left = [g for g in groups if g.names[0] not in self.classes and self._may(way, g, why)]
+            for name, reason in self._try(way, left).items():
+                why[name] = reason or why.get(name, "the engine gives no way to load it again")
+        for group in groups:
+            for name in group.names:
+                reason = self.reasons.setdefault(name, "its layer is packed")
+                if name not in self.classes:
+                    self.classes[name] = "refused"
+                    self.reasons[name] = f"{reason}; {why.get(group.names[0], 'no way is proven')}"
+
+    def _grown(self, names: list[str], links: Mapping[str, frozenset[str]]) -> list[list[str]]:
+        """Groups that have every tensor of each of their layers."""
+        while True:
+            layers = frozenset().union(*(links[name] for name in names))
+            more = [n for n in self.source.specs if n in names or links[n] & layers]
+            if len(more) == len(names):
+                return components(more, links, self.together)
+            names = more
+
+    def _covered(self, group: Group, others: Iterable[Group]) -> bool:
+        return any(not set(group.names).isdisjoint(other.names) for other in others)
+
+    def _may(self, way: Way, group: Group, why: dict[str, str]) -> bool:
+        if not self.shared.isdisjoint(group.names):
+            why[group.names[0]] = "the one that is loaded last would win"
+        elif not self.alike.isdisjoint(group.names):
+            why[group.names[0]] = "nor would loading them again"
+        elif not group.layers:
+            why[group.names[0]] = "no layer of it is known"
+        else:
+            return all(ORDER[self.needs.get(name, way)] <= ORDER[way] for name in group.names)
+        return False
+
+    def _try(self, way: Way, groups: list[Group]) -> Mapping[str, str]:
+        """Try a way; what it proves is done. Why it refuses some groups, by their first tensor."""
+        links = {name: self.links(name) for group in groups for name in group.names}
+        outcome = Trial(self.state, way, self.source.clones, links).run(groups)
+        refused = dict(outcome.refused)
+        for group in groups:
+            first = group.names[0]
+            idle = outcome.idle.intersection(group.names)
+            if first not in refused and idle:
+                refused |= self._idle(way, group, idle)
+            if first in refused:
+                continue
+            for name in group.names:
+                self.classes[name] = "unused" if name in idle else way
+            self.groups.append((way, group))
+        return refused
+
+    def _idle(self, way: Way, group: Group, idle: frozenset[str]) -> dict[str, str]:
+        """Why tensors that nothing followed are not known to be unused.
+
+        Another way to make the whole layer from nothing must find the same.
+        """
+        first = group.names[0]
+        for name in sorted(idle):
+            if self.places[name] or way == "loaded":
+                return {first: f"nothing follows {name}"}
+        if way == "repacked":
+            return {}
+        links = {name: self.links(name) for name in group.names}
+        again = Trial(self.state, "repacked", self.source.clones, links).run([group])
+        if first in again.refused:
+            return {first: again.refused[first]}
+        if again.idle != idle:
+            return {first: f"nothing follows {min(idle ^ again.idle)}"}
+        return {}
+
+    def _group(self, names: Sequence[str]) -> Group:
+        links = [self.links(name) for name in names]
+        layers = self.tied(frozenset().union(*links)) if all(links) else frozenset()
+        return Group(tuple(names), layers)
+
+    def _tensor(self, name: str) -> Tensor:
+        return tensor_of(self.source.specs[name], self.source.bits(name))
+
+    def conclude(self) -> None:
+        """Give everything that is left its class."""
+        for name in self.source.specs:
+            if name not in self.classes:
+                self.classes[name] = "in_place" if self.places[name] else "absent"
+
+
+def components(
+    names: Iterable[str],
+    links: Mapping[str, frozenset[str]],
+    together: Iterable[frozenset[str]],
+) -> list[list[str]]:
+    """Names in groups, none of which has a layer or a set in common with another; in order."""
+    root: dict[str, str] = {}
+    first: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while root[name] != name:
+            root[name] = name = root[root[name]]
+        return name
+
+    labels: dict[str, list[str]] = defaultdict(list)
+    for number, one in enumerate(together):
+        for name in one:
+            labels[name].append(f"together {number}")
+    wanted = list(names)
+    for name in wanted:
+        root[name] = name
+        for label in (*links[name], *labels[name]):
+            root[find(name)] = find(first.setdefault(label, name))
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in wanted:
+        groups[find(name)].append(name)
+    return list(groups.values())
+
+
+def distinct(places: Iterable[Place]) -> list[Place]:
+    """Places without those that tied names have in common."""
+    found: dict[object, Place] = {}
+    for place in places:
+        found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
+    return list(found.values())
+
+
+def _holders(state: State) -> dict[int, frozenset[str]]:
+    """The layers that hold each live storage."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for name, tensor in state.tensors.items():
+        found[_storage(tensor)].add(state.owner[name])
+    return {at: frozenset(layers) for at, layers in found.items()}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,283 @@
+"""Everything that the modules of an engine hold, recorded, so that it can be put back.
+
+A loader may do more than write bits: it may register parameters, replace tensors, set attributes.
+So may what an engine does after loading, also to objects that are no modules, such as a layer's
+quantisation method. All of that is recorded by identity: dictionaries, lists and sets with what is
+in them, and of tensors the memory that they view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import TensorMismatchError
+
+NESTED: Final = 3
+"""Objects within objects that are followed from one that acts after loading."""
+
+ACTS: Final = "process_weights_after_loading"
+"""What engines call on a module, or on an object of one, when its weights are loaded."""
+
+CONFIGURATION: Final = "Config"
+"""Objects of classes with this suffix say how a model is made, and hold no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """A tensor, the memory that it views, and its own attributes."""
+
+    tensor: Tensor
+    view: Tensor
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Memory:
+        return cls(tensor, tensor.data, dict(vars(tensor)))
+
+    def has_moved(self) -> bool:
+        now = self.tensor.data
+        return now.data_ptr() != self.view.data_ptr() or _form(now) != _form(self.view)
+
+    def put_back(self) -> None:
+        if self.has_moved():
+            self.tensor.data = self.view
+        _refill(vars(self.tensor), self.attributes)
+
+
+class Members:
+    """What some modules hold, as it was.
+
+    Args:
+        modules: Recorded each by itself: a submodule that is not given is kept in its place, and
+            what it holds is not recorded.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._boxes: dict[int, _Box] = {}
+        self._memories: dict[int, _Memory] = {}
+        self._roots = [self._record(module) for module in modules]
+
+    def put_back(self) -> None:
+        """Make the modules hold what they held. Bits are not recorded, and stay as they are."""
+        for box in self._boxes.values():
+            box.put_back()
+        for memory in self._memories.values():
+            memory.put_back()
+
+    def settle(self) -> None:
+        """Copy the bits of new tensors into those that they replaced, and put those back.
+
+        What is neither a tensor nor holds any, such as a function, stays as it is now.
+
+        Raises:
+            TensorMismatchError: A tensor is gone, or there is one of another shape or dtype, or one
+                more. Tensors settled before stay settled.
+        """
+        seen: set[int] = set()
+        for root in self._roots:
+            self._settle(root, root.container, seen)
+
+    def _record(self, module: nn.Module) -> _Box:
+        for container in _containers(module):
+            box = self._boxes[id(container)] = _Box(container, _items(container))
+            for value in box.items.values():
+                if isinstance(value, Tensor):
+                    self._memories.setdefault(id(value), _Memory.of(value))
+        return self._boxes[id(vars(module))]
+
+    def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:  # noqa: ANN401
+        """Settle what one container held against what is now in its place."""
+        if id(box) in seen:
+            return
+        seen.add(id(box))
+        found = _items(now)
+        for key, before in box.items.items():
+            inner = self._boxes.get(id(_container(before)))
+            if isinstance(before, Tensor):
+                self._settle_tensor(str(key), before, found.get(key))
+            elif inner is None or isinstance(before, nn.Module):
+                continue
+            else:
+                after = _container(found.get(key))
+                if after is not None:
+                    self._settle(inner, after, seen)
+            box.put(key, before)
+        for key, after in found.items():
+            if isinstance(after, Tensor) and key not in box.items and after.numel():
+                raise TensorMismatchError(f"the engine made one more tensor, {key!r}")
+
+    def _settle_tensor(self, key: str, before: Tensor, after: Any) -> None:  # noqa: ANN401
+        memory = self._memories[id(before)]
+        if not isinstance(after, Tensor):
+            raise TensorMismatchError(f"the engine dropped its tensor {key!r}")
+        now = after.data
+        if (now.shape, now.dtype) != (memory.view.shape, memory.view.dtype):
+            raise TensorMismatchError(
+                f"the engine made {key!r} anew as {now.dtype}{tuple(now.shape)}, "
+                f"it was {memory.view.dtype}{tuple(memory.view.shape)}"
+            )
+        if now.data_ptr() != memory.view.data_ptr() or now.stride() != memory.view.stride():
+            memory.view.copy_(now)
+        memory.put_back()
+
+
+class _Box:
+    """A dictionary, list or set, and what was in it, by key."""
+
+    def __init__(self, container: Any, items: dict[Any, Any]) -> None:  # noqa: ANN401
+        self.container = container
+        self.items = items
+
+    def put(self, key: Any, value: Any) -> None:  # noqa: ANN401
+        """Have one thing in its place again."""
+        container = self.container
+        if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
+            container[key] = value
+
+    def put_back(self) -> None:
+        """Have everything in its place again, and nothing else."""
+        if isinstance(self.container, dict):
+            _refill(self.container, self.items)
+        elif isinstance(self.container, list):
+            self.container[:] = self.items.values()
+        elif isinstance(self.container, set):
+            self.container.clear()
+            self.container.update(self.items.values())
+
+
+class Bits:
+    """The bits of some tensors, copied to the host by storage.
+
+    Args:
+        tensors: By name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        for tensor in tensors.values():
+            flat = storage_of(tensor)
+            if flat.data_ptr() not in self._saved:
+                self._saved[flat.data_ptr()] = flat, flat.to("cpu", copy=True)
+
+    def put_back(self) -> None:
+        """Write them where they were, wherever other bits are now."""
+        for live, saved in self._saved.values():
+            there = saved.to(live.device)
+            if not torch.equal(live, there):
+                live.copy_(there)
+
+    def has_changed(self, tensor: Tensor) -> bool:
+        """Whether a tensor has other bits than it had, or is in memory that was not recorded."""
+        flat = storage_of(tensor)
+        if flat.data_ptr() not in self._saved:
+            return bool(flat.numel())
+        saved = self._saved[flat.data_ptr()][1].view(tensor.dtype) if flat.numel() else flat
+        before = saved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        now = tensor.detach().to("cpu")
+        return not torch.equal(_bytes(now), _bytes(before))
+
+
+@contextmanager
+def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[Bits]:
+    """Whatever the body does to some modules: afterwards they hold what they held, bit for bit.
+
+    Args:
+        modules: Those of the engine.
+        tensors: Those whose bits are kept, on the host meanwhile.
+    """
+    members, bits = Members(modules), Bits(tensors)
+    try:
+        yield bits
+    finally:
+        members.put_back()
+        bits.put_back()
+
+
+@contextmanager
+def restoring(modules: Iterable[nn.Module]) -> Iterator[Members]:
+    """Put back what some modules held if the body raises; bits stay as they are."""
+    members = Members(modules)
+    try:
+        yield members
+    except BaseException:
+        members.put_back()
+        raise
+
+
+def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that a module itself holds, by a dotted path."""
+    paths = {id(vars(module)): ""}
+    for container in _containers(module):
+        prefix = paths[id(container)]
+        for key, value in _items(container).items():
+            bare = not prefix and key in ("_parameters", "_buffers")
+            path = prefix if bare else f"{prefix}.{key}" if prefix else str(key)
+            if isinstance(value, Tensor):
+                yield path, value
+            else:
+                paths.setdefault(id(_container(value)), path)
+
+
+def storage_of(tensor: Tensor) -> Tensor:
+    """All bytes of the storage that a tensor is in, as one flat tensor."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage())
+
+
+def _containers(module: nn.Module) -> Iterator[Any]:
+    """The containers that a module keeps things in, its own attributes first, each once."""
+    acts = hasattr(type(module), ACTS)
+    seen = {id(vars(module))}
+    queue: list[tuple[Any, int, bool]] = [(vars(module), 0, acts)]
+    for container, depth, follows in queue:
+        yield container
+        if depth > NESTED:
+            continue
+        for value in _items(container).values():
+            inner = _container(value)
+            here = follows or hasattr(type(value), ACTS)
+            is_object = inner is not None and inner is not value
+            if inner is None or id(inner) in seen or (is_object and not here):
+                continue
+            seen.add(id(inner))
+            queue.append((inner, depth + 1, here))
+
+
+def _container(value: Any) -> Any:  # noqa: ANN401
+    """The container that something is, or keeps its attributes in; ``None`` for anything else."""
+    if isinstance(value, dict | list | tuple | set):
+        return value
+    is_plain = not isinstance(value, nn.Module | Tensor | type | ModuleType | FunctionType)
+    if is_plain and hasattr(value, "__dict__") and not type(value).__name__.endswith(CONFIGURATION):
+        return vars(value)
+    return None
+
+
+def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
+    if isinstance(container, dict):
+        return dict(container)
+    if isinstance(container, list | tuple):
+        return dict(enumerate(container))
+    return {id(value): value for value in container}
+
+
+def _refill(container: dict[Any, Any], before: dict[Any, Any]) -> None:
+    same = container.keys() == before.keys() and all(container[k] is v for k, v in before.items())
+    if not same:
+        container.clear()
+        container.update(before)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
