@@ -9,14 +9,12 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final, TypeAlias
 
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
@@ -37,6 +35,7 @@ from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_a
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.source import Source, tensor_of
 from deltachain.subscribe.spool import SpoolReader
+from deltachain.subscribe.streams import own_stream, settle, settled
 from deltachain.subscribe.target import Write, take_back, write_all
 from deltachain.subscribe.trial import State
 from deltachain.subscribe.unused import find_unused
@@ -103,7 +102,7 @@ class Rank:
         self._aliases = aliases
         self._specs = {spec.name: spec for spec in specs}
         self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
-        with _settled():
+        with settled():
             self._attached = attach(model, self._source)
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
@@ -150,7 +149,7 @@ class Rank:
         }
         if not other:
             return
-        with _settled():
+        with settled():
             found = attach(self.model, self._source, other)
         for name, kind in other.items():
             if found.classes[name] != kind:
@@ -166,7 +165,7 @@ class Rank:
         Blocks the engine, which holds afterwards what it held.
         """
         model, groups = self.model, self._attached.groups
-        with _settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
+        with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
             found = find_unused(State(model, bits), self._source, groups, names)
         return {
             name: Classified(kind="refused", reason=f"the engine keeps it nowhere, but {why}")
@@ -210,7 +209,7 @@ class Rank:
             TensorMismatchError: The plan changes a tensor that no way leads to.
         """
         attached = self._attached
-        with _own_stream(self.model):
+        with own_stream(self.model):
             staged = self._stage(SpoolReader(folder), budget)
         with self._changing:
             if self._attached is not attached:
@@ -262,7 +261,7 @@ class Rank:
         self.check_addresses()
         if (ticket in self._written) != back:
             return 0.0
-        with _settled():
+        with settled():
             return self._swap(staged, ticket, version, back=back)
 
     def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> float:
@@ -280,7 +279,7 @@ class Rank:
                 version=version,
             ) from exc
         (self._written.remove if back else self._written.add)(ticket)
-        _settle()  # it has been written when the time is taken
+        settle()  # it has been written when the time is taken
         return time.perf_counter() - start
 
     def _prepare(self, delta: TensorDelta) -> Iterator[tuple[Slot, Placed]]:
@@ -331,7 +330,7 @@ class Rank:
 
         Blocks the engine. Afterwards it does, whoever wrote to it.
         """
-        with _settled():
+        with settled():
             layers = self._attached.layers
             state = State(self.model, Bits(self.model.tensors()), layers)
             self._load(set(self._copies))
@@ -376,7 +375,7 @@ class Rank:
         """
         if self._addresses() == self._identity:
             return
-        with _settled():
+        with settled():
             found = attach_again(self.model, self._source, self._attached)
         with self._changing:
             self._attached = found
@@ -384,31 +383,3 @@ class Rank:
             self.staged.clear()
             self._written.clear()
         raise BaseMismatchError(REPLACED)
-
-
-def _settle() -> None:
-    """Wait until the device has done what it was told, where there is one."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-
-
-@contextmanager
-def _settled() -> Iterator[None]:
-    """Other streams of the engine have read old bits before, and read new ones after."""
-    _settle()
-    try:
-        yield
-    finally:
-        _settle()
-
-
-@contextmanager
-def _own_stream(model: EngineModel) -> Iterator[None]:
-    """A stream beside the engine's own, so that staging does not queue up behind its kernels."""
-    where = next(iter(model.tensors().values())).device
-    if where.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(where), torch.cuda.stream(torch.cuda.Stream(where)):
-        yield
-        torch.cuda.current_stream(where).synchronize()
