@@ -11,16 +11,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from deltachain import keys
 from deltachain.codec import ENCODINGS
+from deltachain.commits import Commits
 from deltachain.digest import object_digest
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
-    ChainMismatchError,
     FormatError,
     MalformedError,
 )
 from deltachain.hint import read_hint
-from deltachain.identity import check_digest, identity_there, lost_chain, read_model
+from deltachain.identity import check_digest, identity_there, lost_chain, make, read_model
 from deltachain.looks import SEEN, Standing
 from deltachain.manifest import (
     Edge,
@@ -29,10 +29,8 @@ from deltachain.manifest import (
     Head,
     Identity,
     Manifest,
-    ObjectRef,
     Table,
     dump,
-    parse,
     seal,
     summarise,
     unseal,
@@ -57,17 +55,25 @@ class Chain:
         store: Where it lies.
         identity: Its id and the digest of its table.
         table: Its tensors.
+        documents: The exact bytes of both, by key.
         latest: The newest version that this object has seen.
     """
 
     def __init__(
-        self, store: Store, identity: Identity, table: Table, seen: ObjectInfo | None = None
+        self,
+        store: Store,
+        identity: Identity,
+        table: Table,
+        seen: ObjectInfo | None = None,
+        documents: Mapping[str, bytes] | None = None,
     ) -> None:
         self.store = store
         self.identity = identity
         self.table = table
+        self.documents = documents or {keys.CHAIN_KEY: dump(identity), keys.TABLE_KEY: dump(table)}
         self.latest: Version | None = None
         self._manifests = Manifests(store, identity.chain, seen)
+        self._commits = Commits(store, self._manifests, identity, self.documents)
         self._past = Past(store, self._manifests)
 
     @classmethod
@@ -80,25 +86,9 @@ class Chain:
 
         Raises:
             ChainMismatchError: The URL holds the chain of another model.
+            BrokenChainError: There are versions here, and their identity is lost.
         """
-        document = dump(table)
-        digest = object_digest(document)
-        try:
-            store.put_if_absent(keys.TABLE_KEY, document)
-        except AlreadyExistsError:
-            if store.get(keys.TABLE_KEY) != document:
-                raise _another_model(store, table) from None
-        if store.find(keys.CHAIN_KEY) is not None:
-            return cls.open(store)
-        refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
-        identity = Identity(chain=chain_id, created=time, table=digest, assets=refs)
-        try:
-            store.put_if_absent(keys.CHAIN_KEY, dump(identity))
-        except AlreadyExistsError:
-            return cls.open(store)
-        if not store.capabilities.conditional_put:
-            return cls.open(store)  # another may have made one since we looked
-        return cls(store, identity, table)
+        return cls(store, *make(store, table, chain_id=chain_id, time=time, assets=assets))
 
     @classmethod
     def open(cls, store: Store) -> Chain:
@@ -234,8 +224,26 @@ class Chain:
             self._manifests.looks.ahead(range(plan.edges[0].version, plan.edges[-1].version + 1))
 
     def commit(self, manifest: Manifest) -> Committed:
-        """Make a version visible, exactly once; see :meth:`Manifests.commit`."""
-        return self._manifests.commit(manifest)
+        """Make a version visible, exactly once; see :meth:`Commits.commit`."""
+        return self._commits.commit(manifest)
+
+    def settle(self, manifest: Manifest) -> Committed | None:
+        """The commit of a manifest whose outcome was unknown; see :meth:`Commits.settle`."""
+        return self._commits.settle(manifest)
+
+    def watch(self, anchor: str) -> None:
+        """Look every so often, when committing, whether a part of an anchor is there."""
+        self._commits.anchor, self._commits.anchor_is_gone = anchor, False
+
+    @property
+    def anchor_is_gone(self) -> bool:
+        """Whether what is watched was gone at the last commit that looked."""
+        return self._commits.anchor_is_gone
+
+    def take_restored(self) -> tuple[str, ...]:
+        """Keys that commits found gone and put back, since this was last asked."""
+        restored, self._commits.restored = tuple(self._commits.restored), []
+        return restored
 
     def add_edge(self, committed: Committed, edge: Edge, base_state: str) -> EdgeSummary:
         """Record another way to a committed version; the one that is there first stays.
@@ -320,20 +328,3 @@ class Chain:
     def find_state(self, state: StateDigest) -> Committed | None:
         """The newest version that has a state, as far as few manifests tell; see :class:`Past`."""
         return self._past.find_state(state, self.head())
-
-
-def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:
-    digest = object_digest(data)
-    key = keys.asset_key(digest, name)
-    return ObjectRef(key=key, nbytes=len(data), blake3=digest, xet_hash=store.put(key, data))
-
-
-def _another_model(store: Store, table: Table) -> ChainMismatchError:
-    """Say which tensor tells the two models apart."""
-    there = parse(store.get(keys.TABLE_KEY), Table, key=keys.TABLE_KEY)
-    different = set(there.tensors) ^ set(table.tensors)
-    example = min(different, default=("aliases", "", ()))
-    return ChainMismatchError(
-        f"{store.url} holds a chain of another model: {len(there.tensors)} tensors, "
-        f"this one has {len(table.tensors)}; for example {example}"
-    )

@@ -33,6 +33,11 @@ def payload_key(kind: PayloadKind, version: Version, epoch: int, commit_id: str,
     return f"{kind}s/{version:020d}-{epoch:08d}-{commit_id}/{part:05d}.safetensors"
 
 
+def payload_prefix(kind: PayloadKind, version: Version) -> str:
+    """What the keys of all parts of this kind begin with that lead to a version."""
+    return f"{kind}s/{version:020d}-"
+
+
 def asset_key(digest: str, name: str) -> str:
     """Key of a small file of the checkpoint, such as ``config.json``, named by its content."""
     return f"assets/{digest[:32]}/{name}"

@@ -10,18 +10,14 @@ from dataclasses import dataclass
 
 from deltachain.digest import object_digest
 from deltachain.errors import (
-    AlreadyExistsError,
     ChainMismatchError,
-    ForkedChainError,
     FormatError,
     MalformedError,
     ObjectNotFoundError,
-    PublisherFencedError,
-    StoreUnavailableError,
 )
 from deltachain.keys import CHAIN_KEY, manifest_key
 from deltachain.looks import Looks
-from deltachain.manifest import Manifest, read_state, seal, unseal
+from deltachain.manifest import Manifest, read_state, unseal
 from deltachain.store import Buffer, ObjectInfo, Store
 from deltachain.types import StateDigest, Version
 
@@ -118,63 +114,6 @@ class Manifests:
             return self.read(version)
         except ObjectNotFoundError:
             return None
-
-    def commit(self, manifest: Manifest) -> Committed:
-        """Make a version visible, exactly once.
-
-        When the reply to our own put is lost, reading the manifest back and finding our commit id
-        in it is success. On a store without conditional puts that read-back is always made, and
-        the parent must still be the one that this version names.
-
-        Raises:
-            PublisherFencedError: Another publisher has committed this version, or replaced its
-                parent.
-            StoreUnavailableError: The store did not take it; the version is not committed, or it
-                can not be told whether it is.
-        """
-        key, data = manifest_key(manifest.version), seal(manifest)
-        conditional = self._store.capabilities.conditional_put
-        try:
-            if conditional:
-                self._store.put_if_absent(key, data)
-                return Committed(manifest, object_digest(data))
-            if not self._taken(manifest.version):
-                self._store.put(key, data)
-                self._confirm(manifest.version)
-        except AlreadyExistsError:
-            pass
-        except StoreUnavailableError:
-            if self._store.find(key) is None:
-                raise
-        found = self.read(manifest.version)
-        if found.manifest.commit_id != manifest.commit_id:
-            raise PublisherFencedError(
-                f"version {manifest.version} was committed by another publisher "
-                f"(commit {found.manifest.commit_id}, epoch {found.manifest.epoch}; "
-                f"ours was {manifest.commit_id}, epoch {manifest.epoch})",
-                version=manifest.version,
-            )
-        return found
-
-    def _taken(self, version: Version) -> bool:
-        """Whether a version is there already, in one look that also proves what it follows."""
-        try:
-            return version in self.looks.at([version - 1, version] if version else [version])
-        except ForkedChainError as exc:
-            raise PublisherFencedError(
-                f"version {version} can not follow: {exc.args[0]}", version=version
-            ) from exc
-
-    def _confirm(self, version: Version) -> None:
-        """Look at the manifest that was just put, and that nobody has gone on behind it."""
-        self.looks.forget(version)
-        if version + 1 in self.looks.at([version, version + 1]):
-            raise PublisherFencedError(
-                f"version {version + 1} is there already: another publisher wrote version "
-                f"{version} between our look and our put, and went on",
-                version=version,
-                hint="two publishers wrote here at once; see what `deltachain verify` says",
-            )
 
     def _bytes(self, version: Version) -> Buffer:
         """Bytes of a manifest: of the very one that was seen, where the store can tell."""

@@ -7,7 +7,6 @@ fenced and says so, and no empty version lies in between.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,9 +19,11 @@ from torch import Tensor
 from deltachain.chain import Chain, Committed
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ChainMismatchError, ObjectNotFoundError, PublisherFencedError
-from deltachain.manifest import EdgeSummary, Table
+from deltachain.keys import TABLE_KEY
+from deltachain.manifest import EdgeSummary, Table, parse
 from deltachain.names import TORCH_DTYPES
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.place import newest, open_or_make
 from deltachain.publish.ranks import Ranks
 from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.session import Session
@@ -64,23 +65,24 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
 
     Raises:
         ChainMismatchError: The chain is one of another model.
+        BrokenChainError: Versions lie behind a gap, or their identity is lost.
         PublisherFencedError: Another publisher committed at the same time.
     """
     checkpoint = Checkpoint(path)
     chain = _open_or_create(store, checkpoint)
     source = source_of(checkpoint, chain.table)
-    head = chain.head()
+    head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
     session = Session(source, Snapshot(source), writer, config, Ranks.alone())
     if head is not None:
         writer.epoch = head.manifest.epoch + 1
     committed = tuple(_commit(session, step))
-    newest = writer.parent or head
-    if newest is None:
+    last = writer.parent or head
+    if last is None:
         raise ObjectNotFoundError(f"{store.url} lost its first version", url=store.url)
     return Pushed(
         chain=chain,
-        head=newest,
+        head=last,
         committed=committed,
         anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
     )
@@ -124,11 +126,21 @@ def _open_or_create(store: Store, checkpoint: Checkpoint) -> Chain:
     try:
         return Chain.open(store)
     except ObjectNotFoundError:
-        rows = tuple((s.name, s.dtype, s.shape) for s in checkpoint.specs.values())
-        assets = checkpoint.assets()
-        return Chain.create(
-            store, Table(tensors=rows), chain_id=uuid.uuid4().hex, time=time.time(), assets=assets
+        table = _table(store, checkpoint)
+        return open_or_make(
+            store, table, checkpoint.assets, chain_id=uuid.uuid4().hex, by_state=False
         )
+
+
+def _table(store: Store, checkpoint: Checkpoint) -> Table:
+    """The table of a chain whose identity is lost, else the checkpoint's tensors."""
+    try:
+        there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
+        source_of(checkpoint, there)
+    except (ObjectNotFoundError, ChainMismatchError):
+        rows = tuple((s.name, s.dtype, s.shape) for s in checkpoint.specs.values())
+        return Table(tensors=rows)
+    return there
 
 
 def source_of(checkpoint: Checkpoint, table: Table) -> Source:

@@ -212,7 +212,7 @@ class Publisher:
         try:
             self.flush()
             if self._session is not None and self._fenced is None and self._ranks.leads:
-                self._session.writer.write_head()
+                self._session.writer.close()
         finally:
             for future in self._take_waiting():  # nothing will cover it any more
                 future.set_exception(self._failure or ChainError("closed before it was published"))

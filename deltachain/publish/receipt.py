@@ -25,6 +25,7 @@ class PublishReceipt:
         encode_s: Seconds of encoding and putting the parts, behind training.
         commit_s: Seconds of committing.
         kernel: Which kernels compared.
+        restored: Documents of the chain that were gone from the store and were put back.
     """
 
     version: Version
@@ -40,6 +41,7 @@ class PublishReceipt:
     encode_s: float
     commit_s: float
     kernel: str
+    restored: tuple[str, ...] = ()
 
     @property
     def density(self) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.manifest import BaseRef, Edge
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.place import open_or_make
 from deltachain.publish.ranks import Ranks
 from deltachain.publish.session import Session, Share
 from deltachain.publish.sharing import share
@@ -58,6 +58,7 @@ def begin(
 
     Raises:
         ChainMismatchError: The URL holds the chain of another model.
+        BrokenChainError: Versions lie behind a gap, or their identity is lost.
         PublisherFencedError: Another publisher was quicker.
         ConfigError: The model does not hold the bits of the base checkpoint.
         RankError: Another rank could not do its part.
@@ -67,7 +68,7 @@ def begin(
     writers: list[Writer] = []
 
     def take(_: list[None]) -> Begun:
-        writers.append(_take(store, source, config, assets()))
+        writers.append(_take(store, source, config, assets))
         parent = writers[0].parent
         return Begun(epoch=writers[0].epoch, head=parent.version if parent else -1)
 
@@ -88,12 +89,13 @@ def begin(
 
 
 def _take(
-    store: Store, source: Source, config: PublishConfig, assets: Mapping[str, bytes]
+    store: Store,
+    source: Source,
+    config: PublishConfig,
+    assets: Callable[[], Mapping[str, bytes]],
 ) -> Writer:
     """The position of the rank that commits."""
-    chain = Chain.create(
-        store, source.table(), chain_id=uuid.uuid4().hex, time=time.time(), assets=assets
-    )
+    chain = open_or_make(store, source.table(), assets, chain_id=uuid.uuid4().hex, base=config.base)
     writer = take_over(chain, numel=source.numel, metadata=config.metadata)
     return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
 

@@ -171,6 +171,7 @@ class Session:
                 encode_s=encoded - start,
                 commit_s=time.perf_counter() - encoded,
                 kernel=self.snapshot.kernel,
+                restored=self.writer.chain.take_restored(),
             )
 
         kinds = (Share, PublishReceipt)

@@ -14,7 +14,12 @@ from deltachain.publish.ranks import Ranks
 _T = TypeVar("_T")
 _Mine = TypeVar("_Mine")
 
-SHARED: Final = (errors.PublisherFencedError, errors.ChainMismatchError, errors.ConfigError)
+SHARED: Final = (
+    errors.PublisherFencedError,
+    errors.ChainMismatchError,
+    errors.StoreWentBackError,
+    errors.ConfigError,
+)
 """Errors of the first rank that mean the same to all; the rest are its own."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import uuid
@@ -10,11 +11,20 @@ from dataclasses import dataclass
 from typing import Final
 
 from deltachain.chain import Chain, Committed
-from deltachain.errors import BrokenChainError, PublisherFencedError, StoreError
+from deltachain.errors import (
+    BrokenChainError,
+    FormatError,
+    ObjectNotFoundError,
+    PublisherFencedError,
+    StoreError,
+)
 from deltachain.manifest import Edge, EdgeSummary, Manifest
 from deltachain.plan import cost_of
+from deltachain.publish.place import newest
 from deltachain.types import StateDigest, Version
 from deltachain.window import window, window_from
+
+logger = logging.getLogger(__name__)
 
 HINT_EVERY: Final = 8
 """Versions between two writes of the hint: a request a version saved, for a few more probes by
@@ -49,7 +59,8 @@ class Writer:
         self.chain = chain
         self.parent = parent
         self.epoch = parent.manifest.epoch if parent else 0
-        self.newcomer_cost = _newcomer_cost(chain, parent)
+        self.newcomer_cost, anchor = _way_from_nothing(chain, parent)
+        chain.watch(anchor)
         self._numel = numel
         self._metadata = dict(metadata)
         self._added: list[EdgeSummary] = []
@@ -91,20 +102,20 @@ class Writer:
 
         Raises:
             PublisherFencedError: Another publisher has committed that version.
+            StoreWentBackError: The versions before it are gone; ask again.
             StoreError: It still can not be told; ask again.
         """
         manifest = self._uncertain
         if manifest is None:
             return False
-        found = self.chain.find(manifest.version)
+        try:
+            found = self.chain.settle(manifest)
+        except PublisherFencedError:
+            self._uncertain = None
+            raise
         self._uncertain = None
         if found is None:
             return False
-        if found.manifest.commit_id != manifest.commit_id:
-            raise PublisherFencedError(
-                f"version {manifest.version} was committed by another publisher",
-                version=manifest.version,
-            )
         self._advance(found)
         return True
 
@@ -113,8 +124,14 @@ class Writer:
         summary = self.chain.add_edge(committed, edge, base_state="")
         self._added.append(summary)
         self.newcomer_cost = min(self.newcomer_cost, cost_of(summary))
+        self.chain.watch(_first_part(edge))
         self.write_head()
         return summary
+
+    def close(self) -> None:
+        """Write the hint, unless it is not known whether its version is there."""
+        if not self.uncertain:
+            self.write_head()
 
     def write_head(self) -> None:
         """Write the hint; a store that fails here has cost followers a probe, no more."""
@@ -150,19 +167,38 @@ class Writer:
         self._added.clear()
         summary = committed.manifest.summary()
         cost = cost_of(summary)
-        self.newcomer_cost = cost if summary.base is None else self.newcomer_cost + cost
+        if self.chain.anchor_is_gone:
+            logger.warning("newcomers need an anchor that is gone: another one is due")
+            self.newcomer_cost = sys.maxsize
+            self.chain.watch("")
+        if summary.base is None:
+            self.newcomer_cost = cost
+            self.chain.watch(_first_part(committed.manifest.edge))
+        else:
+            self.newcomer_cost += cost
         if committed.version % HINT_EVERY == 0:
             self.write_head()
 
 
-def _newcomer_cost(chain: Chain, parent: Committed | None) -> int:
-    """Cost of the cheapest plan from nothing; without one, more than any anchor's."""
+def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]:
+    """Cost of the cheapest plan from nothing, and the key of a part of the anchor in it.
+
+    Without such a plan it costs more than any anchor.
+    """
     if parent is None:
-        return 0
+        return 0, ""
     try:
-        return chain.plan(None, parent).cost
-    except BrokenChainError:
-        return sys.maxsize
+        plan = chain.plan(None, parent)
+        key = _first_part(chain.edge(plan.edges[0], parent))
+    except (BrokenChainError, ObjectNotFoundError, FormatError):
+        return sys.maxsize, ""
+    gone = bool(key) and chain.store.find(key) is None
+    return (sys.maxsize, "") if gone else (plan.cost, key)
+
+
+def _first_part(edge: Edge) -> str:
+    """Key of the part that was put first, which is the first to expire; empty without parts."""
+    return edge.parts[0].key if edge.parts else ""
 
 
 def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Writer | None:
@@ -173,8 +209,9 @@ def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Write
 
     Raises:
         PublisherFencedError: Another publisher is taking it over at the same time, and was first.
+        BrokenChainError: There are versions behind a gap.
     """
-    while (head := chain.head()) is not None:
+    while (head := newest(chain)) is not None:
         writer = Writer(chain, numel=numel, metadata=metadata, parent=head)
         writer.epoch = head.manifest.epoch + 1
         draft = writer.draft(state=head.state, step=head.manifest.step, nnz=0)

@@ -144,7 +144,7 @@ def test_a_commit_takes_two_looks(wide: WideStore) -> None:
     chain.commit(manifest_after(made[-1]))
     assert wide.looks == [
         [CHAIN_KEY, manifest_key(1), manifest_key(2)],
-        [CHAIN_KEY, manifest_key(2), manifest_key(3)],
+        [CHAIN_KEY, manifest_key(1), manifest_key(2), manifest_key(3)],
     ]
 
 

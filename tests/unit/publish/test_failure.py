@@ -12,7 +12,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.keys import HEAD_KEY
+from deltachain.keys import HEAD_KEY, manifest_key
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Action, Fault, FaultyStore
@@ -165,7 +165,7 @@ def test_a_commit_that_turns_out_to_have_happened_is_not_repeated(
     model = plain_model()
     publisher = attach(model, on=faulty, on_error=on_error)
     # The reply is lost, and the read-back says that there is nothing: a store that lags.
-    faulty.add(Fault("lose-reply", "manifests/"), Fault("hide", "manifests/"))
+    faulty.add(Fault("lose-reply", "manifests/"), Fault("hide", manifest_key(1)))
     train_(model, 1)
     after_first = bits_of(model)
     future = publisher.publish(step=1)

@@ -1,0 +1,224 @@
+"""Where in a store a publisher goes on: the chain, its identity, the version to commit behind."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from deltachain import identity
+from deltachain.chain import Chain, Committed
+from deltachain.digest import object_digest
+from deltachain.errors import (
+    BrokenChainError,
+    ConfigError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+)
+from deltachain.fetch import fetch
+from deltachain.hint import read_hint
+from deltachain.keys import CHAIN_KEY, TABLE_KEY, manifest_key, payload_prefix, version_of
+from deltachain.manifest import Identity, Manifest, Table, dump, unseal
+from deltachain.store import Store
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+BLOCK_DIGITS: Final = 4
+"""Manifests are listed in blocks of 10,000: that of the hinted version, and the next."""
+
+LEAPS: Final = 25
+"""Leaps of doubling width that look for manifests beyond those blocks."""
+
+
+def newest(chain: Chain) -> Committed | None:
+    """The version to commit behind; ``None`` in a new chain.
+
+    Manifests are listed, for what lies behind a gap is found by no search: whoever commits up to it
+    would be stopped there. A version whose manifest alone is lost is passed over, and so is what is
+    missing below the hint: others went on above it.
+
+    Raises:
+        BrokenChainError: There are versions behind a gap.
+    """
+    store, hinted = chain.store, read_hint(chain.store).version
+    is_there = chain.has(hinted)
+    known = _listed(store, hinted if is_there else None)
+    if is_there:
+        known.add(hinted)
+    if not known:
+        return None
+    with suppress(BrokenChainError):  # a gap, which is looked at below
+        known.add(chain.newest(max(known)))
+    first = hinted if is_there else min(known)
+    passed = _check_gaps(chain, first, sorted(v for v in known if v >= first))
+    last = chain.read(max(known))
+    if first > 0 and not is_there:
+        passed.append(f"0 to {first - 1}")
+    if passed:
+        logger.warning(
+            "manifests are gone from %s, of versions %s: something deletes what must stay "
+            "(FORMAT.md 1); going on behind version %d",
+            store.url,
+            ", ".join(passed),
+            last.version,
+        )
+        chain.write_head(last.version, [])  # without it newcomers look for the newest below
+    return last
+
+
+def open_or_make(
+    store: Store,
+    table: Table,
+    assets: Callable[[], Mapping[str, bytes]],
+    *,
+    chain_id: str,
+    base: Path | None = None,
+    by_state: bool = True,
+) -> Chain:
+    """The chain that is there if it is of this model, else a new one.
+
+    An identity that is lost is made anew, under the id that the manifests name, if this model's
+    table provably is the chain's: the table is still there, or the newest version can be rebuilt
+    with it and has the state that its manifest says.
+
+    Args:
+        store: Where.
+        table: Of this model.
+        assets: Collects small files for the chain.
+        chain_id: For a new chain.
+        base: Where the base checkpoint lies here, if the chain starts from one.
+        by_state: Whether the newest version may prove the table: its state says nothing of aliases
+            and order, so the model must be one that always has the same table.
+
+    Raises:
+        ChainMismatchError: The URL holds the chain of another model.
+        BrokenChainError: The identity is lost, and this model can not be shown to be its.
+    """
+    now, files = time.time(), assets()
+    found = _identity_of_versions(store)
+    if found is None:
+        return Chain.create(store, table, chain_id=chain_id, time=now, assets=files)
+    why = _why_not(store, table, found)
+    if why and by_state and store.find(TABLE_KEY) is None:
+        why = _why_not_rebuilt(store, table, found, base)
+    if why:
+        raise BrokenChainError(
+            f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and this model can "
+            f"not be shown to be that of chain {found.chain}: {why}",
+            hint=identity.WAY_OUT,
+        )
+    document = dump(table)
+    if store.find(TABLE_KEY) is None:
+        identity.put_back(store, {TABLE_KEY: document}, TABLE_KEY)
+    identity.put(store, document, chain_id=found.chain, time=now, assets=files)
+    logger.warning(
+        "%s was gone from %s, and was made anew for chain %s: something deletes what must stay "
+        "(FORMAT.md 1)",
+        CHAIN_KEY,
+        store.url,
+        found.chain,
+    )
+    return Chain.open(store)
+
+
+def _listed(store: Store, hinted: Version | None) -> set[Version]:
+    """Versions that have manifests: near the hint and far beyond, or all of them without one."""
+    prefixes = {"manifests/"}
+    if hinted is not None:
+        cut = len(".json") + BLOCK_DIGITS
+        prefixes = {manifest_key(v)[:-cut] for v in (hinted, hinted + 10**BLOCK_DIGITS)}
+    found = {version_of(info.key) for prefix in prefixes for info in store.list(prefix)}
+    known = {version for version in found if version is not None}
+    if known:
+        leaps = [manifest_key(max(known) + (1 << leap)) for leap in range(LEAPS)]
+        known |= {v for v in map(version_of, store.find_all(leaps)) if v is not None}
+    return known
+
+
+def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]:
+    """Versions from ``first`` on whose manifests alone are lost.
+
+    Raises:
+        BrokenChainError: Payloads are gone with them: the store went back below a later version.
+    """
+    expected, passed = first, list[str]()
+    for version in known:
+        while expected < version and chain.has(expected):  # a listing may lag
+            expected += 1
+        if expected < version:
+            lost = f"{expected} to {version - 1}" if version - expected > 1 else str(expected)
+            if next(iter(chain.store.list(payload_prefix("delta", expected))), None) is None:
+                raise BrokenChainError(
+                    f"{chain.store.url}: manifests of versions {lost} are missing, and there is "
+                    f"one of version {version}: the store went back while a publisher was at work, "
+                    "or lost them",
+                    version=expected,
+                    hint=f"put them back from a backup; or, to go on behind version {expected - 1},"
+                    f" remove {manifest_key(version)} and every later manifest, and start again: "
+                    "followers that were ahead then join again from nothing",
+                )
+            passed.append(lost)
+        expected = version + 1
+    return passed
+
+
+def _identity_of_versions(store: Store) -> Manifest | None:
+    """The newest manifest where there are some and no identity; ``None`` everywhere else.
+
+    Raises:
+        BrokenChainError: They are of two chains.
+    """
+    if store.find(CHAIN_KEY) is not None:
+        return None
+    versions = [version_of(info.key) for info in store.list("manifests/")]
+    known = sorted(version for version in versions if version is not None)
+    if not known or store.find(CHAIN_KEY) is not None:  # it is made before any manifest
+        return None
+    first, last = _read(store, known[0]), _read(store, known[-1])
+    if first.chain != last.chain:
+        raise BrokenChainError(
+            f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and versions of two "
+            f"chains: version {known[0]} of {first.chain}, version {known[-1]} of {last.chain}",
+            hint=f"put {CHAIN_KEY} back from a backup, and remove the manifests of the other chain",
+        )
+    return last
+
+
+def _read(store: Store, version: Version) -> Manifest:
+    key = manifest_key(version)
+    found = unseal(store.get(key), Manifest, key=key)
+    if found.version != version:
+        raise MalformedError(f"{key}: is version {found.version} of chain {found.chain}", key=key)
+    return found
+
+
+def _why_not(store: Store, table: Table, newest: Manifest) -> str:
+    """Why a table is not known to be that of a manifest's chain; empty where it is."""
+    numel = sum(spec.numel for spec in table.specs())
+    if numel != newest.numel:
+        return f"it has {numel} elements, version {newest.version} has {newest.numel}"
+    try:
+        return "" if store.get(TABLE_KEY) == dump(table) else f"its table is not {TABLE_KEY}"
+    except ObjectNotFoundError:
+        return f"{TABLE_KEY} is gone too"
+
+
+def _why_not_rebuilt(store: Store, table: Table, newest: Manifest, base: Path | None) -> str:
+    """Why the newest version can not be rebuilt with a table; empty where it can."""
+    supposed = Identity(chain=newest.chain, created=0.0, table=object_digest(dump(table)))
+    chain = Chain(store, supposed, table)
+    if sum(spec.numel for spec in table.specs()) != newest.numel:
+        return _why_not(store, table, newest)
+    try:
+        committed = chain.read(newest.version)
+        state = fetch(chain, chain.plan(None, committed), base=base).state()
+    except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
+        return f"{TABLE_KEY} is gone too, and version {newest.version} can not be rebuilt: {exc}"
+    if state != committed.state:
+        return f"version {newest.version}, rebuilt with its tensors, has another state"
+    return ""

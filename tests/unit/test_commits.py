@@ -1,0 +1,279 @@
+"""Commits on stores that go back, lose things or lie: never over a gap, never in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from deltachain import commits
+from deltachain.chain import Chain, Committed
+from deltachain.errors import (
+    BrokenChainError,
+    ChainMismatchError,
+    ObjectNotFoundError,
+    PublisherFencedError,
+    StoreUnavailableError,
+    StoreWentBackError,
+)
+from deltachain.keys import CHAIN_KEY, TABLE_KEY, manifest_key
+from deltachain.manifest import Edge, ObjectRef, seal
+from deltachain.store import MemoryStore
+from deltachain.store.base import Buffer
+from deltachain.testing.faults import Fault, FaultyStore
+from tests.unit.links import SingleWriterStore, WideStore, create, extend, manifest_after
+
+STORES = [MemoryStore, SingleWriterStore, WideStore]
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> MemoryStore:
+    made: MemoryStore = request.param()
+    return made
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "AGAIN_S", 0.0)
+
+
+def keys_of(store: MemoryStore) -> dict[str, bytes]:
+    return {info.key: store.get(info.key) for info in store.list()}
+
+
+def put_all(store: MemoryStore, objects: dict[str, bytes]) -> None:
+    """Give a store exactly these objects."""
+    for info in list(store.list()):
+        store.delete(info.key)
+    for key, data in objects.items():
+        store.put(key, data)
+
+
+def with_part(parent: Committed) -> Edge:
+    version = parent.version + 1
+    key = f"deltas/{version:020d}-00000000-{'a' * 32}/00000.safetensors"
+    ref = ObjectRef(key=key, nbytes=3, blake3="0" * 64)
+    return Edge(kind="delta", base=parent.version, encodings=("step",), parts=(ref,))
+
+
+# The store went back
+
+
+@pytest.mark.parametrize("back", [2, 9, 10])
+def test_nothing_is_committed_over_a_gap(store: MemoryStore, back: int) -> None:
+    chain = create(store)
+    made = extend(chain, 10)
+    then = keys_of(store)
+    for version in range(10 - back, 10):
+        store.delete(manifest_key(version))
+    before = keys_of(store)
+    there = f"version {9 - back}" if back < 10 else "no version"
+    for _ in range(2):
+        with pytest.raises(StoreWentBackError, match=f"{there} is the newest") as caught:
+            chain.commit(manifest_after(made[-1]))
+        assert caught.value.version == 9
+        assert "start this publisher again" in caught.value.hint
+        with pytest.raises(StoreWentBackError):
+            chain.settle(manifest_after(made[-1]))
+    assert keys_of(store) == before
+    put_all(store, then)  # and when it is as it was, publishing goes on
+    assert chain.settle(manifest_after(made[-1])) is None
+    assert chain.commit(manifest_after(made[-1])).version == 10
+
+
+def test_a_store_that_is_empty_now_is_not_begun_again(store: MemoryStore) -> None:
+    """A folder that is not mounted: what is put there would be in the wrong place."""
+    chain = create(store)
+    made = extend(chain, 3)
+    put_all(store, {})
+    with pytest.raises(ObjectNotFoundError, match="is gone"):
+        chain.commit(manifest_after(made[-1]))
+    assert keys_of(store) == {}
+
+
+def test_a_commit_over_a_gap_is_never_believed(store: MemoryStore) -> None:
+    """The store goes back between the look and the put; later it is put right."""
+    made = extend(create(store), 6)
+    then = keys_of(store)
+
+    def go_back() -> None:
+        for version in range(3, 6):
+            store.delete(manifest_key(version))
+
+    chain = Chain.open(FaultyStore(store, Fault(go_back, manifest_key(6))))
+    manifest = manifest_after(made[-1])
+    with pytest.raises(StoreWentBackError, match=r"manifests/0{19}6\.json .* behind a gap") as one:
+        chain.commit(manifest)
+    assert "remove manifests/" in one.value.hint
+    with pytest.raises(StoreWentBackError):
+        chain.settle(manifest)
+    put_all(store, then | {manifest_key(6): store.get(manifest_key(6))})
+    settled = chain.settle(manifest)
+    assert settled is not None
+    assert settled == Chain.open(store).read(6)
+
+
+def test_a_history_that_another_went_on_with_fences(store: MemoryStore) -> None:
+    chain = create(store)
+    made = extend(chain, 6)
+    for version in range(3, 6):
+        store.delete(manifest_key(version))
+    parent = made[2]
+    for _ in range(4):
+        parent = Chain.open(store).commit(manifest_after(parent, epoch=1, commit_id="theirs"))
+    with pytest.raises(PublisherFencedError, match=r"version 5 was replaced by another publisher"):
+        chain.commit(manifest_after(made[-1]))
+
+
+def test_a_manifest_of_a_lost_history_is_not_taken_for_another_publisher() -> None:
+    """Where races are decided; elsewhere it can not be told from a second publisher's."""
+    store = MemoryStore()
+    made = extend(create(store), 6)
+    for version in range(3, 5):
+        store.delete(manifest_key(version))
+    chain, parent = Chain.open(store), made[2]
+    for _ in range(2):
+        parent = chain.commit(manifest_after(parent, epoch=1))
+    with pytest.raises(BrokenChainError, match="left by a history that the store has lost") as one:
+        chain.commit(manifest_after(parent, epoch=1, commit_id="new"))
+    assert f"remove {manifest_key(5)}" in one.value.hint
+    store.delete(manifest_key(5))
+    assert chain.commit(manifest_after(parent, epoch=1, commit_id="new")).version == 5
+
+
+# The store lies
+
+
+class LyingStore(MemoryStore):
+    """Says that it took an object that it did not take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loses = ""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        if key != self.loses:
+            super().put_if_absent(key, data)
+
+
+def test_a_put_that_was_lost_is_not_believed() -> None:
+    store = LyingStore()
+    chain = create(store)
+    made = extend(chain, 3)
+    store.loses = manifest_key(3)
+    with pytest.raises(StoreUnavailableError, match="does not show it"):
+        chain.commit(manifest_after(made[-1]))
+    store.loses = ""
+    assert chain.settle(manifest_after(made[-1])) is None
+    assert chain.commit(manifest_after(made[-1])).version == 3
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_one_stale_answer_fails_nothing(store: MemoryStore, version: int) -> None:
+    made = extend(create(store), 3)
+    chain = Chain.open(FaultyStore(store, Fault("hide", manifest_key(version))))
+    assert chain.commit(manifest_after(made[-1])).version == 3
+    assert chain.take_restored() == ()
+
+
+# The store lost things
+
+
+def test_the_newest_manifest_is_put_back(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = create(store)
+    (*_, parent) = extend(chain, 3)
+    edge = with_part(parent)
+    newest = chain.commit(manifest_after(parent, edge=edge))
+    store.put(edge.parts[0].key, b"abc")
+    before = keys_of(store)
+    store.delete(manifest_key(3))
+    assert chain.commit(manifest_after(newest)).version == 4
+    assert keys_of(store).items() >= before.items()
+    assert chain.take_restored() == (manifest_key(3),)
+    assert chain.take_restored() == ()
+    assert "was put back" in caplog.text
+
+
+@pytest.mark.parametrize("gone", ["part", "grandparent", "identity"])
+def test_the_newest_manifest_is_not_put_back_where_more_is_gone(
+    store: MemoryStore, gone: str
+) -> None:
+    chain = create(store)
+    (*_, parent) = extend(chain, 3)
+    edge = with_part(parent)
+    newest = chain.commit(manifest_after(parent, edge=edge))
+    key = edge.parts[0].key
+    store.put(key, b"abc")
+    store.delete(manifest_key(3))
+    store.delete({"part": key, "grandparent": manifest_key(2), "identity": CHAIN_KEY}[gone])
+    before = keys_of(store)
+    with pytest.raises(StoreWentBackError):
+        chain.commit(manifest_after(newest))
+    assert keys_of(store) == before
+
+
+def test_an_identity_that_is_lost_is_put_back(
+    store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = Chain.open(store) if store.find(CHAIN_KEY) else create(store)
+    made = extend(chain, 1)
+    identity = {key: store.get(key) for key in (CHAIN_KEY, TABLE_KEY)}
+    for key in identity:
+        store.delete(key)
+    made += extend(chain, commits.IDENTITY_EVERY, made[-1])
+    assert {key: store.get(key) for key in identity} == identity
+    assert set(chain.take_restored()) == set(identity)
+    assert caplog.text.count("something deletes what must stay") == 2
+    caplog.clear()
+    extend(chain, 2 * commits.IDENTITY_EVERY, made[-1])
+    assert caplog.messages == []
+
+
+def test_it_is_put_back_before_the_first_commit_after_a_start(store: MemoryStore) -> None:
+    made = extend(create(store), 2)
+    chain = Chain.open(store)
+    store.delete(CHAIN_KEY)
+    chain.commit(manifest_after(made[-1]))
+    assert Chain.open(store).identity == chain.identity
+
+
+def test_an_identity_of_another_chain_fences(store: MemoryStore) -> None:
+    chain = create(store)
+    made = extend(chain, 2)
+    store.put(CHAIN_KEY, store.get(CHAIN_KEY).replace(b'"one"', b'"another"'))
+    with pytest.raises(PublisherFencedError, match="two chains here"):
+        extend(chain, commits.IDENTITY_EVERY, made[-1])
+
+
+def test_an_identity_that_was_copied_back_is_the_same(store: MemoryStore) -> None:
+    """A backup has other times than what it restores."""
+    chain = create(store)
+    made = extend(chain, 3)
+    put_all(store, keys_of(store))
+    made += extend(chain, 2 * commits.IDENTITY_EVERY, made[-1])
+    assert made[-1].version == 2 + 2 * commits.IDENTITY_EVERY
+
+
+def test_a_manifest_of_another_chain_says_so(store: MemoryStore) -> None:
+    made = extend(create(store), 2)
+    store.put(manifest_key(2), seal(manifest_after(made[-1], chain="two")))
+    with pytest.raises(ChainMismatchError, match="two chains here"):
+        Chain.open(store).commit(manifest_after(made[-1], commit_id="mine"))
+
+
+def test_looks_cost_three_requests_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each look at a key is a request; and three more in each eighth version."""
+    store, asked = MemoryStore(), list[str]()
+    find: Callable[[str], object] = store.find
+
+    def counted(key: str) -> object:
+        asked.append(key)
+        return find(key)
+
+    chain = create(store)
+    parent = extend(chain, 8)[-1]
+    monkeypatch.setattr(store, "find", counted)
+    extend(chain, 8, parent)
+    assert len(asked) == 8 * 3 + 2
