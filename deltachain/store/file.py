@@ -37,6 +37,7 @@ from deltachain.store.base import (
     not_found,
     too_short,
 )
+from deltachain.store.guard import guarded
 from deltachain.store.posix import (
     fsync_folder,
     is_same_file,
@@ -68,6 +69,7 @@ _Commit: TypeAlias = Callable[[str, int], None]
 """Makes the temporary file of this name visible, in the folder of this descriptor."""
 
 
+@guarded
 class FileStore:
     """Objects as files below ``root``, shared by every process and machine that sees the folder.
 

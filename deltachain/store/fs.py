@@ -38,6 +38,7 @@ from deltachain.store.base import (
 )
 from deltachain.store.fserrors import failures, modified, store_error
 from deltachain.store.fsurl import locate
+from deltachain.store.guard import guarded
 from deltachain.store.protocols import PROMISES, Promises, promises_of
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ _NO_OBJECT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
+@guarded
 class FsspecStore:
     """Objects below one path of an fsspec file system.
 

@@ -41,7 +41,8 @@ from deltachain.store.base import (
     too_short,
 )
 from deltachain.store.gateway import Gateway, GatewayKey, Maybe
-from deltachain.store.hub import Hub, parse_reply
+from deltachain.store.guard import guarded
+from deltachain.store.hub import IN_BETWEEN, Hub, parse_reply
 from deltachain.store.xet import Xet
 
 _PROBES: Final = 1000
@@ -50,6 +51,7 @@ _PROBES: Final = 1000
 _POLL_S: Final = 5.0
 
 
+@guarded
 class HfStore:
     """Objects below a prefix of one bucket.
 
@@ -65,6 +67,8 @@ class HfStore:
 
     A failed request is tried again, and a limit that the Hub names is waited for, for as long as
     ``deadline_s`` of the ``Hub`` allows; transfers, for as long as they stood still no longer.
+    Redirects are followed to the same server only. A write is believed if the answer tells of no
+    failure in the Hub's words; else the path is looked up.
     """
 
     def __init__(self, hub: Hub, prefix: str = "", *, gateway: GatewayKey | None = None) -> None:
@@ -132,6 +136,8 @@ class HfStore:
             "mtime": int(time.time() * 1000),
         }
         failed = self._batch(add, key)
+        if failed is None and not self._names(key, content):
+            failed = f"a success that wrote nothing; {IN_BETWEEN}"
         if failed:
             raise StoreUnavailableError(
                 f"object {key!r} in {self.url}: {failed}", key=key, url=self.url
@@ -165,7 +171,7 @@ class HfStore:
         for first in range(0, len(asked), _PROBES):
             some = asked[first : first + _PROBES]
             body = json.dumps({"paths": [self._path(key) for key in some]}).encode()
-            reply = self._hub.call("POST", "paths-info", body=body, key=some[0])
+            reply = self._hub.call("POST", "paths-info", list, body=body, key=some[0])
             found |= {info.key: info for info in self._parse(parse_reply(reply, self.url))}
         return found
 
@@ -181,9 +187,11 @@ class HfStore:
         check_key(key)
         failed = self._batch({"type": "deleteFile", "path": self._path(key)}, key)
         # The Hub calls it a failure that there was nothing, in words that it does not document.
-        if failed and self.find(key) is not None:
+        if failed != "" and self.find(key) is not None:
             raise StoreUnavailableError(
-                f"object {key!r} in {self.url}: {failed}", key=key, url=self.url
+                f"object {key!r} in {self.url}: {failed or 'it was not deleted'}",
+                key=key,
+                url=self.url,
             )
 
     def close(self) -> None:
@@ -203,29 +211,39 @@ class HfStore:
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = self._path(prefix).rpartition("/")[0]
         route = f"tree/{quote(folder, safe='')}" if folder else "tree"
-        following: str | None = f"{route}?recursive=true"
+        following = f"{route}?recursive=true"
         found: dict[str, ObjectInfo] = {}
         while following:
-            reply = self._hub.call("GET", following)
-            if reply.status_code == 404:  # no such folder
+            reply = self._hub.call("GET", following, list)
+            if reply.status == 404:  # no such folder
                 break
             page = parse_reply(reply, self.url)
             found |= {info.key: info for info in self._parse(page) if info.key.startswith(prefix)}
-            following = reply.links.get("next", {}).get("url")
+            following = reply.following
         for key in sorted(found):
             yield found[key]
 
-    def _batch(self, operation: Mapping[str, Any], key: str) -> str:
-        """Do one thing to the bucket; why it was refused, if it was."""
+    def _batch(self, operation: Mapping[str, Any], key: str) -> str | None:
+        """Do one thing to the bucket; why it was refused, if it was; None if nothing tells."""
         body = json.dumps(operation).encode() + b"\n"
-        reply = self._hub.call("POST", "batch", body=body, media="application/x-ndjson", key=key)
-        failed: Sequence[Mapping[str, str]] = parse_reply(reply, self.url).get("failed", [])
-        return "; ".join(each.get("error", "refused") for each in failed)
+        reply = self._hub.call(
+            "POST", "batch", dict, body=body, media="application/x-ndjson", key=key
+        )
+        document = parse_reply(reply, self.url)
+        failed = document.get("failed")
+        if isinstance(failed, list):
+            return "; ".join(str(each.get("error", "refused")) for each in failed)
+        return "" if document.get("success") is True else None
+
+    def _names(self, key: str, content: str) -> bool:
+        """Whether a path has this content."""
+        found = self.find(key)
+        return found is not None and found.xet_hash == content
 
     def _parse(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
         """The objects below the prefix among the rows of a reply."""
         for row in rows:
-            path = str(row["path"])
+            path = row["path"]  # what is no text fails here, which the boundary of the store types
             if row["type"] == "file" and path.startswith(self._folder):
                 yield ObjectInfo(
                     key=path.removeprefix(self._folder),

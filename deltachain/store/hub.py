@@ -11,10 +11,9 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
-
-import httpx
 
 from deltachain.errors import (
     ConfigError,
@@ -24,9 +23,20 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store.budget import Budget
+from deltachain.store.hub_reply import (
+    RedirectedError,
+    Reply,
+    ReplyError,
+    Until,
+    check_redirect,
+    read_reply,
+)
 
 _TRY_S: Final = 20.0
 """Seconds that one try may wait for an answer."""
+
+_REDIRECTS: Final = 4
+"""Requests that one may become."""
 
 _FIRST_PAUSE_S: Final = 0.5
 _LONGEST_PAUSE_S: Final = 8.0
@@ -38,6 +48,10 @@ _LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 _READ_ONLY: Final = (
     "a token with read access can follow but not publish; make one with write access to this "
     "bucket at https://huggingface.co/settings/tokens"
+)
+IN_BETWEEN: Final = (
+    "something between here and the Hub answers in its place: a portal, a proxy, a cache; check "
+    "HF_ENDPOINT, or the option endpoint"
 )
 _RATE: Final = (
     "the rate limit of this token is used up: let fewer followers share it, give them tokens of "
@@ -72,6 +86,16 @@ class Deadline:
     def left(self) -> float:
         """Seconds until then; negative afterwards."""
         return self._at - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """Why a request has to be tried again; nothing is said where it has not."""
+
+    said: str = ""
+    hint: str = ""
+    wait_s: float = 0.0
+    cause: Exception | None = None
 
 
 def pause_s(tries: int) -> float:
@@ -130,11 +154,12 @@ class Hub:
         self,
         method: str,
         route: str,
+        wanted: type,
         *,
         key: str = "",
         body: bytes | None = None,
         media: str = "application/json",
-    ) -> httpx.Response:
+    ) -> Reply:
         """Send a request until it is answered: refusals by status are raised, others tried again.
 
         Every request has to be idempotent: an answer may be lost after the request was served.
@@ -142,6 +167,8 @@ class Hub:
         Args:
             method: Of HTTP.
             route: Behind the name of the bucket, or a whole URL as a listing names its next page.
+            wanted: What the document of a success must be: ``dict`` or ``list``. Anything else is
+                the answer of a proxy or a portal.
             key: What errors name.
             body: What is sent.
             media: Type of that.
@@ -159,21 +186,19 @@ class Hub:
         tries = 0
         while True:
             self.admit(deadline, key)
-            reply, trouble = self._send(method, url, body, media, deadline)
-            wait_s, hint = pause_s(tries), ""
-            if reply is not None:
-                self._charge(len(reply.history))
-                if reply.is_success or self._is_answer(reply):
+            reply, trouble = self._try(method, url, body, media, deadline)
+            if reply is not None and not trouble.said:
+                trouble = self._judge(reply, wanted, key)
+                if not trouble.said:
                     return reply
-                if not _may_pass(reply.status_code):
-                    raise self._refusal(reply, key)
-                trouble = _words(reply)
-                if reply.status_code == 429:
-                    wait_s, hint = max(wait_s, _told_to_wait(reply.headers)), _RATE
+            wait_s = max(pause_s(tries), trouble.wait_s)
             if wait_s >= deadline.left:
                 raise StoreUnavailableError(
-                    f"{self.place.url}: {trouble}", key=key, url=self.place.url, hint=hint
-                )
+                    f"{self.place.url}: {trouble.said}",
+                    key=key,
+                    url=self.place.url,
+                    hint=trouble.hint,
+                ) from trouble.cause
             time.sleep(wait_s)
             tries += 1
 
@@ -183,60 +208,106 @@ class Hub:
         Raises:
             StoreUnavailableError: It did not answer.
         """
-        from huggingface_hub.utils import get_session  # noqa: PLC0415
-
         headers = {"Authorization": f"Bearer {token}"}
-        timeout = min(_TRY_S, self.deadline_s)
-        silent: tuple[type[Exception], ...] = (*_transport_errors(), RuntimeError, ValueError)
         try:
-            reply = get_session().request("GET", url, headers=headers, timeout=timeout)
-            return reply.status_code, reply.json()
-        except silent as exc:
+            reply = self._send("GET", url, None, headers, min(_TRY_S, self.deadline_s))
+            return reply.status, reply.document()
+        except Exception as exc:  # see _try
             raise StoreUnavailableError(
-                f"{self.place.url}: {type(exc).__name__}: {exc}", url=self.place.url
+                f"{self.place.url}: {_named(exc)}", url=self.place.url
             ) from exc
 
     @property
     def _root(self) -> str:
         return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
 
-    def _send(
+    def _try(
         self, method: str, url: str, body: bytes | None, media: str, deadline: Deadline
-    ) -> tuple[httpx.Response | None, str]:
+    ) -> tuple[Reply | None, _Trouble]:
         """One try: a reply, or what went wrong."""
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
-        from huggingface_hub.utils import build_hf_headers, get_session  # noqa: PLC0415
+        from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
 
         headers = build_hf_headers(token=self.place.token, library_name="deltachain")
         headers["Content-Type"] = media
-        timeout = max(0.1, min(_TRY_S, deadline.left))
         try:
-            session = get_session()
-            reply: Any = session.request(
-                method, url, content=body, headers=headers, timeout=timeout
-            )
+            timeout_s = max(0.1, min(_TRY_S, deadline.left))
+            return self._send(method, url, body, headers, timeout_s), _Trouble()
         except OfflineModeIsEnabled as exc:
             raise ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
-        except _transport_errors() as exc:
-            return None, f"{type(exc).__name__}: {exc}"
-        except RuntimeError as exc:
-            # huggingface_hub closes the session of all threads when one of them can not connect.
-            return None, str(exc)
-        return reply, ""
+        except RedirectedError as exc:
+            return None, _Trouble(str(exc), hint=exc.hint, cause=exc)
+        except Exception as exc:  # noqa: BLE001
+            # No answer, or none that can be read. huggingface_hub left httpx for another library
+            # with 2.0, and closes the session of all threads when one of them can not connect.
+            return None, _Trouble(_named(exc), cause=exc)
 
-    def _is_answer(self, reply: httpx.Response) -> bool:
-        if reply.status_code == 404:
-            return bool(reply.headers.get("X-Error-Code") == "EntryNotFound")
-        return bool(reply.status_code == 422)
+    def _send(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> Reply:
+        """Send a request, and again where it is redirected to another path of the same server.
 
-    def _refusal(self, reply: httpx.Response, key: str) -> DeltaChainError:
+        Raises:
+            RedirectedError: It is redirected elsewhere, or too often.
+        """
+        from huggingface_hub.utils import get_session  # noqa: PLC0415
+
+        session: Any = get_session()
+        until = Until(timeout_s)
+        # Not a number: see Until. Before there is a connection, it has nothing that could be slow.
+        timeouts = {"connect": timeout_s, "pool": timeout_s, "read": until, "write": until}
+        request = session.build_request(
+            method,
+            url,
+            content=body,
+            headers=headers | {"Accept-Encoding": "identity"},
+            extensions={"timeout": timeouts},
+        )
+        for _ in range(_REDIRECTS):
+            with closing(session.send(request, stream=True, follow_redirects=False)) as response:
+                following = response.next_request
+                if following is None and not 300 <= response.status_code < 400:
+                    return read_reply(response, until)
+            check_redirect(response)
+            self._charge(1)
+            request = following
+        raise RedirectedError(response.status_code, "")
+
+    def _judge(self, reply: Reply, wanted: type, key: str) -> _Trouble:
+        """What is wrong with a reply that may be another the next time; nothing, if it is one.
+
+        Raises:
+            DeltaChainError: It will not.
+        """
+        if self._is_answer(reply):
+            return _Trouble()
+        if 200 <= reply.status < 300:
+            try:
+                document = reply.document()
+            except ReplyError as exc:
+                return _Trouble(f"{reply.words}: {exc}", hint=IN_BETWEEN, cause=exc)
+            if isinstance(document, wanted):
+                return _Trouble()
+            return _Trouble(f"{reply.words}: the answer is no {wanted.__name__}", hint=IN_BETWEEN)
+        if not _may_pass(reply.status):
+            raise self._refusal(reply, key)
+        if reply.status == 429:
+            return _Trouble(reply.words, hint=_RATE, wait_s=_told_to_wait(reply.headers))
+        return _Trouble(reply.words)
+
+    def _is_answer(self, reply: Reply) -> bool:
+        if reply.status == 404:
+            return reply.headers.get("X-Error-Code") == "EntryNotFound"
+        return reply.status == 422
+
+    def _refusal(self, reply: Reply, key: str) -> DeltaChainError:
         """The error for an answer that trying again does not change."""
-        url, words = self.place.url, _words(reply)
-        if reply.status_code == 401:
+        url, words = self.place.url, reply.words
+        if reply.status == 401:
             return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
-        if reply.status_code == 403:
+        if reply.status == 403:
             return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
-        if reply.status_code == 404:
+        if reply.status == 404:
             # Not ObjectNotFoundError: a chain that nobody has begun yet is something to wait for.
             return ConfigError(
                 f"{url}: there is no bucket {self.place.bucket}, or the token may not see it",
@@ -258,28 +329,19 @@ def _told_to_wait(headers: Mapping[str, str]) -> float:
     return float(limit["reset"]) + random.uniform(0.1, 0.6) if limit else 0.0  # noqa: S311
 
 
-def _transport_errors() -> tuple[type[Exception], ...]:
-    """What a request raises that got no answer: huggingface_hub left httpx for httpx2 with 2.0."""
-    try:
-        import httpx2  # noqa: PLC0415
-    except ImportError:
-        return (httpx.TransportError,)
-    return (httpx.TransportError, httpx2.TransportError)
+def _named(error: Exception) -> str:
+    """What went wrong, in a line; of a header that can not be sent, without the token in it."""
+    words = str(error).partition("\n")[0]
+    return type(error).__name__ if "Bearer" in words else f"{type(error).__name__}: {words}"
 
 
-def _words(reply: httpx.Response) -> str:
-    """What the Hub says, in its own words and never with the token in it."""
-    said = reply.headers.get("X-Error-Message") or reply.reason_phrase
-    return f"{reply.request.method} {reply.request.url.path}: {reply.status_code} {said}"
-
-
-def parse_reply(reply: httpx.Response, url: str) -> Any:  # noqa: ANN401 - JSON
+def parse_reply(reply: Reply, url: str) -> Any:  # noqa: ANN401 - JSON
     """The document in a reply.
 
     Raises:
         StoreUnavailableError: It is none: a proxy or a portal answered in the Hub's place.
     """
     try:
-        return reply.json()
-    except ValueError as exc:
-        raise StoreUnavailableError(f"{url}: the answer is not JSON", url=url) from exc
+        return reply.document()
+    except ReplyError as exc:
+        raise StoreUnavailableError(f"{url}: {exc}", url=url, hint=IN_BETWEEN) from exc

@@ -92,7 +92,9 @@ def read_rest(opened: Opened, start: int, view: memoryview, reopen: Open, limit:
         if at == len(view):
             return
         if not limit.pause(attempt):
-            raise limit.error("its body is cut again and again") from cut
+            often = "its body is cut again and again"
+            raise limit.error(often if attempt else "the store is too slow") from cut
+        limit.check()
         attempt += 1
         opened = _same(opened, reopen(start + at, start + len(view), opened.pin))
 

@@ -75,6 +75,19 @@ class Deadline:
         time.sleep(min(delay, left))
         return True
 
+    def own(self) -> Deadline:
+        """Another one that ends as this one does, for one of several transfers.
+
+        In it nothing may move for as long, from now on.
+        """
+        other = Deadline(self._key, self._url, self._stall_s)
+        other._began, other._total_s = self._began, self._total_s
+        return other
+
+    def shorter(self, seconds: float) -> Deadline:
+        """Another one for the same object, from now on: of no more than so many seconds."""
+        return Deadline(self._key, self._url, min(seconds, self._stall_s))
+
     def error(self, reason: str) -> StoreUnavailableError:
         """Build the error for giving up."""
         after = time.monotonic() - self._began

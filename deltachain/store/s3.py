@@ -25,6 +25,7 @@ from deltachain.store.base import (
     is_segment,
     too_short,
 )
+from deltachain.store.guard import guarded
 from deltachain.store.ranges import (
     RANGE_NBYTES,
     Open,
@@ -48,6 +49,7 @@ _PREFIX: Final = re.compile(r"[A-Za-z0-9._=+,@~-]+(/[A-Za-z0-9._=+,@~-]+)*")
 _T = TypeVar("_T")
 
 
+@guarded
 class S3Store:
     """Objects below a prefix of a bucket, shared by all who may reach it.
 
@@ -56,9 +58,14 @@ class S3Store:
     some do, is refused. Every object is seen by all as soon as its ``put`` returned.
 
     Every request is repeated while it fails for reasons that pass, until nothing moved for
-    ``deadline_s``. A large upload that was given up is aborted. Where the server is gone for that
-    too, or its answer to the opening was lost, what there is of it stays, invisible, until a
-    lifecycle rule of the bucket removes it.
+    ``deadline_s``; it ends then, however slowly the server goes on. A request of a large upload may
+    take as long once more. Redirects are not followed, but to the region that AWS names. A write is
+    believed if its answer has an ETag that is the MD5 of the bytes, or any other that was seen to
+    be the server's; else the object is read back.
+
+    A large upload that was given up is aborted. Where the server is gone for that too, or its
+    answer to the opening was lost, what there is of it stays, invisible, until a lifecycle rule of
+    the bucket removes it.
 
     Args:
         bucket: The bucket, which must exist.
@@ -92,15 +99,7 @@ class S3Store:
 
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         """Read a whole small object; see ``Store``."""
-        deadline = self._bucket.deadline(check_key(key))
-
-        def attempt() -> bytes:
-            opened = self._bucket.open(key, deadline)
-            with closing(opened.body):
-                check_limit(key, self.url, nbytes=opened.nbytes, limit=limit)
-                return self._rest(key, opened, 0, opened.nbytes, deadline)
-
-        return _of_one_content(attempt, deadline)
+        return self._get(key, limit, self._bucket.deadline(check_key(key)))
 
     def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:  # noqa: ARG002
         """Read a whole object of known size, in ranges side by side; see ``Store``."""
@@ -145,7 +144,8 @@ class S3Store:
     def put(self, key: str, data: Buffer) -> str:
         """Write an object, in place of any other; see ``Store``."""
         view = bytes_view(data)
-        self._bucket.put(check_key(key), view, self._bucket.deadline(key, view.nbytes))
+        deadline = self._bucket.deadline(check_key(key), view.nbytes)
+        self._bucket.put(key, view, deadline, lambda: self._holds(key, view, deadline))
         return ""
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
@@ -159,13 +159,7 @@ class S3Store:
         """
         view = bytes_view(data)
         deadline = self._bucket.deadline(check_key(key), view.nbytes)
-
-        def holds() -> bool:
-            found = self._bucket.find(key, deadline)
-            same_size = found is not None and found.nbytes == view.nbytes
-            return same_size and self.get(key, limit=view.nbytes) == view
-
-        self._bucket.put_if_absent(key, view, deadline, holds)
+        self._bucket.put_if_absent(key, view, deadline, lambda: self._holds(key, view, deadline))
 
     def find(self, key: str) -> ObjectInfo | None:
         """Look an object up without reading it; see ``Store``.
@@ -200,6 +194,22 @@ class S3Store:
         # Sorted here: not every server does, nor AWS in its directory buckets.
         found = (info for info in self._bucket.list(prefix) if _is_key(info.key))
         yield from sorted(found, key=lambda info: info.key)
+
+    def _get(self, key: str, limit: int, deadline: Deadline) -> bytes:
+        def attempt() -> bytes:
+            opened = self._bucket.open(key, deadline, nbytes=limit)
+            with closing(opened.body):
+                check_limit(key, self.url, nbytes=opened.nbytes, limit=limit)
+                return self._rest(key, opened, 0, opened.nbytes, deadline)
+
+        return _of_one_content(attempt, deadline)
+
+    def _holds(self, key: str, view: memoryview, deadline: Deadline) -> bool:
+        """Whether an object is there with these bytes."""
+        found = self._bucket.find(key, deadline)
+        if found is None or found.nbytes != view.nbytes:
+            return False
+        return self._get(key, view.nbytes, deadline) == view
 
     def _rest(self, key: str, opened: Opened, start: int, stop: int, deadline: Deadline) -> bytes:
         """All bytes of an answer, which begins at ``start``."""

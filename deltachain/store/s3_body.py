@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from deltachain.errors import DeltaChainError
 from deltachain.store.ranges import CutError
 from deltachain.store.retry import Deadline
-from deltachain.store.s3_errors import FAILURES
 
 
 class Download:
@@ -28,7 +28,9 @@ class Download:
         """
         try:
             return int(self._body.readinto(buffer))
-        except FAILURES as exc:
+        except DeltaChainError:
+            raise
+        except Exception as exc:  # some of what a broken body raises is of no documented class
             raise CutError from exc
 
     def close(self) -> None:
@@ -76,7 +78,7 @@ class Upload(io.RawIOBase):
         Raises:
             StoreUnavailableError: The time is over.
         """
-        self._deadline.check()
+        self._deadline.moved()  # what was read before has left
         stop = len(self._view) if size is None or size < 0 else self._at + size
         data = bytes(self._view[self._at : stop])
         self._at += len(data)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
-from botocore.exceptions import ConnectionClosedError
-
-from deltachain.errors import AlreadyExistsError, ConfigError
+from deltachain.errors import AlreadyExistsError, ConfigError, DeltaChainError
 from deltachain.store.base import ObjectInfo, not_found, too_short
 from deltachain.store.ranges import Opened, ReplacedError
 from deltachain.store.retry import DEADLINE_S, Deadline
-from deltachain.store.s3_body import Download, Upload
-from deltachain.store.s3_client import make_client
-from deltachain.store.s3_errors import (
-    FAILURES,
-    code_of,
-    is_conflict,
-    is_transient,
-    no_bucket,
-    status_of,
-    typed,
+from deltachain.store.s3_answers import (
+    ETags,
+    object_nbytes,
+    whole,
+    wrote_nothing,
 )
+from deltachain.store.s3_body import Download, Upload
+from deltachain.store.s3_calls import Calls, StatusError, once
+from deltachain.store.s3_client import make_client
+from deltachain.store.s3_errors import is_conflict, is_transient, no_bucket, status_of, typed
 from deltachain.store.s3_upload import PART_NBYTES, Uploader
 
 _SMALL: Final = 1 << 20
@@ -31,13 +27,8 @@ _SMALL: Final = 1 << 20
 _Body: TypeAlias = bytes | Upload
 _T = TypeVar("_T")
 
-
-class _AnswerError(Exception):
-    """An answer that the caller of a request asked to be told of."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
-        self.status = status
+Holds: TypeAlias = Callable[[], bool]
+"""Whether the object under the key that is being written is there with these very bytes."""
 
 
 class Bucket:
@@ -57,12 +48,11 @@ class Bucket:
         self._prefix = prefix
         self._stall_s = _seconds(options.get("deadline_s", DEADLINE_S))
         self._client, own_endpoint = make_client(options, deadline_s=self._stall_s)
-        self._uploader = Uploader(self._client, self._stall_s)
+        self._calls = Calls(self._client, self.url)
+        self._uploader = Uploader(self._client, self._calls)
+        self._etags = ETags()
         self._conditions_hold = not own_endpoint
         self._exists = False
-        self._lock = threading.Lock()
-        self._requests = 0
-        self._client.meta.events.register("before-send.s3", self._count)
 
     @property
     def url(self) -> str:
@@ -72,7 +62,7 @@ class Bucket:
     @property
     def requests(self) -> int:
         """Every HTTP request that was sent, those that were repeated too."""
-        return self._requests
+        return self._calls.requests
 
     def deadline(self, key: str, nbytes: int = 0) -> Deadline:
         """How long a call on this object may take from now on."""
@@ -82,39 +72,45 @@ class Bucket:
         """Give the connections back."""
         self._client.close()
 
-    def open(self, key: str, deadline: Deadline, *, pin: str = "", bytes_: str = "") -> Opened:
-        """Open an object, or bytes of it as a ``Range`` header names them.
+    def open(
+        self,
+        key: str,
+        deadline: Deadline,
+        *,
+        pin: str = "",
+        span: tuple[int, int] | None = None,
+        nbytes: int = 0,
+    ) -> Opened:
+        """Open an object, or some of its bytes.
+
+        Args:
+            key: The object.
+            deadline: When to give up.
+            pin: Names the content that it must have, where one is known.
+            span: The first byte, and the one behind the last.
+            nbytes: How many bytes the answer may bring beyond those of a document.
 
         Raises:
             ObjectNotFoundError: No object has this key.
             ReplacedError: It is not the one that ``pin`` names.
+            StatusError: 416, where it has no byte of the span.
         """
         pinned = {"IfMatch": pin} if pin else {}
-        ranged = {"Range": f"bytes={bytes_}"} if bytes_ else {}
+        ranged = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {}
 
-        def get() -> Any:  # noqa: ANN401
+        def get() -> Opened:
             reply = self._client.get_object(**self._at(key), **pinned, **ranged)
-            partial = reply["ResponseMetadata"]["HTTPStatusCode"] == 206
-            fields = ("ContentRange",) if partial else ()
-            return _whole(reply, "ContentLength", "LastModified", *fields)
+            total = object_nbytes(reply, span)
+            return Opened(Download(reply["Body"]), total, reply.get("ETag", ""))
 
         try:
-            reply = self._call(get, deadline, key, 404, 412, 416)
-        except _AnswerError as exc:
+            return self._repeat(get, deadline, key, 404, 412, 416, nbytes=nbytes)
+        except StatusError as exc:
             if exc.status == 404:
                 raise not_found(key, self.url) from exc
             if exc.status == 412 or pin:  # a range of the object that was pinned is inside it
                 raise ReplacedError from exc
             raise
-        total = reply.get("ContentRange", "").rpartition("/")[2]
-        if ranged and not total.isdecimal():
-            reply["Body"].close()
-            raise ConfigError(
-                f"{self.url}: the server does not answer requests for a part of an object",
-                hint="keep the chain on another server",
-            )
-        nbytes = int(total) if ranged else reply["ContentLength"]
-        return Opened(Download(reply["Body"]), nbytes, reply.get("ETag", ""))
 
     def open_range(
         self, key: str, start: int, stop: int, deadline: Deadline, pin: str = ""
@@ -127,8 +123,8 @@ class Bucket:
             ReplacedError: It is not the one that ``pin`` names.
         """
         try:
-            return self.open(key, deadline, pin=pin, bytes_=f"{start}-{stop - 1}")
-        except _AnswerError as exc:
+            return self.open(key, deadline, pin=pin, span=(start, stop), nbytes=stop - start)
+        except StatusError as exc:
             nbytes = self.head(key, deadline).nbytes
             raise too_short(key, self.url, nbytes=nbytes, end=stop) from exc
 
@@ -141,11 +137,11 @@ class Bucket:
 
         def head() -> Any:  # noqa: ANN401
             reply = self._client.head_object(**self._at(key))
-            return _whole(reply, "ContentLength", "LastModified")
+            return whole(reply, "ContentLength", "LastModified")
 
         try:
-            reply = self._call(head, deadline, key, 404)
-        except _AnswerError:
+            reply = self._repeat(head, deadline, key, 404)
+        except StatusError:
             self._check_exists(deadline)
             return None
         modified = reply["LastModified"].timestamp()
@@ -162,61 +158,48 @@ class Bucket:
             raise not_found(key, self.url)
         return found
 
-    def put(self, key: str, view: memoryview, deadline: Deadline) -> None:
-        """Write an object, in parts if it is large."""
-        if view.nbytes > PART_NBYTES:
-            name = self._at(key)["Key"]
-            try:
-                self._uploader.upload(self._bucket, name, view, deadline)
-            except FAILURES as exc:
-                raise typed(exc, key, self.url) from exc
-            return
-        self._call(
-            lambda: self._client.put_object(**self._at(key), Body=_body(view, deadline)),
-            deadline,
-            key,
-        )
+    def put(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> None:
+        """Write an object, in parts if it is large.
 
-    def put_if_absent(
-        self, key: str, view: memoryview, deadline: Deadline, holds: Callable[[], bool]
-    ) -> None:
+        Args:
+            key: The object.
+            view: Its bytes.
+            deadline: When to give up.
+            holds: Asked where the answer does not prove that the server has it.
+        """
+
+        def put() -> None:
+            reply = self._client.put_object(**at, Body=_body(view, deadline))
+            self._prove(str(reply.get("ETag", "")), view, holds)
+
+        at = self._at(key)
+        if view.nbytes > PART_NBYTES:
+            self._uploader.upload(at, key, view, deadline, holds)
+        else:
+            self._repeat(put, deadline, key)
+
+    def put_if_absent(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> None:
         """Write an object under a key that has none.
 
         Args:
             key: The object.
             view: Its bytes.
             deadline: When to give up.
-            holds: Whether the object that has the key is this one.
+            holds: Asked where an attempt may have written it that was not answered, or whose answer
+                does not prove it.
 
         Raises:
             AlreadyExistsError: The key has an object, and it is not known to be ours.
             ConfigError: The server ignores the condition.
         """
-        attempt, unanswered = 0, False
-        while True:
-            try:
-                self._put_absent(key, view, deadline)
-            except FAILURES as exc:
-                if status_of(exc) == 412:
-                    self._conditions_hold = True
-                    if unanswered and holds():
-                        return
-                    message = f"{self.url} already has an object {key!r}"
-                    raise AlreadyExistsError(message, key=key, url=self.url) from exc
-                # A conflict or a refusal wrote nothing; after all else the object may be there.
-                unanswered |= not is_conflict(exc) and not 400 <= status_of(exc) < 500
-                if not is_transient(exc) or not deadline.pause(attempt):
-                    raise typed(exc, key, self.url) from exc
-                attempt += 1
-            else:
-                break
-        self._exists = True
-        if not self._conditions_hold:
-            self._try_condition(key, view, deadline)
+        if self._create(key, view, deadline, holds):
+            self._exists = True
+            if not self._conditions_hold:
+                self._try_condition(key, view, deadline)
 
     def delete(self, key: str, deadline: Deadline) -> None:
         """Remove an object if there is one."""
-        self._call(lambda: self._client.delete_object(**self._at(key)), deadline, key)
+        self._repeat(lambda: self._client.delete_object(**self._at(key)), deadline, key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every object whose name begins with ``prefix``, in the order and names of the server."""
@@ -226,7 +209,7 @@ class Bucket:
             return self._client.list_objects_v2(**page)
 
         while True:
-            reply = self._call(get, self.deadline(prefix), prefix)
+            reply = self._repeat(get, self.deadline(prefix), prefix)
             for entry in reply.get("Contents", []):
                 yield ObjectInfo(
                     key=entry["Key"].removeprefix(self._prefix),
@@ -240,29 +223,13 @@ class Bucket:
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": f"{self._prefix}{key}"}
 
-    def _count(self, **_: object) -> None:
-        with self._lock:
-            self._requests += 1
-
-    def _call(self, call: Callable[[], _T], deadline: Deadline, key: str, *answers: int) -> _T:
-        """Send one request, again and again while it fails for reasons that pass.
-
-        Raises:
-            _AnswerError: The status is one of ``answers``.
-        """
-        attempt = 0
-        while True:
-            try:
-                reply = call()
-            except FAILURES as exc:
-                if status_of(exc) in answers and code_of(exc) != "NoSuchBucket":
-                    raise _AnswerError(status_of(exc)) from exc
-                if not is_transient(exc) or not deadline.pause(attempt):
-                    raise typed(exc, key, self.url) from exc
-                attempt += 1
-            else:
-                self._exists = True
-                return reply
+    def _repeat(
+        self, call: Callable[[], _T], deadline: Deadline, key: str, *answers: int, nbytes: int = 0
+    ) -> _T:
+        """See ``Calls.repeat``; what succeeds shows that the bucket exists."""
+        reply = self._calls.repeat(call, deadline, key, *answers, nbytes=nbytes)
+        self._exists = True
+        return reply
 
     def _check_exists(self, deadline: Deadline) -> None:
         """Tell an absent object from an absent bucket, of which a HEAD says the same."""
@@ -270,42 +237,74 @@ class Bucket:
             return
         try:
             # 403 is an answer too: of a bucket that is there, and may not be looked up.
-            self._call(
+            self._repeat(
                 lambda: self._client.head_bucket(Bucket=self._bucket), deadline, "", 403, 404
             )
-        except _AnswerError as exc:
+        except StatusError as exc:
             if exc.status == 404:
                 raise no_bucket(self.url) from exc
         self._exists = True
 
-    def _put_absent(self, key: str, view: memoryview, deadline: Deadline) -> None:
-        self._client.put_object(**self._at(key), Body=_body(view, deadline), IfNoneMatch="*")
+    def _prove(self, etag: str, view: memoryview, holds: Holds) -> None:
+        """Believe that the server has the object which it says it wrote.
+
+        Raises:
+            AnswerError: It has not.
+        """
+        if self._etags.show(etag, view):
+            return
+        if not holds():
+            raise wrote_nothing()
+        self._etags.learn(etag, view)
+
+    def _put_absent(self, key: str, view: memoryview, deadline: Deadline) -> str:
+        """Try to write an object under a key that has none; the ETag that it was given."""
+
+        def put() -> Any:  # noqa: ANN401
+            body = _body(view, deadline)
+            return self._client.put_object(**self._at(key), Body=body, IfNoneMatch="*")
+
+        return str(once(put, deadline).get("ETag", ""))
+
+    def _create(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> bool:
+        """See ``put_if_absent``; whether the last attempt was the one that wrote the object."""
+        attempt, unanswered = 0, False
+        while True:
+            try:
+                self._prove(self._put_absent(key, view, deadline), view, holds)
+            except DeltaChainError:
+                raise
+            except Exception as exc:  # see Calls.repeat
+                if status_of(exc) == 412:
+                    self._conditions_hold = True
+                    if unanswered and holds():
+                        return False
+                    message = f"{self.url} already has an object {key!r}"
+                    raise AlreadyExistsError(message, key=key, url=self.url) from exc
+                # A conflict or a refusal wrote nothing; after all else the object may be there.
+                unanswered |= not is_conflict(exc) and not 400 <= status_of(exc) < 500
+                if not is_transient(exc) or not deadline.pause(attempt):
+                    raise typed(exc, key, self.url) from exc
+                attempt += 1
+            else:
+                return True
 
     def _try_condition(self, key: str, view: memoryview, deadline: Deadline) -> None:
         """Write an object once more that was just written; a server that takes it is refused."""
         try:
-            self._put_absent(key, view, deadline)
-        except FAILURES as exc:
+            etag = self._put_absent(key, view, deadline)
+        except DeltaChainError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - see Calls.repeat
             # After another answer, or none, the next object is tried instead.
             self._conditions_hold = status_of(exc) == 412
             return
+        if not self._etags.show(etag, view):
+            return  # not the server's answer
         raise ConfigError(
             f"the server of {self.url} ignores If-None-Match, so that two publishers can both win",
             hint="keep the chain on a server that has conditional writes",
         )
-
-
-def _whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
-    """An answer, if it has what it must have: one that was cut in its head counts as lost.
-
-    Raises:
-        ConnectionClosedError: It was.
-    """
-    if all(field in reply for field in fields):
-        return reply
-    if "Body" in reply:
-        reply["Body"].close()
-    raise ConnectionClosedError(endpoint_url="")
 
 
 def _body(view: memoryview, deadline: Deadline) -> _Body:

@@ -11,10 +11,17 @@ from urllib.parse import urlsplit
 import boto3
 import botocore.session
 from botocore import UNSIGNED
+from botocore.awsrequest import (
+    AWSHTTPConnection,
+    AWSHTTPConnectionPool,
+    AWSHTTPSConnection,
+    AWSHTTPSConnectionPool,
+)
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
 from deltachain.errors import ConfigError
+from deltachain.store.bounds import BoundedSocket
 
 Client: TypeAlias = Any
 """A client of boto3 for S3, whose methods are made at run time."""
@@ -91,7 +98,51 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
             hint="check endpoint_url, region, client_kwargs and config_kwargs",
         ) from exc
     _check_endpoint(client.meta.endpoint_url)
+    _bound_sockets(client)
     return client, own_endpoint
+
+
+# botocore has no types, so the classes that these are made from have none.
+class _Connection(AWSHTTPConnection):  # type: ignore[misc]
+    sock: Any
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = BoundedSocket(self.sock)
+
+
+class _TlsConnection(AWSHTTPSConnection):  # type: ignore[misc]
+    sock: Any
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = BoundedSocket(self.sock)
+
+
+class _Pool(AWSHTTPConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _Connection
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return super().urlopen(*args, **{**kwargs, "redirect": False})
+
+
+class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
+    ConnectionCls = _TlsConnection
+
+    def urlopen(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return super().urlopen(*args, **{**kwargs, "redirect": False})
+
+
+def _bound_sockets(client: Client) -> None:
+    """Let what a client's connections do end with the call that it is for, and follow no redirect.
+
+    botocore has no way to say which connections to use; where it no longer keeps them here, each
+    read still has a timeout, and a server that sends a byte now and then holds a call for longer.
+    """
+    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    pools = getattr(session, "_pool_classes_by_scheme", None)
+    if isinstance(pools, dict):
+        pools.update(http=_Pool, https=_TlsPool)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, TypeAlias
+from typing import Final
 
 from botocore.exceptions import (
     BotoCoreError,
@@ -18,8 +18,6 @@ from botocore.exceptions import (
     SSOError,
     TokenRetrievalError,
 )
-from botocore.parsers import ResponseParserError
-from urllib3.exceptions import HTTPError
 
 from deltachain.errors import (
     ConfigError,
@@ -27,11 +25,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-
-Failure: TypeAlias = ClientError | BotoCoreError | ResponseParserError | HTTPError
-
-FAILURES: Final = (ClientError, BotoCoreError, ResponseParserError, HTTPError)
-"""Everything that a call of boto3 raises because of the network, the server or the credentials."""
+from deltachain.store.s3_answers import AnswerError, region_of
 
 _RETRIED_STATUS: Final = frozenset({408, 429, 500, 502, 503, 504})
 _RETRIED_CODE: Final = frozenset(
@@ -67,23 +61,29 @@ _HINT_REFUSED: Final = (
 )
 _HINT_CLOCK: Final = "set the clock of this machine: the server refuses signatures of another time"
 _HINT_FULL: Final = "the server is full, or the quota is used up: free some space, then try again"
+_HINT_REGION: Final = "the bucket is in the region {}: set AWS_REGION or the store option region"
 
 
-def status_of(failure: Failure) -> int:
+def status_of(failure: Exception) -> int:
     """The HTTP status of the server's answer; 0 where it gave none."""
     if isinstance(failure, ClientError):
         return int(failure.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     return 0
 
 
-def code_of(failure: Failure) -> str:
+def code_of(failure: Exception) -> str:
     """What S3 calls the error; for a lost answer, what kind of failure it was."""
     if isinstance(failure, ClientError):
         return str(failure.response.get("Error", {}).get("Code", ""))
     return type(failure).__name__
 
 
-def is_conflict(failure: Failure) -> bool:
+def is_answer(failure: Exception) -> bool:
+    """Whether somebody answered the request."""
+    return isinstance(failure, ClientError | AnswerError)
+
+
+def is_conflict(failure: Exception) -> bool:
     """Whether another write of the same key was under way: nothing was written, try again."""
     return code_of(failure) in _CONFLICT
 
@@ -95,21 +95,23 @@ def given_up(failure: Exception) -> StoreUnavailableError | None:
 
 
 def is_transient(failure: Exception) -> bool:
-    """Whether the same request may well succeed a moment later."""
+    """Whether the same request may well succeed a moment later.
+
+    So may one whose answer was read by no parser, whatever it raised.
+    """
     if isinstance(failure, ClientError):
         if code_of(failure) in _FULL:
             return False
         known = code_of(failure) in _RETRIED_CODE or is_conflict(failure)
         return known or status_of(failure) in _RETRIED_STATUS
-    if isinstance(failure, SSLError):
+    if given_up(failure) or isinstance(failure, SSLError):
         return False  # a certificate does not get better
-    return isinstance(
-        failure,
-        ConnectionError | HTTPClientError | IncompleteReadError | ResponseParserError | HTTPError,
-    )
+    if isinstance(failure, BotoCoreError):
+        return isinstance(failure, ConnectionError | HTTPClientError | IncompleteReadError)
+    return not isinstance(failure, RecursionError | MemoryError)
 
 
-def typed(failure: Failure, key: str, url: str) -> DeltaChainError:
+def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
     """Build the error of deltachain that says what to do now.
 
     Nothing that the server or boto3 wrote is repeated but the name of the error: it may hold parts
@@ -120,6 +122,8 @@ def typed(failure: Failure, key: str, url: str) -> DeltaChainError:
         return ours
     status, code = status_of(failure), code_of(failure)
     answer = f"{status} {code}" if status else code
+    if isinstance(failure, AnswerError):
+        answer = f"answered by {failure.reason}"
     message = f"object {key!r} in {url}: {answer}" if key else f"{url}: {answer}"
     refused = _refused(failure)
     if refused:
@@ -132,7 +136,7 @@ def typed(failure: Failure, key: str, url: str) -> DeltaChainError:
     return ConfigError(message, hint="the server does not take such a request: see its log")
 
 
-def _refused(failure: Failure) -> str:
+def _refused(failure: Exception) -> str:
     """What to do about the credentials; empty where they are not what is wrong."""
     if isinstance(failure, _NO_CREDENTIALS):
         return _HINT_CREDENTIALS
@@ -142,13 +146,19 @@ def _refused(failure: Failure) -> str:
     return _HINT_CLOCK if code == "RequestTimeTooSkewed" else _HINT_REFUSED
 
 
-def _unavailable(failure: Failure) -> str | None:
+def _unavailable(failure: Exception) -> str | None:
     """What to do where the server can not do it now; None where it never will."""
+    if isinstance(failure, AnswerError):
+        return failure.hint
     if code_of(failure) in _FULL or status_of(failure) == 507:
         return _HINT_FULL
+    if isinstance(failure, ClientError) and 300 <= status_of(failure) < 400:
+        headers = failure.response["ResponseMetadata"].get("HTTPHeaders", {})
+        return _HINT_REGION.format(region_of(headers) or "that its answers name")
     if isinstance(failure, SSLError):
         return "check the server's certificate: see AWS_CA_BUNDLE"
-    return "" if is_transient(failure) else None
+    foreseen = isinstance(failure, ClientError | BotoCoreError)
+    return "" if is_transient(failure) or not foreseen else None
 
 
 def no_bucket(url: str) -> ConfigError:

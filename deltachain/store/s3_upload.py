@@ -2,109 +2,162 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final, TypeVar
 
-from boto3.s3.transfer import TransferConfig
-from botocore.exceptions import ClientError
-
-from deltachain.store.retry import Deadline, jitter
+from deltachain.errors import DeltaChainError
+from deltachain.store.retry import Deadline
+from deltachain.store.s3_answers import whole, wrote_nothing
 from deltachain.store.s3_body import Upload
+from deltachain.store.s3_calls import Calls, StatusError, once
 from deltachain.store.s3_client import Client
-from deltachain.store.s3_errors import code_of, given_up, is_transient
 
 PART_NBYTES: Final = 16 << 20
 """Bytes of one part, and of the largest object that is put by one request."""
 
+_PARTS: Final = 10_000
+"""Parts of one object, at most."""
+
 _THREADS: Final = 8
-_ABORTS: Final = 3
-"""Attempts to abort an upload: it is given up already, and its caller waits."""
+_ABORT_S: Final = 5.0
+"""Seconds for aborting an upload: it is given up already, and its caller waits."""
 
-_BEGAN: Final = "deltachain_began"
-
-_CONFIG: Final = TransferConfig(
-    multipart_threshold=PART_NBYTES,
-    multipart_chunksize=PART_NBYTES,
-    max_concurrency=_THREADS,
-    preferred_transfer_client="classic",  # the other one knows neither our retries nor our counts
-)
+_T = TypeVar("_T")
 
 
 class Uploader:
-    """Sends large objects through s3transfer.
-
-    Its threads call the client by themselves, so their requests are repeated by a hook of the
-    client: each while it fails for reasons that pass, for ``stall_s``.
+    """Sends large objects to a server.
 
     Args:
-        client: A client that does not repeat requests itself.
-        stall_s: Seconds for which one part may fail.
+        client: Of boto3.
+        calls: What its requests go through.
     """
 
-    def __init__(self, client: Client, stall_s: float) -> None:
+    def __init__(self, client: Client, calls: Calls) -> None:
         self._client = client
-        self._stall_s = stall_s
-        for operation in ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"):
-            client.meta.events.register(f"needs-retry.s3.{operation}", self._delay)
-        client.meta.events.register("needs-retry.s3.AbortMultipartUpload", self._abort_delay)
+        self._calls = calls
+        # What boto3 adds to each part by default must be announced for the whole, and repeated.
+        checked = client.meta.config.request_checksum_calculation != "when_required"
+        self._checksum = {"ChecksumAlgorithm": "CRC32"} if checked else {}
 
-    def upload(self, bucket: str, name: str, view: memoryview, deadline: Deadline) -> None:
+    def upload(
+        self,
+        at: dict[str, str],
+        key: str,
+        view: memoryview,
+        deadline: Deadline,
+        holds: Callable[[], bool],
+    ) -> None:
         """Write an object; visible once its last part is there, or aborted.
 
+        Args:
+            at: Bucket and name of the object.
+            key: How errors name it.
+            view: Its bytes.
+            deadline: When to give up.
+            holds: Whether the object is there with these bytes.
+
         Raises:
-            ClientError: The server refused, or failed for too long.
-            BotoCoreError: It was not reached for too long.
-            StoreUnavailableError: It took too long.
+            StoreError: The server refused, or failed for too long.
         """
         for again in (True, False):
             try:
-                self._client.upload_fileobj(
-                    Upload(view, deadline),
-                    bucket,
-                    name,
-                    Config=_CONFIG,
-                    Callback=lambda _: deadline.moved(),
-                )
-            except ClientError as exc:
+                with self._opened(at, key, deadline) as upload:
+                    parts = self._send_parts(upload, key, view, deadline)
+                    self._complete(upload, key, parts, deadline, holds)
+            except StatusError:
                 # Completed by an attempt that went unanswered, or cleared away by others: both can
                 # not be told apart, and writing the object again is right for both.
-                if not again or code_of(exc) != "NoSuchUpload":
-                    raise
+                if not again:
+                    raise deadline.error("its upload is cleared away while it goes on") from None
             else:
                 return
 
-    def _delay(
+    @contextmanager
+    def _opened(self, at: dict[str, str], key: str, deadline: Deadline) -> Iterator[dict[str, str]]:
+        """An upload that is aborted unless it is completed."""
+
+        def create(_: Deadline) -> Any:  # noqa: ANN401
+            return whole(self._client.create_multipart_upload(**at, **self._checksum), "UploadId")
+
+        upload = {**at, "UploadId": self._send(create, deadline, key)["UploadId"]}
+        try:
+            yield upload
+        except BaseException:
+            self._abort(upload, key, deadline)
+            raise
+
+    def _send_parts(
+        self, upload: dict[str, str], key: str, view: memoryview, deadline: Deadline
+    ) -> list[dict[str, Any]]:
+        nbytes = max(PART_NBYTES, -(-view.nbytes // _PARTS))
+
+        def send(start: int) -> dict[str, Any]:
+            number, part = 1 + start // nbytes, view[start : start + nbytes]
+
+            def put(own: Deadline) -> Any:  # noqa: ANN401
+                body = Upload(part, own)
+                return whole(
+                    self._client.upload_part(
+                        **upload, **self._checksum, PartNumber=number, Body=body
+                    ),
+                    "ETag",
+                )
+
+            reply = self._send(put, deadline, key)
+            told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
+            return {"PartNumber": number, **told}
+
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="deltachain-upload") as pool:
+            sending = [pool.submit(send, start) for start in range(0, view.nbytes, nbytes)]
+            try:
+                return [each.result() for each in sending]
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _complete(
         self,
-        *,
-        attempts: int,
-        response: tuple[object, dict[str, Any]] | None,
-        caught_exception: Exception | None,
-        request_dict: dict[str, Any],
-        **_: object,
-    ) -> float | None:
-        """Seconds until a request of an upload is repeated; None if it is not."""
-        if not _is_transient(response, caught_exception):
-            return None
-        began = request_dict["context"].setdefault(_BEGAN, time.monotonic())
-        left = began + self._stall_s - time.monotonic()
-        return min(jitter(attempts - 1), left) if left > 0 else None
+        upload: dict[str, str],
+        key: str,
+        parts: list[dict[str, Any]],
+        deadline: Deadline,
+        holds: Callable[[], bool],
+    ) -> None:
+        def complete(_: Deadline) -> None:
+            reply = self._client.complete_multipart_upload(
+                **upload, MultipartUpload={"Parts": parts}
+            )
+            if not reply.get("ETag") and not holds():
+                raise wrote_nothing()
 
-    def _abort_delay(
-        self,
-        *,
-        attempts: int,
-        response: tuple[object, dict[str, Any]] | None,
-        caught_exception: Exception | None,
-        **_: object,
-    ) -> float | None:
-        if attempts < _ABORTS and _is_transient(response, caught_exception):
-            return jitter(attempts - 1)
-        return None
+        self._send(complete, deadline, key)
 
+    def _send(self, call: Callable[[Deadline], _T], deadline: Deadline, key: str) -> _T:
+        """Send a request of an upload.
 
-def _is_transient(response: tuple[object, dict[str, Any]] | None, caught: Exception | None) -> bool:
-    """Whether what one attempt ended with is worth another one."""
-    if response is not None:
-        parsed: Any = response[1]
-        return "Error" in parsed and is_transient(ClientError(parsed, "upload"))
-    return caught is not None and given_up(caught) is None and is_transient(caught)
+        The time in which it may fail begins with its first failure: the server takes some for a
+        part before it answers, and gets as much once more.
+
+        Raises:
+            StatusError: 404, where the upload is not there.
+        """
+        first = deadline.own()
+        try:
+            return once(lambda: call(first), first)
+        except DeltaChainError:
+            raise
+        except Exception:  # noqa: BLE001 - typed below, if it stays
+            again = deadline.own()
+            return self._calls.repeat(lambda: call(again), again, key, 404)
+
+    def _abort(self, upload: dict[str, str], key: str, deadline: Deadline) -> None:
+        last = deadline.shorter(_ABORT_S)
+        try:
+            self._calls.repeat(
+                lambda: self._client.abort_multipart_upload(**upload), last, key, 404
+            )
+        except (DeltaChainError, StatusError):
+            return  # what there is of it stays, invisible, until a lifecycle rule removes it

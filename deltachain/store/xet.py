@@ -219,7 +219,7 @@ class Xet:
         with self._locks[kind]:
             held = self._held.get(kind)
             if held is None or time.time() >= held.good_until:
-                reply = self._hub.call("GET", f"xet-{kind}-token")
+                reply = self._hub.call("GET", f"xet-{kind}-token", dict)
                 held = self._held[kind] = _parse_access(parse_reply(reply, self._url), self._url)
             return held
 

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
 
 
 @dataclass(frozen=True)
 class Answer:
+    """What is said, and how.
+
+    Attributes:
+        status: Of HTTP.
+        code: How S3 calls the error; empty for none.
+        body: What is sent if there is no error.
+        headers: Beside the length.
+        said_nbytes: The length that is said; None for the right one.
+        head_pace_s: Seconds before each byte of the head but the first line.
+        body_pace_s: Seconds before each byte of the body.
+    """
+
     status: int
     code: str = ""
     body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
+    said_nbytes: int | None = None
+    head_pace_s: float = 0.0
+    body_pace_s: float = 0.0
 
     @property
     def content(self) -> bytes:
@@ -24,8 +42,25 @@ class Answer:
         return f"<Error><Code>{self.code}</Code><Message>-</Message></Error>".encode()
 
 
-OK = Answer(200, headers={"ETag": '"1"'})
+MD5 = "(MD5 of the request)"
+OK = Answer(200, headers={"ETag": MD5})
 LAST_MODIFIED = {"Last-Modified": "Sat, 21 Nov 2026 00:00:00 GMT", "ETag": '"1"'}
+
+
+class _Paced:
+    """A file that is written to byte by byte."""
+
+    def __init__(self, file: Any, pace_s: float) -> None:
+        self.file = file
+        self._pace_s = pace_s
+
+    def write(self, data: bytes) -> None:
+        if not self._pace_s:
+            self.file.write(data)
+            return
+        for at in range(len(data)):
+            time.sleep(self._pace_s)
+            self.file.write(data[at : at + 1])
 
 
 class Stub:
@@ -47,15 +82,23 @@ class Stub:
             protocol_version = "HTTP/1.1"
 
             def _answer(self) -> None:
-                self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                md5 = hashlib.md5(sent, usedforsecurity=False).hexdigest()
                 answer = stub._next(self)
+                nbytes = answer.said_nbytes
                 self.send_response(answer.status)
                 for name, value in answer.headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", str(len(answer.content)))
-                self.end_headers()
-                if self.command != "HEAD":
-                    self.wfile.write(answer.content)
+                    self.send_header(name, f'"{md5}"' if value == MD5 else value)
+                self.send_header(
+                    "Content-Length", str(len(answer.content) if nbytes is None else nbytes)
+                )
+                file: Any = self.wfile
+                with suppress(OSError):  # whoever gives up does not read the rest
+                    self.wfile = cast(Any, _Paced(file, answer.head_pace_s))
+                    self.end_headers()
+                    if self.command != "HEAD":
+                        _Paced(file, answer.body_pace_s).write(answer.content)
+                self.wfile = file
 
             do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _answer  # noqa: N815
 

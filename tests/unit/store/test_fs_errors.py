@@ -87,14 +87,31 @@ def test_errors_say_what_to_do(
         assert "secret" not in str(caught.value)
 
 
-def test_what_no_storage_raises_is_not_caught(objects: MemoryFileSystem) -> None:
+def test_exception_that_nobody_foresaw_is_typed(objects: MemoryFileSystem) -> None:
     store = FsspecStore(objects, "bucket", promises=CREATES)
-    with pytest.raises(AttributeError):
-        store._fs.nonsense  # noqa: B018
-    objects.info = lambda _path: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        store.find("a")
-    assert ZeroDivisionError not in failures()
+    store.put("a", b"data")
+
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise RecursionError("said by the library")
+
+    for method in ("info", "cat_file", "pipe_file", "rm_file", "find"):
+        setattr(objects, method, fail)
+    calls: list[Callable[[], object]] = [
+        lambda: store.get("a"),
+        lambda: store.read("a", nbytes=4),
+        lambda: store.get_range("a", 0, 1),
+        lambda: store.find("a"),
+        lambda: store.find_all(["a"]),
+        lambda: list(store.list()),
+        lambda: store.put("a", b""),
+        lambda: store.put_if_absent("b", b""),
+        lambda: store.delete("a"),
+    ]
+    assert RecursionError not in failures()
+    for call in calls:
+        with pytest.raises(StoreUnavailableError, match="unexpected RecursionError") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, RecursionError)
 
 
 def test_bucket_that_is_not_there(objects: MemoryFileSystem) -> None:

@@ -163,11 +163,6 @@ def test_large_write_that_is_refused_is_typed_too() -> None:
         opened(stub).put("a", bytes(17 << 20))
 
 
-def test_server_without_ranges_is_refused() -> None:
-    with Stub(found(b"data")) as stub, pytest.raises(ConfigError, match="part of an object"):
-        opened(stub).read("a", nbytes=4)
-
-
 # An absent object, or an absent bucket
 
 
