@@ -16,6 +16,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from deltachain.store import retry
 from deltachain.store.hub import Deadline, Hub, pause_s
 
 _TRY_S: Final = 30.0
@@ -65,6 +66,11 @@ class Gateway:
                 response_checksum_validation="when_required",
             ),
         )
+        from deltachain.store.s3_calls import refuse_redirects  # noqa: PLC0415 - needs boto3
+        from deltachain.store.s3_client import bound_sockets  # noqa: PLC0415
+
+        bound_sockets(self._client)
+        refuse_redirects(self._client)
 
     def put_if_absent(self, path: str, data: bytes, *, key: str) -> None:
         """Write an object at a path of the bucket that has none; of racing callers one returns.
@@ -75,23 +81,28 @@ class Gateway:
             StorePermissionError: The key does not allow it.
             StoreUnavailableError: Nothing worked before the deadline.
         """
-        import botocore.exceptions as boto  # noqa: PLC0415
+        from deltachain.store.s3_answers import whole  # noqa: PLC0415
+        from deltachain.store.s3_calls import once  # noqa: PLC0415
+        from deltachain.store.s3_errors import status_of  # noqa: PLC0415
+
+        def put() -> None:
+            at = {"Bucket": self._bucket, "Key": path}
+            whole(self._client.put_object(**at, Body=data, IfNoneMatch="*"), "ETag")
 
         deadline, tries, unsure = Deadline(self._hub.deadline_s), 0, False
+        ends = retry.Deadline(key, self._hub.place.url, self._hub.deadline_s)
         while True:
             self._hub.admit(deadline, key)
             try:
-                self._client.put_object(Bucket=self._bucket, Key=path, Body=data, IfNoneMatch="*")
-            except boto.ClientError as exc:
-                status = int(exc.response["ResponseMetadata"]["HTTPStatusCode"])
+                once(put, ends)
+            except Exception as exc:
+                status = status_of(exc)  # 0 where there was no answer, or none of the gateway
                 if status == 412:
                     raise (Maybe() if unsure else self._exists(key)) from exc
-                if status not in (408, 409, 429) and status < 500:
+                if 400 <= status < 500 and status not in (408, 409, 429):
                     raise self._refusal(status, exc, key) from exc
-                trouble: Exception = exc
-                unsure = unsure or status >= 500
-            except (boto.HTTPClientError, boto.ConnectionError) as exc:
-                trouble, unsure = exc, True
+                trouble = exc
+                unsure = unsure or not 400 <= status < 500
             else:
                 return
             wait_s = pause_s(tries)

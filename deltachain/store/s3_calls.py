@@ -45,7 +45,7 @@ class Calls:
         self._lock = threading.Lock()
         self._requests = 0
         client.meta.events.register("before-send.s3", self._count)
-        client.meta.events.register("before-parse.s3", _see_answer)
+        refuse_redirects(client)
 
     @property
     def requests(self) -> int:
@@ -108,6 +108,11 @@ def once(call: Callable[[], _T], deadline: Deadline, *, nbytes: int = 0) -> _T:
             raise
         finally:
             _body.reset(token)
+
+
+def refuse_redirects(client: Client) -> None:
+    """Let requests of a client that are redirected end with an ``AnswerError``."""
+    client.meta.events.register("before-parse.s3", _see_answer)
 
 
 def _see_answer(*, response_dict: dict[str, Any], **_: object) -> None:

@@ -98,7 +98,7 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
             hint="check endpoint_url, region, client_kwargs and config_kwargs",
         ) from exc
     _check_endpoint(client.meta.endpoint_url)
-    _bound_sockets(client)
+    bound_sockets(client)
     return client, own_endpoint
 
 
@@ -133,7 +133,7 @@ class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
         return super().urlopen(*args, **{**kwargs, "redirect": False})
 
 
-def _bound_sockets(client: Client) -> None:
+def bound_sockets(client: Client) -> None:
     """Let what a client's connections do end with the call that it is for, and follow no redirect.
 
     botocore has no way to say which connections to use; where it no longer keeps them here, each

@@ -145,6 +145,39 @@ def test_write_is_believed_only_where_the_answer_or_a_look_proves_it(
             assert "wrote nothing" in str(error)
 
 
+def through_gateway(stub: Stub, deadline_s: float) -> Store:
+    options = {"endpoint": stub.options["endpoint_url"], "token": "hf_hush", "calls": 1000}
+    keys = {"s3_key": "k", "s3_secret": "s", "s3_endpoint": stub.options["endpoint_url"]}
+    given = {**options, **keys, "deadline_s": deadline_s}
+    return open_store("hf://buckets/me/bucket/run", given)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Answer(200),
+        Answer(301, body=b"moved", headers={"Location": "https://portal.example"}),
+        Answer(200, headers={"ETag": '"1"'}, head_pace_s=0.05),
+    ],
+    ids=["swallowed", "redirected", "slow"],
+)
+def test_gateway_that_others_answer_for_is_unavailable(answer: Answer) -> None:
+    with Stub(answer) as stub:
+        store = through_gateway(stub, 0.5)
+        _, seconds = took(lambda: store.put_if_absent("a", b"data"))
+        store.close()
+        assert seconds < 4
+
+
+def test_gateway_is_believed_once_it_names_the_object() -> None:
+    named = Answer(200, headers={"ETag": '"1"'})
+    with Stub(Answer(200), Answer(302, body=b"moved"), named) as stub:
+        store = through_gateway(stub, 10)
+        store.put_if_absent("a", b"data")
+        store.close()
+        assert len(stub.seen) == 3
+
+
 @pytest.mark.parametrize("error", [RecursionError, KeyError, TypeError])
 def test_exception_of_the_library_is_typed(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
