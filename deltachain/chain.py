@@ -118,24 +118,29 @@ class Chain:
         Args:
             version: What was committed, as far as the caller knows.
         """
-        looks = self._manifests.looks
-        digest = self._manifests.digest(version)
+        looks, manifests = self._manifests.looks, self._manifests
+        if looks.is_wide:
+            found = looks.around(version)
+            digest = manifests.content(version) if version in found else None
+            beyond = None if version + 1 in found else max(found, default=None)
+        else:
+            digest = manifests.digest(version)
+            start, hinted = version if digest else version - 1, read_hint(self.store).version
+            beyond = looks.beyond(start, hinted)
         identity: str | None = self.identity.chain
         if not looks.sees_identity:
             identity = identity_there(self.store)
         elif looks.is_lost:
             identity = None
         looks.missed = None
-        return Standing(version, digest, identity, self._newest_near(version, digest is not None))
+        if beyond is None and digest is None:
+            head = self.head()
+            return Standing(digest, identity, head.version if head else None)
+        return Standing(digest, identity, version if beyond is None else beyond)
 
-    def _newest_near(self, version: Version, is_there: bool) -> Version | None:
-        """The newest version, where one is known that may be the newest, or missing."""
-        looks, hinted = self._manifests.looks, read_hint(self.store).version
-        beyond = looks.beyond(version if is_there else version - 1, hinted)
-        if is_there or beyond is not None:
-            return beyond or version
-        head = self.head()
-        return head.version if head else None
+    def went_back(self, version: Version) -> None:
+        """Somebody went back to a version: later ones that are seen from now on may be others."""
+        self._manifests.looks.forget_after(version)
 
     @property
     def is_doubtful(self) -> bool:

@@ -33,14 +33,12 @@ class Standing(NamedTuple):
     """What is in a store where a version was committed.
 
     Attributes:
-        version: The version.
-        manifest: Digest of its manifest; ``None`` if that is gone.
+        manifest: Digest of the version's manifest; ``None`` if that is gone.
         chain: Id of the chain that is there; ``None`` if its identity is gone.
         newest: The newest version that is there, as far as was looked: a later one only if it lies
             behind a gap; ``None`` for none.
     """
 
-    version: Version
     manifest: str | None
     chain: str | None
     newest: Version | None
@@ -56,6 +54,7 @@ class Looks:
             nobody can replace it.
 
     Attributes:
+        is_wide: Whether one look is at many manifests.
         remembers: Whether what was seen is remembered.
         is_lost: Whether the last look found no identity, where looks include that.
         missed: The version that the last search began from, if it was not there.
@@ -66,8 +65,8 @@ class Looks:
         self._chain = chain
         self._identity = identity
         can = store.capabilities
-        self._is_wide = can.probes > 1
-        self.remembers = self._is_wide or not can.conditional_put
+        self.is_wide = can.probes > 1
+        self.remembers = self.is_wide or not can.conditional_put
         self.is_lost = False
         self.missed: Version | None = None
         self._has_gap = False
@@ -105,6 +104,11 @@ class Looks:
             self._seen.pop(version, None)
             self._digests.pop(version, None)
 
+    def forget_after(self, version: Version) -> None:
+        """Forget what was seen of later manifests: somebody went back, and they may be others."""
+        for later in [seen for seen in list(self._seen) if seen > version]:
+            self.forget(later)
+
     def read(self, version: Version, digest: str) -> None:
         """Remember the content of a manifest that was read."""
         if self.remembers:
@@ -129,7 +133,7 @@ class Looks:
         Raises:
             ForkedChainError: One was replaced since it was last seen.
         """
-        if self._is_wide and len(versions) > 1:
+        if self.is_wide and len(versions) > 1:
             self.at(versions[:SEEN])
 
     def has(self, version: Version) -> bool:
@@ -144,11 +148,11 @@ class Looks:
             BrokenChainError: The manifest of ``known``, or of the next version, is missing, and
                 there are later ones.
         """
-        if self.remembers and not self._is_wide:
+        if self.remembers and not self.is_wide:
             self._note(known, self.at([known]))
-        low, high = self._leap(known) if self._is_wide else self._double(known)
+        low, high = self._leap(known) if self.is_wide else self._double(known)
         while high - low > 1:
-            if self._is_wide:
+            if self.is_wide:
                 step = max(1, (high - low) // (NEXT + LEAPS))
                 found = self.at(range(low + step, high, step))
                 low = max(found, default=low)
@@ -169,7 +173,7 @@ class Looks:
             hinted: A version that is said to be there.
         """
         near = [known + 2, hinted] if hinted > known + 2 else [known + 2]
-        last = max(self.at(_ahead(known) if self._is_wide else near), default=known)
+        last = max(self.at(_ahead(known) if self.is_wide else near), default=known)
         return None if last <= known + 1 or self.has(known + 1) else last
 
     def last(self, known: Version, hinted: Version = 0) -> Version:
@@ -177,12 +181,16 @@ class Looks:
         while True:
             with suppress(BrokenChainError):
                 known = self.newest(known)
-            if self._is_wide and not self._has_gap:
+            if self.is_wide and not self._has_gap:
                 return known
             further = self.beyond(known, hinted)
             if further is None:
                 return known
             known = further
+
+    def around(self, version: Version) -> dict[Version, ObjectInfo]:
+        """A version and later ones, in one look where the store can do that."""
+        return self.at([version, *_ahead(version)])
 
     def listed(self) -> Version | None:
         """The newest version that a listing shows: where neither a hint nor version 0 is there."""

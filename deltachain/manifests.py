@@ -98,6 +98,10 @@ class Manifests:
         """
         if self.looks.remembers and not self.looks.has(version):
             return None
+        return self.content(version)
+
+    def content(self, version: Version) -> str | None:
+        """The same of one that was just looked at; read only if that did not name its content."""
         known = self.looks.digest(version)
         if known is not None:
             return known

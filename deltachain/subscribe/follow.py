@@ -39,8 +39,8 @@ NEEDS_A_PERSON: Final = (
 )
 """What waiting does not cure: these end the loop."""
 
-LOOK_BACK: Final = 16
-"""Looks in a row that found nothing, after which one makes sure that the chain is still there."""
+LOOK_BACK: Final = 8
+"""Turns after which a follower looks again at what it holds."""
 
 MOST_POLLS: Final = 32
 """Polls' worth of waiting after repeated failures, at most."""
@@ -59,18 +59,20 @@ def follow(
     each is logged once and tried again, ever more slowly, and from nothing where the target's state
     is in doubt. What only a person can resolve is raised: a fork, another model, a newer format.
     """
-    failures = idle = 0
+    failures = turns = 0
     logged = ""
     while not stop.is_set():
-        receipt = None
+        receipt, is_sure = None, True
+        turns += 1
         try:
             receipt = _step(subscriber, every_version=every_version)
-            idle = idle + 1 if receipt is None else 0
-            if idle and (failures or idle % LOOK_BACK == 0):
-                subscriber.chain.check_present()
+            around, is_sure = _look_back(subscriber, is_due=turns % LOOK_BACK == 0 or failures > 0)
+            receipt = receipt or around
             failures, logged = 0, ""
-            looked(None)
-        except NEEDS_A_PERSON:
+            if is_sure:
+                looked(None)
+        except NEEDS_A_PERSON as exc:
+            subscriber.watch.ended(exc)
             raise
         except DeltaChainError as exc:
             failures += 1
@@ -80,9 +82,34 @@ def follow(
                 logger.warning("following %s: %s", subscriber.config.url, exc)
         if receipt is not None:
             yield receipt
-            if receipt.lag_versions > 0:
-                continue  # there is more; otherwise that was the look of this turn
-        _wait(subscriber, failures, stop)
+        if receipt is None or receipt.lag_versions <= 0:  # else there is more, and no look was lost
+            _wait(subscriber, failures, stop)
+
+
+def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
+    """Look again at what is held, if that is due, and go around a gap behind it.
+
+    Returns:
+        What was applied, and whether what is held is known to be where it should be.
+    """
+    held, chain, watch = subscriber.held, subscriber.chain, subscriber.watch
+    if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
+        return None, True
+    try:
+        return None, watch.look(chain, held)
+    except BrokenChainError as exc:
+        receipt = None if subscriber.pinned else _around(subscriber, exc)
+        if receipt is None:
+            raise
+        return receipt, True
+
+
+def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None:
+    """Go to the head by whichever way there is, and say so."""
+    receipt = subscriber.update()
+    if receipt is not None:
+        logger.warning("%s; another way led to version %d", exc.args[0], receipt.version)
+    return receipt
 
 
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
@@ -96,10 +123,10 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
     try:
         later = chain.find(held.version + 1) if every_version else chain.later(held.version)
         return subscriber.update(later) if later else None
-    except (FormatError, ObjectNotFoundError, BrokenChainError):
+    except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
         if later and later.version == chain.newest(held.version):
             raise
-        return subscriber.update()  # no way leads there; one may lead to a later version
+        return _around(subscriber, exc)  # no way leads there; one may lead to a later version
     except (ChainError, BaseMismatchError):
         there = subscriber.version
         if not _was_rolled_back(subscriber) and (there is None or there <= held.version):

@@ -7,6 +7,7 @@ import logging
 from deltachain.chain import Chain, Committed
 from deltachain.errors import BrokenChainError, ChainError, ForkedChainError
 from deltachain.subscribe.target import Held, Target
+from deltachain.subscribe.watch import judge
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
@@ -51,35 +52,79 @@ def check_history(chain: Chain, held: Held, committed: Committed) -> None:
     """Refuse a version that did not grow out of what is held.
 
     Raises:
-        ForkedChainError: The history in the store is another one, or went back in time.
+        ForkedChainError: The history in the store is another one.
+        StoreWentBackError: What is held is gone, and nothing newer is there.
+        BrokenChainError: What is held is gone, and the version lies before it.
     """
     manifest = committed.manifest
     version = manifest.version
-    if version == held.version + 1:
+    if version < held.version:
+        check_standing(chain, held)
+        return
+    if version == held.version:
+        same = committed.digest == held.manifest
+    elif version == held.version + 1:
         same = manifest.parent == held.manifest
     else:
-        there = chain.find(min(version, held.version))
-        older = version < held.version
-        same = there is not None and (older or there.digest == held.manifest)
+        same = _grew_out_of(chain, held, committed)
     if not same:
         raise ForkedChainError(
             f"version {held.version} in the store is not the one that is held "
             f"(manifest {held.manifest})",
             version=held.version,
         )
-    if version > held.version and manifest.epoch < held.epoch:
+    if manifest.epoch < held.epoch:
         raise ForkedChainError(
             f"version {version} is of epoch {manifest.epoch}, epoch {held.epoch} is held",
             version=version,
         )
 
 
-def require(chain: Chain, version: Version | Committed | None) -> Committed:
+def check_standing(chain: Chain, held: Held) -> None:
+    """Refuse a store where what is held is not committed.
+
+    Raises:
+        DeltaChainError: What :func:`judge` says of it.
+    """
+    finding = judge(held, chain.look_back(held.version), chain.store.url)
+    if isinstance(finding, BrokenChainError) and finding.version != held.version:
+        return  # what is held is there
+    if finding is not None:
+        raise finding
+
+
+def _grew_out_of(chain: Chain, held: Held, committed: Committed) -> bool:
+    """Whether a later version has what is held in its past, as far as that can be told."""
+    there = chain.find(held.version)
+    if there is not None:
+        return there.digest == held.manifest
+    following = chain.find(held.version + 1)
+    if following is not None:
+        return following.manifest.parent == held.manifest
+    states = {e.state for e in committed.manifest.recent if e.version == held.version}
+    logger.warning(
+        "manifest of version %d, which is held, is missing; %d is there%s",
+        held.version,
+        committed.version,
+        "" if states else ", and nothing tells whether it grew out of that",
+    )
+    return states <= {held.state}
+
+
+def require(
+    chain: Chain, version: Version | Committed | None, held: Held | None = None
+) -> Committed:
     """The manifest of a version, or of the head; one that was read already as it is.
+
+    Args:
+        chain: The chain.
+        version: Which; the head when not given.
+        held: What must be in the same chain, if anything is held.
 
     Raises:
         ObjectNotFoundError: The whole chain is gone.
         BrokenChainError: It is not there although later ones are.
+        StoreWentBackError: What is held is gone as well.
         ChainError: It is not committed.
     """
     if isinstance(version, Committed):
@@ -88,6 +133,8 @@ def require(chain: Chain, version: Version | Committed | None) -> Committed:
     if committed is not None:
         return committed
     head = chain.head()
+    if held is not None and (head is None or head.version < held.version):
+        check_standing(chain, held)
     if head is None:
         chain.check_present()
         raise ChainError(

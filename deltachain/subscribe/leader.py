@@ -18,6 +18,8 @@ import msgspec
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
+    BrokenChainError,
+    ChainError,
     DeltaChainError,
     LeaderReplacedError,
     PoisonedError,
@@ -29,6 +31,7 @@ from deltachain.subscribe.replica import ReplicaTarget
 from deltachain.subscribe.replica_status import ReplicaStatus
 from deltachain.subscribe.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe.stage import Staged
+from deltachain.subscribe.status import lag
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.tally import Tally
 from deltachain.subscribe.target import Held
@@ -119,7 +122,7 @@ class Leader:
         try:
             staged = self._staged = self.subscriber.stage(version)
         except DeltaChainError as exc:
-            self._troubled(exc)  # staging may find that it can not prove what it holds
+            self._failed(exc, version)  # staging may find that it can not prove what it holds
             raise
         return None if staged is None else staged.to.version
 
@@ -139,7 +142,7 @@ class Leader:
         try:
             receipt = self._swap_staged(version) or self.subscriber.update(version)
         except DeltaChainError as exc:
-            self._troubled(exc)
+            self._failed(exc, version)
             if not self.subscriber.poisoned:
                 raise
             receipt = self._heal(version)
@@ -159,7 +162,7 @@ class Leader:
         try:
             held = self.subscriber.rollback(version)
         except DeltaChainError as exc:
-            self._troubled(exc)
+            self._failed(exc, -1 if version is None else version)
             raise
         self._well()
         return held
@@ -214,7 +217,7 @@ class Leader:
             state=held.state if held else None,
             staged=self._staged.to.version if self._staged else None,
             head=head,
-            lag_versions=head - held.version if held and head is not None else None,
+            lag_versions=lag(head, held.version if held else None),
             ready=not reason,
             reason=reason,
             following=self.settings.follow and not self._ended,
@@ -226,6 +229,8 @@ class Leader:
             ranks=[dict(verdict) for verdict in target.ranks],
             last=None if last is None else _plain(last),
             trouble=str(self.trouble) if self.trouble else "",
+            manifest=held.manifest if held else None,
+            doubt=self._doubt(),
         )
 
     def _unready(self) -> str:
@@ -240,9 +245,18 @@ class Leader:
             reason = f"asleep: the engine has released its {', '.join(sorted(self.released))}"
         elif self.target.paused:
             reason = "paused"
+        elif self._doubt():
+            reason = self._doubt()
         elif not reason and not subscriber.pinned:
             reason = self._behind(subscriber.held)
         return reason
+
+    def _doubt(self) -> str:
+        """Why what is held may not be the chain's; a manifest that is lost unpins nobody."""
+        doubt = self.subscriber.watch.doubt
+        if doubt is None or (self.subscriber.pinned and isinstance(doubt, BrokenChainError)):
+            return ""
+        return str(doubt.args[0])
 
     def _behind(self, held: Held) -> str:
         if not self._caught_up:
@@ -279,6 +293,13 @@ class Leader:
         except DeltaChainError as exc:
             self._troubled(exc)
             raise
+
+    def _failed(self, exc: DeltaChainError, asked: Version | None) -> None:
+        """Keep why a request failed, unless what it asked for is all that is wrong."""
+        if type(exc) is ChainError and asked is not None and not self.subscriber.poisoned:
+            self.tally.failures += 1
+        else:
+            self._troubled(exc)
 
     def _troubled(self, exc: Exception) -> None:
         """Keep an error for ``status``; a replica that can not prove its weights stops serving."""

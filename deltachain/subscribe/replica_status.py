@@ -18,10 +18,11 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         url: Where its chain lies.
         chain: Id of that chain; null before it is there.
         version: The version held; null for nothing that can be proven.
+        manifest: blake3 of its manifest; null as well from replicas that do not say.
         state: Its state digest.
         staged: The version that an ``update`` to it would swap at once; null for none.
         head: The newest version that this replica has seen.
-        lag_versions: ``head - version``.
+        lag_versions: ``head - version``; null where the head seen lies before what is held.
         ready: Whether it should be sent requests.
         reason: Why not.
         following: Whether it applies versions by itself.
@@ -33,6 +34,8 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         ranks: What each rank said at the last swap.
         last: The last apply.
         trouble: What went wrong since.
+        doubt: Why what is held may not be the chain's any more: the store went back, has another
+            history, or is lost. Such a replica is not ready.
     """
 
     url: str
@@ -53,3 +56,5 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
     ranks: list[dict[str, Any]]
     last: dict[str, Any] | None
     trouble: str
+    manifest: str | None = None
+    doubt: str = ""

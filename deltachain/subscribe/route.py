@@ -14,7 +14,7 @@ from deltachain.errors import (
     ObjectNotFoundError,
 )
 from deltachain.fetch import Fetched, fetch
-from deltachain.keys import version_of
+from deltachain.keys import manifest_key, version_of
 from deltachain.manifest import EdgeSummary
 from deltachain.plan import Plan
 from deltachain.subscribe.target import Held
@@ -43,7 +43,7 @@ def fetch_around(
             plan = chain.plan(held.version if held else None, committed, avoid=avoid)
         except BrokenChainError:
             if failure is not None:
-                raise failure from None
+                raise _named(failure, committed) from failure.__cause__
             raise
         try:
             return fetch(chain, plan, target=committed, base=base)
@@ -54,6 +54,20 @@ def fetch_around(
             logger.warning("planning around %s->%d: %s", bad[0].kind, bad[0].version, exc)
             avoid += bad
             failure = exc
+
+
+def _named(failure: DeltaChainError, committed: Committed) -> DeltaChainError:
+    """What no way leads around: a gap in the chain is told from an object that is gone."""
+    key = failure.key if isinstance(failure, ObjectNotFoundError) else ""
+    version = version_of(key)
+    if version is None or key != manifest_key(version):
+        return failure
+    return BrokenChainError(
+        f"manifest of version {version} is missing ({key}), and no way leads around it to version "
+        f"{committed.version}",
+        version=version,
+        hint="manifests are never deleted: put it back, or publish an anchor",
+    )
 
 
 def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:

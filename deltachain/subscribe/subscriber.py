@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from pathlib import Path
 from threading import Event, RLock
 from types import TracebackType
-from typing import Self, TypeAlias
-
-from torch import Tensor, nn
+from typing import Self
 
 from deltachain.chain import Chain, Committed
 from deltachain.errors import (
     BaseMismatchError,
+    BrokenChainError,
     ChainError,
+    ChainMismatchError,
     DeltaChainError,
+    ForkedChainError,
     PartialApplyError,
+    StoreWentBackError,
 )
 from deltachain.store import Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.folder import FolderTarget
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.route import fetch_around
 from deltachain.subscribe.stage import Staged
-from deltachain.subscribe.status import Status
-from deltachain.subscribe.target import Held, Prepared, Target
-from deltachain.subscribe.tensors import TensorTarget
+from deltachain.subscribe.status import Status, status_of
+from deltachain.subscribe.target import Held, Prepared
+from deltachain.subscribe.targets import TargetLike, as_target
 from deltachain.subscribe.undo import UndoLog
+from deltachain.subscribe.watch import Watch
 from deltachain.types import StateDigest, Version
 
 logger = logging.getLogger(__name__)
-
-TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]"
 
 
 class Subscriber:
@@ -60,10 +58,10 @@ class Subscriber:
     ) -> None:
         self.config = SubscribeConfig(url=config) if isinstance(config, str) else config
         self.target = as_target(target)
-        self.pinned = False
-        self.poisoned = False
+        self.pinned = self.poisoned = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
+        self.watch = Watch()
         self._store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None
         self._held: Held | None = None
@@ -162,9 +160,8 @@ class Subscriber:
             if held is not None:
                 return None
             version = last.version  # heals, and stays
-        committed = require(chain, version)
+        committed = self._require(chain, version, last)
         if last is not None:  # poisoned or not: healing does not go back either
-            check_history(chain, last, committed)
             if committed.version < last.version:
                 raise ChainError(
                     f"version {committed.version} lies behind {last.version}",
@@ -172,8 +169,23 @@ class Subscriber:
                     hint="a subscriber goes back only by rollback()",
                 )
             if held is not None and committed.version == held.version:
+                self.watch.proved(held)
                 return None
         return self._stage(committed, held, generation)
+
+    def _require(
+        self, chain: Chain, version: Version | Committed | None, last: Held | None
+    ) -> Committed:
+        """The manifest of a version that grew out of what was held last."""
+        try:
+            committed = require(chain, version, last)
+            if last is not None:
+                check_history(chain, last, committed)
+        except (ChainMismatchError, ForkedChainError, StoreWentBackError) as exc:
+            if last is not None:
+                self.watch.note(exc, last)
+            raise
+        return committed
 
     def swap(self, staged: Staged) -> ApplyReceipt:
         """Write a staged apply into the target. Nobody else may write to it, or read it, meanwhile.
@@ -188,6 +200,7 @@ class Subscriber:
                 raise _overtaken(staged.to.version)
             start = time.perf_counter()
             swap_s = self._write(staged.prepared, staged.to)
+            self.watch.proved(staged.to)
             pause_s = time.perf_counter() - start
             if staged.held is None or not staged.prepared.can_undo:
                 self._undo.clear()
@@ -247,6 +260,8 @@ class Subscriber:
             self._write(undo.prepared, undo.held)
             self._undo.pop()
         self.pinned = True
+        self.chain.went_back(goal)
+        self.watch = Watch()  # what is held now was not looked at
         self._generation += 1  # nothing that was staged before leads away from here
         logger.info("rolled back from version %d to %d and pinned", held.version, goal)
         return self._held, goal
@@ -299,19 +314,7 @@ class Subscriber:
 
     def status(self) -> Status:
         """What the target holds and how far behind it is, for people and probes."""
-        head = self.chain.head()
-        held = self.held
-        return Status(
-            url=self._store.url,
-            chain=self.chain.identity.chain,
-            version=held.version if held else None,
-            state=held.state if held else None,
-            head=head.version if head else None,
-            lag_versions=head.version - held.version if head and held else None,
-            pinned=self.pinned,
-            poisoned=self.poisoned,
-            last=str(self.last) if self.last else None,
-        )
+        return status_of(self)
 
     def close(self) -> None:
         """Give store and target back. Closing twice is allowed."""
@@ -333,7 +336,7 @@ class Subscriber:
         """Stage the way to a committed version from what was held at a generation."""
         start = time.perf_counter()
         with ThreadPoolExecutor(1) as pool:  # one look beside the fetch costs no round trip more
-            looking = pool.submit(self.chain.newest, committed.version)
+            looking = pool.submit(self._newest, committed.version)
             fetched = fetch_around(self.chain, held, committed, base=self.config.base)
         fetched_at = time.perf_counter()
         try:
@@ -364,6 +367,12 @@ class Subscriber:
             stage_s=staged_at - fetched_at,
         )
 
+    def _newest(self, version: Version) -> Version:
+        try:
+            return self.chain.newest(version)
+        except BrokenChainError:  # a gap ahead is met when it is reached
+            return version
+
     def _write(self, prepared: Prepared, to: Held) -> float:
         self._generation += 1
         try:
@@ -381,13 +390,6 @@ class Subscriber:
         self.poisoned = True
         self._generation += 1
         self._undo.clear()
-
-
-def as_target(thing: TargetLike) -> Target:
-    """The target that a module, a dict of tensors or a path stands for."""
-    if isinstance(thing, nn.Module | Mapping):
-        return TensorTarget(thing)
-    return FolderTarget(Path(thing)) if isinstance(thing, str | os.PathLike) else thing
 
 
 def _overtaken(version: Version) -> BaseMismatchError:

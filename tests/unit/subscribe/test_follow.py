@@ -217,8 +217,8 @@ def test_a_chain_that_is_gone_for_a_while(
         stop=clock.stop, looked=lambda exc: troubles.append(str(exc) if exc else "")
     )
     assert versions(list(looks)) == [(None, 1), (1, 2)]
-    told = ["is gone" in trouble for trouble in troubles]
-    assert told == [False] * LOOK_BACK + [True] * 5 + [False]
+    told = ["is lost: chain.json is gone" in trouble for trouble in troubles]
+    assert told == [False] * (LOOK_BACK - 1) + [True] * 5 + [False]
     assert troubles[-1] == ""
 
 

@@ -1,0 +1,280 @@
+"""Stores that go back, lose things, or are given to another chain, while somebody follows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from deltachain.errors import (
+    ChainMismatchError,
+    ForkedChainError,
+    ObjectNotFoundError,
+    StoreWentBackError,
+)
+from deltachain.keys import CHAIN_KEY, manifest_key
+from deltachain.store import MemoryStore
+from deltachain.subscribe import Subscriber
+from deltachain.subscribe.follow import LOOK_BACK
+from deltachain.testing.faults import FaultyStore
+from deltachain.testing.models import (
+    TinyModel,
+    bits_of,
+    replica_of,
+    same,
+    tensors_of,
+)
+from tests.unit.links import SingleWriterStore, WideStore
+from tests.unit.subscribe.accidents import Told, copy, nothing, restore, rewrite
+from tests.unit.subscribe.clock import Clock
+
+Publish = Callable[..., None]
+Subscribe = Callable[..., Subscriber]
+
+
+@pytest.fixture(params=[MemoryStore, SingleWriterStore, WideStore])
+def store(request: pytest.FixtureRequest) -> MemoryStore:
+    made: MemoryStore = request.param()
+    return made
+
+
+@pytest.fixture
+def zeros(model: TinyModel) -> dict[str, Tensor]:
+    return tensors_of(model)
+
+
+@pytest.fixture
+def subscriber(zeros: dict[str, Tensor], subscribe: Subscribe) -> Subscriber:
+    return subscribe(zeros)
+
+
+@pytest.fixture
+def clock(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(subscriber, monkeypatch)
+
+
+@pytest.fixture
+def told(subscriber: Subscriber, clock: Clock) -> Told:
+    return Told(subscriber, clock)
+
+
+# The store goes back
+
+
+@pytest.mark.parametrize("back", [1, 5])
+def test_a_store_that_went_back_is_said_to_and_heals(
+    told: Told, publish: Publish, store: MemoryStore, back: int
+) -> None:
+    publish(*range(1, 7 - back))
+    earlier = copy(store)
+    publish(*range(7 - back, 7))
+    newest = copy(store)
+    told.run(lambda: restore(store, earlier), lambda: restore(store, newest))
+    wrong = [exc for exc in told.said if exc is not None]
+    assert wrong
+    assert {type(exc) for exc in wrong} == {StoreWentBackError}
+    assert f"version 6 is held, the newest there is {6 - back}" in str(wrong[0])
+    assert [exc is None for exc in told.doubts] == [exc is None for exc in told.said]
+    assert (told.said[-1], told.subscriber.watch.doubt) == (None, None)
+
+
+def test_a_follower_that_comes_back_to_an_older_store_does_not_believe_it(
+    publish: Publish,
+    store: MemoryStore,
+    model: TinyModel,
+    subscribe: Subscribe,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(1)
+    earlier = copy(store)
+    publish(2, 3)
+    replica = replica_of(model, "folder", tmp_path / "mirror")
+    with subscribe(replica) as first:
+        first.update()
+    restore(store, earlier)
+    again = subscribe(tmp_path / "mirror")
+    told = Told(again, Clock(again, monkeypatch))
+    assert told.run(nothing) == []
+    assert None not in told.said
+    assert isinstance(again.watch.doubt, StoreWentBackError)
+    with pytest.raises(StoreWentBackError, match="rollback` to 1"):
+        again.update()
+    again.close()
+
+
+def test_a_status_never_lags_by_less_thannothing(
+    subscriber: Subscriber, publish: Publish, store: MemoryStore
+) -> None:
+    publish(1)
+    earlier = copy(store)
+    publish(2, 3)
+    subscriber.update()
+    held = subscriber.held
+    assert held is not None
+    status = subscriber.status()
+    assert (status.lag_versions, status.doubt, status.manifest) == (0, "", held.manifest)
+    restore(store, earlier)
+    status = subscriber.status()
+    assert (status.head, status.lag_versions) == (1, None)
+    assert status.doubt.startswith("the store went back: version 3 is held")
+
+
+def test_a_rollback_to_what_is_there_leads_out(
+    told: Told, publish: Publish, store: MemoryStore, zeros: dict[str, Tensor], model: TinyModel
+) -> None:
+    publish(1)
+    earlier, bits = copy(store), bits_of(model)
+    publish(2, 3)
+    told.run(lambda: restore(store, earlier))
+    subscriber = told.subscriber
+    assert isinstance(subscriber.watch.doubt, StoreWentBackError)
+    subscriber.rollback(1)
+    subscriber.release()
+    assert same(bits_of(zeros), bits)
+    told.run(nothing)
+    assert told.doubts[-1] is None
+    rewrite(store, range(3))
+    assert told.run(nothing)[-1] == subscriber.chain.newest(1) > 3
+    assert told.doubts[-1] is None
+
+
+@pytest.mark.parametrize("further", [0, 1, 5])
+def test_a_history_that_was_rewritten_ends_it(
+    told: Told, publish: Publish, store: MemoryStore, further: int
+) -> None:
+    """Also when it is exactly as long as the one that is held."""
+    publish(1)
+    earlier = copy(store)
+    publish(2, 3, 4)
+
+    def lose() -> None:
+        restore(store, earlier)
+        rewrite(store, range(2 + further))
+
+    with pytest.raises(ForkedChainError, match=r"version 4|version 5"):
+        told.run(lose)
+    assert isinstance(told.subscriber.watch.doubt, ForkedChainError)
+    assert told.subscriber.version == 4
+
+
+# A look that misses what is there
+
+
+@pytest.mark.parametrize("key", [manifest_key(2), CHAIN_KEY])
+def test_one_stale_look_is_of_no_consequence(
+    told: Told, publish: Publish, store: MemoryStore, key: str
+) -> None:
+    publish(1, 2)
+    data = store.get(key)
+
+    told.run(nothing)
+    for turn in range(LOOK_BACK):
+        told.run(
+            *[nothing] * turn,
+            lambda: store.delete(key),
+            lambda: store.put(key, data),
+            *[nothing] * LOOK_BACK,
+            turns=0,
+        )
+        assert set(told.said) == {None}
+        assert set(told.doubts) == {None}
+
+
+# Things that are lost
+
+
+def test_a_chain_whose_identity_is_lost_says_so_and_heals(
+    told: Told, publish: Publish, store: MemoryStore
+) -> None:
+    publish(1)
+    data = store.get(CHAIN_KEY)
+    told.run(lambda: store.delete(CHAIN_KEY), lambda: store.put(CHAIN_KEY, data))
+    wrong = [exc for exc in told.said if exc is not None]
+    assert {type(exc) for exc in wrong} == {ObjectNotFoundError}
+    assert "is lost: chain.json is gone" in str(wrong[0])
+    assert any(told.doubts)
+    assert (told.said[-1], told.subscriber.watch.doubt) == (None, None)
+
+
+def test_another_chain_at_the_url_is_named(
+    told: Told, publish: Publish, store: MemoryStore
+) -> None:
+    publish(1)
+    mine = store.get(CHAIN_KEY)
+    chain = told.subscriber.chain.identity.chain.encode()
+    other = mine.replace(chain, b"f" * len(chain))
+    with pytest.raises((ChainMismatchError, ForkedChainError), match="f" * len(chain)) as caught:
+        told.run(lambda: store.put(CHAIN_KEY, other))
+    assert "corrupt" not in str(caught.value)
+    assert told.subscriber.watch.doubt is caught.value
+
+
+def test_a_lost_manifest_of_what_is_held_is_no_fork(
+    told: Told, publish: Publish, store: MemoryStore, zeros: dict[str, Tensor], model: TinyModel
+) -> None:
+    publish(1, 2)
+    told.subscriber.update()
+    publish(3, 4, 5, 6)
+    store.delete(manifest_key(2))
+    assert told.run(nothing)[-1] == 6
+    assert same(bits_of(zeros), bits_of(model))
+
+
+def test_who_comes_back_after_long_is_told_by_states(
+    told: Told,
+    publish: Publish,
+    store: MemoryStore,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+    *,
+    add_anchor: Callable[[], None],
+) -> None:
+    """A rule that removes old objects took the manifests around the one that is held."""
+    publish(1, 2)
+    told.subscriber.update()
+    publish(3, 4)
+    add_anchor()
+    publish(5, 6, 7, 8, 9)
+    for version in range(4):
+        store.delete(manifest_key(version))
+    assert told.run(nothing)[-1] == 9
+    assert same(bits_of(zeros), bits_of(model))
+
+
+# What it costs
+
+
+def test_looking_again_costs_little(
+    subscribe: Subscribe, zeros: dict[str, Tensor], publish: Publish, store: MemoryStore
+) -> None:
+    publish(1)
+    asked: list[str] = []
+
+    class Counting(FaultyStore):
+        def get(self, key: str, **limits: int) -> bytes:
+            asked.append(key)
+            return super().get(key, **limits)
+
+        def find(self, key: str) -> object:  # type: ignore[override]
+            asked.append(key)
+            return super().find(key)
+
+    if isinstance(store, WideStore):
+        subscriber = subscribe(zeros)
+    else:
+        subscriber = subscribe(zeros, on=Counting(store))
+    subscriber.update()
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(subscriber, patch)
+        asked.clear()
+        looks = store.looks if isinstance(store, WideStore) else asked
+        looks.clear()
+        clock.happens = [nothing] * (4 * LOOK_BACK - 1)
+        assert clock.run(subscriber) == []
+    turns = 4 * LOOK_BACK
+    each = 4 if isinstance(store, SingleWriterStore) and not isinstance(store, WideStore) else 1
+    more = 1 if isinstance(store, WideStore) else 6
+    assert len(looks) <= each * turns + more * turns // LOOK_BACK
