@@ -13,7 +13,7 @@ from typing import Final
 
 from deltachain.errors import TensorMismatchError
 from deltachain.subscribe.finding import Finding, components
-from deltachain.subscribe.trial import mixed
+from deltachain.subscribe.trial import layer_of, mixed
 from deltachain.subscribe.ways import RELOADS, Way, bring
 
 NEAR: Final = 512
@@ -89,9 +89,8 @@ class _Search:
         groups = [group for group in self.groups if not changed.isdisjoint(group)]
         if not groups:
             return frozenset()
-        seen = [found for way in RELOADS if (found := self._load(way, groups, changed)) is not None]
-        if not seen:
-            seen = [found for found in [self._load("loaded", groups, changed)] if found is not None]
+        loads = [self._load(way, groups, changed) for way in (*RELOADS, "loaded")]
+        seen = [found for found in loads if found is not None]
         if not seen:
             raise TensorMismatchError(
                 f"the engine's {min(_uncovered(self.finding))} comes from no tensor of the chain, "
@@ -118,20 +117,23 @@ class _Search:
 
 def _uncovered(finding: Finding) -> frozenset[str]:
     """Live tensors and outputs that no known way leads to."""
-    names = [name for name in finding.source.specs if name in finding.reasons]
+    names = [name for name in finding.source.specs if name in finding.broken]
     filled = finding.tied(frozenset().union(*(finding.links(name) for name in names)))
     covered = {
         place.live.untyped_storage().data_ptr()
         for name in finding.in_place()
         for place in finding.places[name]
     }
-    reached = filled.union(*(finding.links(name) for name in finding.in_place()))
+    reached = filled.union(*(finding.links(name) for name in finding.source.specs))
     state = finding.state
-    return frozenset(
+    live = frozenset(
         name
         for name, tensor in state.tensors.items()
         if tensor.untyped_storage().data_ptr() not in covered and state.owner[name] not in filled
-    ) | frozenset(f"{layer}()" for layer in state.outputs.keys() - reached)
+    )
+    numbers = {name for name in state.numbers if layer_of(name, state.modules) not in filled}
+    outputs = {f"{layer}()" for layer in state.outputs.keys() - reached}
+    return (live | numbers | outputs) - finding.touched
 
 
 def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
@@ -145,7 +147,7 @@ def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str
                 name
                 for name in finding.source.specs
                 if name not in tried[live]
-                and any(_is_in(layer, prefix) for layer in finding.links(name))
+                and (not prefix or any(_is_in(layer, prefix) for layer in finding.links(name)))
             ]
             tried[live].update(inside)
             if inside and len(inside) <= NEAR:
@@ -155,8 +157,10 @@ def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str
 
 
 def _module(finding: Finding, live: str) -> str:
-    """The module that a live tensor, or an output, is of."""
-    return live.removesuffix("()") if live.endswith("()") else finding.state.owner[live]
+    """The module that a live tensor, a number or an output is of."""
+    if live.endswith("()"):
+        return live.removesuffix("()")
+    return layer_of(live, finding.state.modules)
 
 
 def _is_in(layer: str, prefix: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import Tensor
 from deltachain.names import WIRE_NAMES
 from deltachain.subscribe.classes import ORDER, TensorClass
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.members import restoring
+from deltachain.subscribe.members import Members, restoring
 from deltachain.subscribe.patch import LiveBits, same_bits, varied
 from deltachain.subscribe.recorder import Recording
 from deltachain.subscribe.source import Source, tensor_of
 from deltachain.subscribe.trial import State, Trial, other_bits
-from deltachain.subscribe.ways import RELOADS, Group, Way
+from deltachain.subscribe.ways import RELOADS, Group, Way, bring, modules_in
 from deltachain.subscribe.windows import Place, on_device_of, storage_bits
 
 
@@ -38,6 +39,7 @@ class Finding:
         layers: Those that each tensor is loaded into, and those derived from it.
         classes: Of the tensors that are done.
         groups: Those that the engine loads, with their way.
+        touched: Live tensors that loading some of them was seen to change.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Finding:
         self.broken: set[str] = set()
         self.shared: set[str] = set()
         self.alike: set[str] = set()
+        self.hidden: set[str] = set()
         self.needs: dict[str, TensorClass] = {}
         self.classes: dict[str, TensorClass] = {}
         self.groups: list[tuple[Way, Group]] = []
+        self.touched: frozenset[str] = frozenset()
         owner = source.owner
         for here, places in recording.places.items():
             self.places[owner[here]] += places
@@ -119,9 +123,35 @@ class Finding:
                 self.break_(name, "it shares live elements with another tensor")
             mine.fill_(True)
 
+    def find_hidden(self) -> None:
+        """Find layers that cannot be tried and may compute from what cannot be read.
+
+        Those that are processed after loading may: whether they do shows in what is replaced when
+        that is done once more.
+        """
+        links = {name: self.links(name) for name in self.source.present}
+        layers = frozenset().union(*links.values()) & self.state.processed
+        doubtful = layers - self.state.outputs.keys()
+        if not doubtful:
+            return
+        names = [name for name in links if links[name] & doubtful]
+        scope = self.tied(frozenset().union(*(links[name] for name in names)))
+        shown: set[str] = set()
+        for way in RELOADS:
+            members = {layer: Members(modules_in(self.model, {layer})) for layer in doubtful}
+            with suppress(Exception):
+                bring(self.model, way, scope, self.source.clones(names))
+                shown |= doubtful
+                self.hidden |= {layer for layer, one in members.items() if one.has_new_state()}
+            self.state.put_back()
+        self.hidden |= doubtful - shown
+        for name in names:
+            for layer in sorted(links[name] & self.hidden):
+                self.break_(name, f"what {layer} computes from cannot be seen")
+
     def try_in_place(self) -> None:
         """Write other bits of each tensor alone: its layers must compute from them."""
-        computing = self.state.outputs.keys()
+        computing = self.state.outputs.keys() & self.state.processed
         links = {name: self.links(name) & computing for name in self.in_place()}
         groups = components([name for name in links if links[name]], links, ())
         for names in zip_longest(*groups):
@@ -253,47 +283,38 @@ class Finding:
             why[group.names[0]] = "the one that is loaded last would win"
         elif not self.alike.isdisjoint(group.names):
             why[group.names[0]] = "nor would loading them again"
+        elif group.layers & self.hidden:
+            why[group.names[0]] = "nor can it be tried"
         elif not group.layers:
             why[group.names[0]] = "no layer of it is known"
         else:
             return all(ORDER[self.needs.get(name, way)] <= ORDER[way] for name in group.names)
         return False
 
-    def _try(self, way: Way, groups: list[Group]) -> Mapping[str, str]:
-        """Try a way; what it proves is done. Why it refuses some groups, by their first tensor."""
-        links = {name: self.links(name) for group in groups for name in group.names}
-        outcome = Trial(self.state, way, self.source.clones, links).run(groups)
-        refused = dict(outcome.refused)
-        for group in groups:
-            first = group.names[0]
-            idle = outcome.idle.intersection(group.names)
-            if first not in refused and idle:
-                refused |= self._idle(way, group, idle)
-            if first in refused:
-                continue
-            for name in group.names:
-                self.classes[name] = "unused" if name in idle else way
-            self.groups.append((way, group))
+    def _try(self, way: Way, groups: Sequence[Group]) -> Mapping[str, str]:
+        """Try a way; what it proves is done. Why it refuses some groups, by their first tensor.
+
+        Groups that cannot be loaded each by itself may be loaded together.
+        """
+        refused = self._try_each(way, groups)
+        left = [group for group in groups if group.names[0] in refused]
+        if len(left) > 1 and any(refused.values()):
+            names = {name for group in left for name in group.names}
+            whole = self._group([name for name in self.source.specs if name in names])
+            again = self._try_each(way, [whole])
+            refused = again and refused
         return refused
 
-    def _idle(self, way: Way, group: Group, idle: frozenset[str]) -> dict[str, str]:
-        """Why tensors that nothing followed are not known to be unused.
-
-        Another way to make the whole layer from nothing must find the same.
-        """
-        first = group.names[0]
-        for name in sorted(idle):
-            if self.places[name] or way == "loaded":
-                return {first: f"nothing follows {name}"}
-        if way == "repacked":
-            return {}
-        links = {name: self.links(name) for name in group.names}
-        again = Trial(self.state, "repacked", self.source.clones, links).run([group])
-        if first in again.refused:
-            return {first: again.refused[first]}
-        if again.idle != idle:
-            return {first: f"nothing follows {min(idle ^ again.idle)}"}
-        return {}
+    def _try_each(self, way: Way, groups: Sequence[Group]) -> Mapping[str, str]:
+        links = {name: self.links(name) for group in groups for name in group.names}
+        visible = {name for name, places in self.places.items() if places}
+        outcome = Trial(self.state, way, self.source.clones, links, visible).run(groups)
+        self.touched |= outcome.touched if way == "loaded" else frozenset()
+        for group in groups:
+            if group.names[0] not in outcome.refused:
+                self.classes.update(dict.fromkeys(group.names, way))
+                self.groups.append((way, group))
+        return outcome.refused
 
     def _group(self, names: Sequence[str]) -> Group:
         links = [self.links(name) for name in names]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
@@ -24,6 +25,9 @@ NESTED: Final = 3
 
 ACTS: Final = "process_weights_after_loading"
 """What engines call on a module, or on an object of one, when its weights are loaded."""
+
+SIMPLE: Final = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Values that hold no weights."""
 
 CONFIGURATION: Final = "Config"
 """Objects of classes with this suffix say how a model is made, and hold no weights."""
@@ -71,6 +75,14 @@ class Members:
         for memory in self._memories.values():
             memory.put_back()
 
+    def has_new_state(self) -> bool:
+        """Whether something was replaced that may hold what no look at the modules shows."""
+        return any(
+            after is not box.items.get(key) and _may_hide(after)
+            for box in self._boxes.values()
+            for key, after in _items(box.container).items()
+        )
+
     def settle(self) -> None:
         """Copy the bits of new tensors into those that they replaced, and put those back.
 
@@ -110,8 +122,19 @@ class Members:
                     self._settle(inner, after, seen)
             box.put(key, before)
         for key, after in found.items():
-            if isinstance(after, Tensor) and key not in box.items and after.numel():
-                raise TensorMismatchError(f"the engine made one more tensor, {key!r}")
+            self._settle_other(box, key, after)
+
+    def _settle_other(self, box: _Box, key: Any, after: Any) -> None:  # noqa: ANN401
+        """Keep a member that is neither a tensor nor holds any, as it is now."""
+        if isinstance(after, Tensor) and key not in box.items and after.numel():
+            raise TensorMismatchError(f"the engine made one more tensor, {key!r}")
+        if not self._follows(box.items.get(key), after):
+            box.put(key, after)
+
+    def _follows(self, before: Any, after: Any) -> bool:  # noqa: ANN401
+        """Whether a member has been settled: a tensor, or what tensors are kept in."""
+        is_kept = isinstance(before, nn.Module) or id(_container(before)) in self._boxes
+        return isinstance(before, Tensor) or isinstance(after, Tensor) or is_kept
 
     def _settle_tensor(self, key: str, before: Tensor, after: Any) -> None:  # noqa: ANN401
         memory = self._memories[id(before)]
@@ -225,6 +248,19 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 paths.setdefault(id(_container(value)), path)
 
 
+def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
+    """Every floating-point number that a module itself holds, by a dotted path."""
+    paths = {id(vars(module)): ""}
+    for container in _containers(module):
+        prefix = paths[id(container)]
+        for key, value in _items(container).items():
+            path = f"{prefix}.{key}" if prefix else str(key)
+            if isinstance(value, float):
+                yield path, value
+            else:
+                paths.setdefault(id(_container(value)), path)
+
+
 def storage_of(tensor: Tensor) -> Tensor:
     """All bytes of the storage that a tensor is in, as one flat tensor."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -260,6 +296,17 @@ def _container(value: Any) -> Any:  # noqa: ANN401
     return None
 
 
+def _may_hide(value: Any) -> bool:  # noqa: ANN401
+    """Whether something may hold weights where they cannot be found, as a closure does."""
+    if isinstance(value, Tensor | nn.Module | Enum | type | ModuleType) or value is None:
+        return False
+    if isinstance(value, SIMPLE) or _container(value) is not None:
+        return False
+    return not (
+        isinstance(value, FunctionType) and not value.__closure__ and not value.__defaults__
+    )
+
+
 def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
     if isinstance(container, dict):
         return dict(container)
@@ -269,7 +316,7 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
 
 
 def _refill(container: dict[Any, Any], before: dict[Any, Any]) -> None:
-    same = container.keys() == before.keys() and all(container[k] is v for k, v in before.items())
+    same = list(container) == list(before) and all(container[k] is v for k, v in before.items())
     if not same:
         container.clear()
         container.update(before)

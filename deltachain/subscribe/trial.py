@@ -8,24 +8,24 @@ none of that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Final, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.members import Bits, Members
+from deltachain.subscribe.members import Bits, Members, numbers_in
 from deltachain.subscribe.ways import Group, Way, bring
 
 Weights: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
 """Makes checkpoint tensors by their names in the chain, anew each time: loaders edit them."""
 
 LARGE: Final = 64.0
-"""Magnitude above which a number is halved, not doubled: formats of eight bits end at 240."""
+"""Magnitude above which numbers are made smaller, not larger: formats of eight bits end at 240."""
 
 
 class State:
@@ -47,37 +47,57 @@ class State:
         self.owner = {name: layer_of(name, modules) for name in self.tensors}
         self.modules = modules
         self._members = Members(modules.values())
+        self.numbers = dict(_numbers(modules))
+        self.processed = model.processed()
         self.outputs = self._compute(frozenset(modules) if layers is None else layers)
 
-    def changed(self) -> frozenset[str]:
-        """Live tensors with other bits, or in other memory, than they had."""
+    def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
+        """Live tensors with other bits, or in other memory, than they had, and other numbers.
+
+        Args:
+            layers: Those that are looked at; all when not given.
+        """
         now = self.model.tensors()
+        numbers = dict(_numbers(self.modules))
         return frozenset(
             name
             for name, tensor in self.tensors.items()
-            if name not in now
-            or now[name].data_ptr() != tensor.data_ptr()
-            or self.bits.has_changed(tensor)
-        ) | frozenset(now.keys() - self.tensors.keys())
+            if (layers is None or self.owner[name] in layers)
+            and (
+                name not in now
+                or now[name].data_ptr() != tensor.data_ptr()
+                or self.bits.has_changed(tensor)
+            )
+        ) | frozenset(
+            {name for name in now if name not in self.tensors}
+            | {name for name, number in self.numbers.items() if numbers.get(name) != number}
+        )
 
     def follows(self, layers: frozenset[str]) -> frozenset[str]:
-        """Layers that compute something else, or hold it where they cannot be tried."""
+        """Layers that compute something else; or hold it, where they cannot be tried or need not.
+
+        What is processed after loading may be computed from a hidden copy; nothing else is.
+        """
         found = set(self._other_outputs(layers))
+        shown = self.outputs.keys() & self.processed
         for name, tensor in self.tensors.items():
             layer = self.owner[name]
-            if layer in layers and layer not in self.outputs and self.bits.has_changed(tensor):
+            if layer in layers and layer not in shown and self.bits.has_changed(tensor):
                 found.add(layer)
         return frozenset(found)
 
-    def expect_same(self) -> None:
+    def expect_same(self, layers: frozenset[str] = frozenset()) -> None:
         """Refuse any bit that changed, any tensor that moved, any other output.
+
+        Args:
+            layers: Those that are tried; all where empty.
 
         Raises:
             TensorMismatchError: One did.
         """
-        for name in sorted(self.changed()):
+        for name in sorted(self.changed(layers or None)):
             raise TensorMismatchError(f"{name} changed", tensor=name)
-        for layer in sorted(self._other_outputs(frozenset(self.outputs))):
+        for layer in sorted(self._other_outputs(layers or frozenset(self.outputs))):
             raise TensorMismatchError(f"{layer} computes something else", tensor=layer)
 
     def put_back(self) -> None:
@@ -103,13 +123,13 @@ class Outcome:
     """What trying a way showed.
 
     Attributes:
+        touched: Live tensors that other bits of some tensor changed.
         refused: Why groups cannot be loaded so, by their first tensor; empty where the engine has
             no such way.
-        idle: Tensors of the others that nothing in the model followed.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
-    idle: frozenset[str] = frozenset()
+    touched: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +141,28 @@ class Trial:
         way: That is tried.
         weights: Of the checkpoint that the model holds.
         links: The layers that must follow each tensor.
+        visible: Tensors that live in the model bit by bit.
     """
 
     state: State
     way: Way
     weights: Weights
     links: Mapping[str, frozenset[str]]
+    visible: Container[str] = ()
 
     def run(self, groups: Sequence[Group]) -> Outcome:
         """Try all groups at once, and one by one where something goes wrong."""
         known = [group for group in groups if group.layers]
+        left = list(groups)
         outcomes = []
         try:
             outcomes.append(self._try(known))
-            groups = [group for group in groups if not group.layers]
+            self._expect_apart(known)
+            left = [group for group in groups if not group.layers]
         except Exception:  # noqa: BLE001 - an engine's loader may raise anything
             self.state.put_back()
-        for group in groups:
+            outcomes.clear()
+        for group in left:
             try:
                 outcomes.append(self._try([group]))
             except EngineVersionError:
@@ -148,7 +173,7 @@ class Trial:
                 outcomes.append(Outcome({group.names[0]: f"loading it again fails: {told}"[:200]}))
         return Outcome(
             {name: why for one in outcomes for name, why in one.refused.items()},
-            frozenset().union(*(one.idle for one in outcomes)),
+            frozenset().union(*(one.touched for one in outcomes)),
         )
 
     def _try(self, groups: Sequence[Group]) -> Outcome:
@@ -157,31 +182,67 @@ class Trial:
             return Outcome()
         self._load(groups, {})
         self.state.expect_same()
-        refused: dict[str, str] = {}
-        idle: set[str] = set()
-        followed: set[str] = set()
+        refused = {group.names[0]: "" for group in groups}
+        touched: set[str] = set()
         for names in zip_longest(*(group.names for group in groups)):
             picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
-            mine = list(picked.values())
-            self._load(mine, picked)
-            every = frozenset(self.state.modules)
-            layers = frozenset().union(*(g.layers or every for g in mine))
-            found = self.state.follows(layers)
+            self._load(picked.values(), picked)
+            changed = self.state.changed()
+            touched |= changed
             for name, group in picked.items():
-                missing = self.links.get(name, frozenset()) - found
-                if not found & (group.layers or every):
-                    idle.add(name)
-                elif missing:
-                    refused[group.names[0]] = f"{min(missing)} does not follow {name}"
-                else:
-                    followed.add(name)
-            self._load(mine, {})
+                why = self._judge(name, group, changed)
+                if why is None:
+                    refused.pop(group.names[0], None)
+                elif why:
+                    raise TensorMismatchError(why, tensor=name)
+            self._load(picked.values(), {})
             self.state.expect_same()
-        for group in groups:
-            still = [name for name in group.names if name in idle]
-            if still and followed.isdisjoint(group.names):
-                refused[group.names[0]] = f"nothing follows {still[0]}"
-        return Outcome(refused, frozenset(idle))
+        self._expect_repeatable(groups)
+        idle = {first: f"nothing follows {first}" for first in refused}
+        return Outcome(idle, frozenset(touched))
+
+    def _expect_apart(self, groups: Sequence[Group]) -> None:
+        """Refuse a loader that does not take a group without each other one.
+
+        A swap loads those that changed. Groups are told apart by the digits of their numbers.
+
+        Raises:
+            TensorMismatchError: It loads something else.
+            Exception: Whatever it raises.
+        """
+        for digit in range((len(groups) - 1).bit_length()):
+            for value in (0, 1):
+                mine = [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]
+                self._load(mine, {})
+        if len(groups) > 1:
+            self.state.expect_same()
+
+    def _judge(self, name: str, group: Group, changed: frozenset[str]) -> str | None:
+        """Whether a tensor alone was followed: ``None``; nothing did: empty; or what did not.
+
+        A tensor that nothing follows stays a member of its group: it may act only beside others.
+        """
+        layers = group.layers or frozenset(self.state.modules)
+        found = self.state.follows(layers)
+        held = {self.state.owner[live] for live in changed if live in self.state.owner}
+        if not found & layers and not held & layers:
+            return f"nothing follows {name}" if name in self.visible else ""
+        missing = self.links.get(name, frozenset()) - found
+        return f"{min(missing)} does not follow {name}" if missing else None
+
+    def _expect_repeatable(self, groups: Sequence[Group]) -> None:
+        """Refuse a loader that does another thing with the same bits the next time.
+
+        Raises:
+            TensorMismatchError: It does.
+        """
+        others = {name: group for group in groups for name in group.names}
+        self._load(groups, others)
+        once = State(self.state.model, Bits(self.state.model.tensors()))
+        self._load(groups, others)
+        once.expect_same()
+        self._load(groups, {})
+        self.state.expect_same()
 
     def _load(self, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
         """Load groups, with other bits for some tensors."""
@@ -204,14 +265,26 @@ def mixed(
 
 
 def other_bits(tensor: Tensor) -> Tensor:
-    """A tensor of which every element is another, by more than any rounding."""
+    """A tensor of which every element is another, by more than any rounding.
+
+    Elements that were alike are not: they show where each of them goes.
+    """
     if tensor.dtype is torch.bool:
         return ~tensor
+    seeded = torch.Generator().manual_seed(tensor.numel())
+    power = torch.randint(0, 3, tensor.shape, generator=seeded).to(tensor.device)
     if not tensor.is_floating_point():
-        return tensor ^ 1
+        return tensor ^ (1 + power).to(tensor.dtype)
+    factor = (2.0 ** (1 + power)).float()
     wide = tensor.float()
-    scaled = torch.where(wide.abs() > LARGE, wide / 2, wide * 2)
-    return torch.where(wide == 0, 1.0, scaled).to(tensor.dtype)
+    scaled = torch.where(wide.abs() > LARGE, wide / factor, wide * factor)
+    return torch.where(wide == 0, factor, scaled).to(tensor.dtype)
+
+
+def _numbers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
+    for prefix, module in modules.items():
+        for name, number in numbers_in(module):
+            yield f"{prefix}.{name}" if prefix else name, number
 
 
 def layer_of(name: str, modules: Mapping[str, object]) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from deltachain.errors import TensorMismatchError
+from deltachain.subscribe.members import Bits
 from deltachain.subscribe.source import Source
 from deltachain.subscribe.trial import State, mixed
 from deltachain.subscribe.ways import RELOADS, Group, Way, bring
+
+logger = logging.getLogger(__name__)
 
 
 def find_unused(
@@ -36,31 +40,35 @@ def find_unused(
 def _followed(
     state: State, source: Source, groups: Sequence[tuple[Way, Group]], changed: Sequence[str]
 ) -> str:
-    """What follows a full load with other bits in some tensors; empty for nothing."""
+    """What follows other bits in some tensors; empty for nothing, in full loads that were followed.
+
+    All tensors have other bits in these loads: one that is used beside others only would show.
+    """
     packed = frozenset().union(*(group.layers for way, group in groups if way == "repacked"))
-    missing = [name for name in changed if not source.names[name]]
     proven = [name for way, group in groups if way == "repacked" for name in group.names]
+    others = [name for name in source.present if name not in changed]
     loads: list[tuple[Way, frozenset[str], list[str]]] = [
-        ("loaded", frozenset(), list(changed)),
-        (
-            "reloaded",
-            frozenset(),
-            [*(name for name in source.present if name not in proven), *missing],
-        ),
-        ("repacked", packed, [*proven, *changed]),
+        ("loaded", frozenset(), others),
+        ("reloaded", frozenset(), [name for name in others if name not in proven]),
+        ("repacked", packed, proven),
     ]
     done = 0
     for way, layers, names in loads:
+        if way == "repacked" and not layers:
+            continue
         try:
-            if way == "repacked" and not layers:
-                continue
-            bring(state.model, way, layers, mixed(source.clones, names, changed))
-            state.expect_same()
+            bring(state.model, way, layers, mixed(source.clones, [*names, *changed], names))
+            if not state.changed():
+                continue  # this way does nothing, and proves nothing
+            before = State(state.model, Bits(state.model.tensors()))
+            every = [*names, *changed]
+            bring(state.model, way, layers, mixed(source.clones, every, every))
+            before.expect_same()
             done += way in RELOADS
         except TensorMismatchError as exc:
             return str(exc.args[0])
         except Exception as exc:  # noqa: BLE001 - an engine may raise anything
-            return f"loading it again fails: {exc!r}"[:200]
+            logger.debug("a full load by way %r raised: %r", way, exc)
         finally:
             state.put_back()
     return "" if done else "no full load was possible"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -47,7 +47,8 @@ def bring(
         TensorMismatchError: The engine made other tensors than it had.
         Exception: Whatever the engine raises. Modules hold what they held; bits may have changed.
     """
-    with restoring(_modules(model, layers).values()) as members, torch.no_grad():
+    scope = frozenset() if way == "loaded" else layers  # a loader may replace any tensor
+    with restoring(modules_in(model, scope)) as members, torch.no_grad():
         _load(model, way, layers, weights)
         members.settle()
 
@@ -63,13 +64,10 @@ def _load(
         model.repack(layers, weights)
 
 
-def _modules(model: EngineModel, layers: frozenset[str]) -> Mapping[str, nn.Module]:
+def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
     """The modules that layers consist of; all where none is named."""
-    modules = model.modules()
-    if not layers:
-        return modules
-    return {
-        name: module
-        for name, module in modules.items()
-        if any(name == layer or name.startswith(f"{layer}.") for layer in layers)
-    }
+    return [
+        module
+        for name, module in model.modules().items()
+        if not layers or any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+    ]

@@ -67,7 +67,7 @@ class OneLayer(nn.Module):
         return layers_of(self.load, names, owner)
 
     def processed(self) -> frozenset[str]:
-        return self.rearranged
+        return self.rearranged | ({""} if self.packs else set())
 
     def is_plain(self, layer: str) -> bool:
         del layer
