@@ -36,6 +36,7 @@ def verify(
     Reads every manifest, edge record and payload object; checks lengths, digests, directories,
     frames and decoding; rebuilds the weights from nothing, carries them from version to version in
     memory, and recomputes each version's state. Anchors and skips must lead to the same states.
+    Payloads that are gone have expired if a later anchor leads around them, and are counted.
     The first thing that is wrong ends it, by name, with the exit code of its class.
 
     Example: `deltachain verify /mnt/policy --from 100`
@@ -72,6 +73,8 @@ def _report(chain: Chain, done: Sequence[VersionProof], seconds: float) -> dict[
         "state": str(done[-1].state),
         "seconds": round(seconds, 3),
         "edges": {kind: _totals(edges) for kind, edges in kinds.items()},
+        "expired": [edge.expired for proof in done for edge in proof.edges if edge.expired],
+        "not_rebuilt": [proof.version for proof in done if not proof.rebuilt],
         "refetched": [key for proof in done for edge in proof.edges for key in edge.refetched],
     }
 
@@ -93,6 +96,7 @@ def _version(proof: VersionProof) -> dict[str, Any]:
         "epoch": proof.epoch,
         "manifest": proof.manifest,
         "state": str(proof.state),
+        "rebuilt": proof.rebuilt,
         "edges": [dataclasses.asdict(edge) for edge in proof.edges],
     }
 
@@ -113,20 +117,43 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
     out.print(grid)
     for proof in done:
         for edge in proof.edges:
-            if not edge.proven:
+            if not edge.proven and not edge.expired and proof.rebuilt:
                 where = f"{edge.kind} {edge.base} to {proof.version}"
                 out.print(
                     f"\n{where}: read, not proven; it starts before version {done[0].version}"
                 )
+    if report["expired"] or report["not_rebuilt"]:
+        out.print(f"\n{_expired(report)}", style="yellow")
     for key in report["refetched"]:
         out.print(f"\n{key}: corrupt when first read, whole when read again", style="yellow")
-    span = (
-        f"version {report['last']} is"
-        if len(done) == 1
-        else f"versions {report['first']} to {report['last']} are"
-    )
+    rebuilt = [proof.version for proof in done if proof.rebuilt]
+    span = f"version {rebuilt[0]} is" if len(rebuilt) == 1 else f"versions {_ranges(rebuilt)} are"
     out.print(
         f"\n[bold green]✓[/]  {span} proven in {report['seconds']:.1f} s; state {report['state']}",
         markup=True,
         soft_wrap=True,
     )
+
+
+def _expired(report: dict[str, Any]) -> str:
+    """What is gone, and what that means."""
+    gone, versions = report["expired"], report["not_rebuilt"]
+    text = [f"payloads of {len(gone)} edges have expired, {gone[0]} first"] if gone else []
+    if versions:
+        what = "version" if len(versions) == 1 else "versions"
+        text.append(
+            f"{what} {_ranges(versions)} can not be rebuilt from what has not expired; the "
+            "manifests are in order"
+        )
+    return "; ".join(text)
+
+
+def _ranges(versions: Sequence[int]) -> str:
+    """Ascending numbers, those in a row joined."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and runs[-1][-1] == version - 1:
+            runs[-1][1:] = [version]
+        else:
+            runs.append([version])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)

@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from deltachain import keys
 from deltachain.chain import Chain, Committed
-from deltachain.errors import ChainError, MalformedError
+from deltachain.errors import BrokenChainError, ChainError, MalformedError, ObjectNotFoundError
 from deltachain.fetch import Fetched, fetch
 from deltachain.manifest import EdgeRecord, EdgeSummary
 from deltachain.plan import Plan
@@ -22,6 +23,9 @@ from deltachain.verify.documents import (
     newest,
 )
 from deltachain.verify.weights import Weights
+
+PAYLOADS: Final = ("deltas/", "anchors/", "skips/")
+"""What keys begin with that a lifecycle rule may take (FORMAT.md 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +41,8 @@ class EdgeProof:
         frames: Frames in them, each with a digest of its own.
         nnz: Elements decoded.
         proven: Whether it was shown to lead to the state of its version. An edge that starts before
-            the versions asked for can only be read.
+            the versions asked for, or at one that is expired, can only be read.
+        expired: Key of a part that is gone, of which a later anchor makes nobody need it.
         refetched: Objects that were corrupt when first read.
     """
 
@@ -50,23 +55,31 @@ class EdgeProof:
     nnz: int
     proven: bool
     refetched: tuple[str, ...]
+    expired: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionProof:
-    """One version: its manifest follows from the one before, its weights have its state."""
+    """One version: its manifest follows from the one before, its weights have its state.
+
+    Where its payload expired the latter can not be shown: ``rebuilt`` is then false.
+    """
 
     version: Version
     epoch: int
     manifest: str
     state: StateDigest
     edges: tuple[EdgeProof, ...]
+    rebuilt: bool = True
 
 
 def verify(
     chain: Chain, *, first: Version = 0, last: Version | None = None, base: Path | None = None
 ) -> Iterator[VersionProof]:
     """Prove versions one by one; the first thing that is wrong ends it.
+
+    A part that is gone is wrong only if versions behind it can not be rebuilt up to the last one:
+    else it has expired, as lifecycle rules make parts of old versions.
 
     Args:
         chain: Opened, so that its identity and table are known to belong together.
@@ -75,7 +88,7 @@ def verify(
         base: Where the base checkpoint lies here, if the chain starts from one.
 
     Raises:
-        StoreError: An object is not there, or can not be read.
+        StoreError: An object can not be read, or is gone and no later anchor stands in for it.
         ChainError: The versions do not form one chain.
         FormatError: An object is not what names it, or leads to another state.
     """
@@ -90,6 +103,8 @@ def verify(
         check_manifest(chain, committed, before)
         yield walk.step(committed)
         before = committed
+    if walk.lost is not None:
+        raise walk.lost
 
 
 class _Walk:
@@ -100,6 +115,9 @@ class _Walk:
         base: Where the base checkpoint lies.
         first: The version to start at.
         records: Edges that were added later, of the versions to walk.
+
+    Attributes:
+        lost: Says which part is gone since which no version could be rebuilt.
     """
 
     def __init__(
@@ -113,7 +131,9 @@ class _Walk:
         self._base = base
         self._first = first
         self._records = records
-        self._weights = Weights({spec.name: spec for spec in chain.table.specs()})
+        self._specs = {spec.name: spec for spec in chain.table.specs()}
+        self._weights = Weights(self._specs)
+        self.lost: ObjectNotFoundError | None = None
         self._known: dict[tuple[Version, str], EdgeSummary] = {}
         self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
 
@@ -122,15 +142,15 @@ class _Walk:
         version, manifest = committed.version, committed.manifest
         own = manifest.summary()
         self._known[version, ""] = own
-        proofs = [self._begin(committed) if version == self._first else self._go(committed)]
+        proofs = [self._begin(committed) if version == self._first else self._go(own)]
         for record, summary in self._records:
             if record.version == version:
                 check_record(record, summary.record, committed)
                 self._known[version, summary.record] = summary
                 if summary.base is None:
-                    proofs.append(self._prove(summary, committed.state))
+                    proofs.append(self._prove(summary, write=self.lost is not None))
                 elif summary.base < self._first:
-                    proofs.append(_proof(self._fetch(summary), proven=False))
+                    proofs.append(self._read(summary))
         self._check_window(committed)
         self._leave(committed)
         return VersionProof(
@@ -139,22 +159,38 @@ class _Walk:
             manifest=committed.digest,
             state=committed.state,
             edges=(*proofs, *self._skips.pop(version, ())),
+            rebuilt=self.lost is None,
         )
 
     def _begin(self, committed: Committed) -> EdgeProof:
-        """Rebuild the first version from nothing."""
-        own = committed.manifest.summary()
-        edges = (own,) if own.base is None else self._chain.plan(None, committed).edges
-        for edge in edges:
-            proof = self._prove(edge, StateDigest.parse(edge.state), write=True)
+        """Rebuild the first version from nothing, by the cheapest way that is there."""
+        own, gone = committed.manifest.summary(), list[EdgeSummary]()
+        if own.base is None:
+            return self._prove(own, write=True)
+        while True:
+            try:
+                edges = self._chain.plan(None, committed, avoid=gone).edges
+            except BrokenChainError:
+                if self.lost is None:
+                    raise
+                return self._read(own)
+            for edge in edges:
+                proof = self._prove(edge, write=True)
+                if proof.expired:
+                    gone.append(edge)
+                    break
+            else:
+                self._check_state(committed)
+                return proof if own == edges[-1] else self._read(own)
+
+    def _check_state(self, committed: Committed) -> None:
         if self._weights.state != committed.state:
             key = keys.manifest_key(committed.version)
             raise another(f"{key}: state", self._weights.state, committed.state, key=key)
-        return proof if own == edges[-1] else _proof(self._fetch(own), proven=False)
 
-    def _go(self, committed: Committed) -> EdgeProof:
+    def _go(self, own: EdgeSummary) -> EdgeProof:
         """Apply the version's own edge."""
-        return self._prove(committed.manifest.summary(), committed.state, write=True)
+        return self._prove(own, write=True)
 
     def _leave(self, committed: Committed) -> None:
         """Prove the skips that start here, while the weights are those of their base."""
@@ -167,13 +203,34 @@ class _Walk:
                         record.base_state,
                         key=summary.record,
                     )
-                proof = self._prove(summary, StateDigest.parse(record.state))
+                proof = self._prove(summary)
                 self._skips[summary.version].append(proof)
 
-    def _prove(self, edge: EdgeSummary, expected: StateDigest, *, write: bool = False) -> EdgeProof:
-        fetched = self._fetch(edge)
-        self._weights.prove(fetched, expected, write=write)
+    def _prove(self, edge: EdgeSummary, *, write: bool = False) -> EdgeProof:
+        """Show that an edge leads to its state, and with ``write`` go there.
+
+        Where its parts are gone, or nobody knows the weights that it starts from, it is only read.
+        """
+        if edge.base is not None and self.lost is not None:
+            return self._read(edge)
+        try:
+            fetched = self._fetch(edge)
+        except ObjectNotFoundError as exc:
+            proof = _expired(edge, exc)
+            if write and self.lost is None:
+                self.lost, self._weights = exc, Weights(self._specs)
+            return proof
+        self._weights.prove(fetched, StateDigest.parse(edge.state), write=write)
+        if write:
+            self.lost = None
         return _proof(fetched, proven=True)
+
+    def _read(self, edge: EdgeSummary) -> EdgeProof:
+        """Read an edge that can not be proven."""
+        try:
+            return _proof(self._fetch(edge), proven=False)
+        except ObjectNotFoundError as exc:
+            return _expired(edge, exc)
 
     def _fetch(self, edge: EdgeSummary) -> Fetched:
         plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
@@ -208,6 +265,24 @@ class _Walk:
                 f"{key}: its window from {manifest.window_from} leaves out version {absent[0]}",
                 key=key,
             )
+
+
+def _expired(edge: EdgeSummary, gone: ObjectNotFoundError) -> EdgeProof:
+    """An edge whose payload is gone; documents are never to go."""
+    if not gone.key.startswith(PAYLOADS):
+        raise gone
+    return EdgeProof(
+        kind=edge.kind,
+        base=edge.base,
+        key=edge.record or keys.manifest_key(edge.version),
+        nbytes=0,
+        parts=0,
+        frames=0,
+        nnz=0,
+        proven=False,
+        refetched=(),
+        expired=gone.key,
+    )
 
 
 def _proof(fetched: Fetched, *, proven: bool) -> EdgeProof:

@@ -79,12 +79,53 @@ def test_a_corrupt_object_is_named(pushed: Pushed, version: int) -> None:
     ok("verify", pushed.url)
 
 
+def anchor_of(url: Path, version: int) -> Path:
+    (found,) = (url / "anchors").glob(f"{version:020d}-*/*")
+    return found
+
+
 def test_an_object_that_is_gone_is_named(pushed: Pushed) -> None:
+    """Where nothing leads around it: version 3 has an anchor."""
+    anchor_of(pushed.url, 3).unlink()
     file = payload(pushed.url, 2)
     file.unlink()
     done = invoke("verify", pushed.url)
     assert done.code == 3
     assert str(file.relative_to(pushed.url)) in done.stderr
+    assert "put it back" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("gone", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1,), (2,)])
+def test_what_expired_is_told_from_damage(
+    pushed: Pushed, gone: tuple[int, ...], first: int
+) -> None:
+    files = [anchor_of(pushed.url, 0) if v == 0 else payload(pushed.url, v) for v in gone]
+    for file in files:
+        file.unlink()
+    report = ok("verify", pushed.url, "--from", first, "--json").document
+    lost = {str(file.relative_to(pushed.url)) for file in files}
+    assert lost >= set(report["expired"])
+    assert report["not_rebuilt"]
+    assert [v["version"] for v in report["versions"] if v["rebuilt"]][-1] == 3
+    shown = ok("verify", pushed.url, "--from", first).stdout
+    assert "expired" in shown
+    flip(anchor_of(pushed.url, 3))  # and what is there must be right
+    assert invoke("verify", pushed.url, "--from", first).code == 5
+
+
+def test_a_document_never_expires(pushed: Pushed) -> None:
+    (record,) = (pushed.url / "edges").glob("*/*")
+    record.unlink()
+    done = invoke("verify", pushed.url)
+    assert done.code == (5 if head_lists(pushed.url, record) else 0)
+
+
+def head_lists(url: Path, record: Path) -> bool:
+    """Whether a manifest names an edge record."""
+    names = [file.read_text() for file in (url / "manifests").iterdir()]
+    return any(str(record.relative_to(url)) in text for text in names)
 
 
 def test_a_manifest_that_is_gone_is_missed_even_when_the_hint_is(pushed: Pushed) -> None:
