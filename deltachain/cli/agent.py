@@ -11,7 +11,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.follow import show_version, stopping
-from deltachain.cli.options import Base, Out, Poll
+from deltachain.cli.options import Base, KeyFile, Out, Poll, secret
 from deltachain.errors import ConfigError
 
 
@@ -33,9 +33,7 @@ def agent(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="Adapters that stay loaded.")] = 2,
-    key: Annotated[
-        str, typer.Option(envvar="DELTACHAIN_ENGINE_KEY", help="The server's API key.")
-    ] = "",
+    key_file: KeyFile = None,
     poll: Poll = None,
     once: Annotated[
         bool, typer.Option("--once", help="Bring it to the head as it is now, and end.")
@@ -64,6 +62,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     if (url is None) == (chain is None):
         raise ConfigError("which chain?", hint="give one URL: deltachain agent URL --engine ...")
     config = SubscribeConfig(url=url or chain or "", base=base, poll_s=poll, undo_applies=0)
+    key = secret("ENGINE_KEY", key_file)
     folder, stop = out / "head" if adapter else out, Event()
     server = (
         AdapterServer(engine, name=adapter, folder=out, key=key, keep=keep)

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson
+from deltachain.cli.options import AsJson, KeyFile, TokenFile, secret
 from deltachain.errors import ConfigError, ControlPlaneError
 
 if TYPE_CHECKING:
@@ -43,12 +43,8 @@ def fleet(
         int | None,
         typer.Option(min=0, metavar="N", help="Of stage, update, rollback. Default: the head."),
     ] = None,
-    token: Annotated[
-        str, typer.Option(envvar="DELTACHAIN_TOKEN", help="What the replicas' routes ask for.")
-    ] = "",
-    key: Annotated[
-        str, typer.Option(envvar="DELTACHAIN_ENGINE_KEY", help="The engines' own API key.")
-    ] = "",
+    token_file: TokenFile = None,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Ask replicas how they are, or tell them what to do, all at once.
@@ -63,6 +59,7 @@ def fleet(
 
     if version is not None and verb not in VERSIONED:
         raise ConfigError(f"{verb} takes no version")
+    token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
     with ThreadPoolExecutor(len(engines)) as pool:
         clients = [ReplicaClient(engine, token=token, key=key) for engine in engines]
         found = list(pool.map(lambda client: _ask(client, verb, version), clients))

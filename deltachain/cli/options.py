@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
+
+from deltachain import environment
+from deltachain.errors import ConfigError
+
+
+def secret(name: str, file: Path | None) -> str:
+    """A secret, from a file or the environment: who may list processes sees their options.
+
+    Args:
+        name: Of the variable, without ``DELTACHAIN_``.
+        file: Holds it alone; a line break at its end is no part of it.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds something else.
+    """
+    if file is None:
+        found: str = environment.read(os.environ).get(name, "")
+        return found
+    try:
+        lines = file.read_text(encoding="utf-8").strip().splitlines()
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or "it is no text"
+        raise ConfigError(f"{file}: {why}", hint="name a file that holds one token") from exc
+    if len(lines) != 1:
+        raise ConfigError(f"{file} has {len(lines)} lines", hint="name a file that holds one token")
+    return lines[0]
 
 
 class Encoding(StrEnum):
@@ -39,6 +66,20 @@ Base: TypeAlias = Annotated[
     typer.Option(
         metavar="DIR",
         help="Where the base checkpoint lies here, if the chain starts from one and it moved.",
+    ),
+]
+TokenFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Holds what the replicas' routes ask for. Default: the variable DELTACHAIN_TOKEN.",
+    ),
+]
+KeyFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Holds the engines' own API key. Default: the variable DELTACHAIN_ENGINE_KEY.",
     ),
 ]
 Out: TypeAlias = Annotated[

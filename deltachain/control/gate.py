@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -19,6 +20,12 @@ from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
 from deltachain.subscribe.leader import Leader
 
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+_HOST: Final = re.compile(
+    r"(?:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
+    r"(?::[0-9]{1,5})?"
+)
+"""What a client may write into ``Host``: a name or an address, and a port."""
 
 LARGEST: Final = 4096
 """Bytes of a request's body."""
@@ -70,9 +77,11 @@ class Control:
         """Refuse who does not know the token.
 
         Raises:
-            HTTPException: 401, or 403 where the server has neither token nor key, and for web
-                pages where it is open: a browser asks in its user's name what any page wants.
+            HTTPException: 400 for a malformed ``Host``; 401, or 403 where the server has neither
+                token nor key, and for web pages where it is open: a browser asks in its user's name
+                what any page wants.
         """
+        host = host_of(request)
         if self._token:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
             given = request.headers.get(TOKEN_HEADER, bearer if scheme.lower() == "bearer" else "")
@@ -81,7 +90,7 @@ class Control:
         elif not self.is_guarded:
             if not self._is_open:
                 raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
-            if "origin" in request.headers or request.url.hostname not in LOOPBACK:
+            if host not in LOOPBACK or is_page(request):
                 raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
 
     async def run(
@@ -110,6 +119,28 @@ class Control:
         work.add_done_callback(partial(_end, free))
         await _unless_left(work, request)
         return work.result()
+
+
+def host_of(request: Request) -> str:
+    """The host that a request is for, without its port.
+
+    Raises:
+        HTTPException: 400, it names none: no client writes that, and what is made of it is guessed.
+    """
+    given = request.headers.getlist("host")
+    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+    if match is None:
+        raise HTTPException(400, "the Host header names no host")
+    return (match["name"] or match["ipv6"]).lower()
+
+
+def is_page(request: Request) -> bool:
+    """Whether a web page asks, of whichever site; not who types an address into a browser.
+
+    Browsers send no ``Origin`` with what a page only loads, but say where it is from.
+    """
+    site = request.headers.get("sec-fetch-site", "none")
+    return "origin" in request.headers or site != "none"
 
 
 async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> None:

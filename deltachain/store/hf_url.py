@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+from deltachain.environment import read_one
 from deltachain.errors import ConfigError
 from deltachain.store.budget import Budget
 from deltachain.store.gateway import GatewayKey
@@ -92,14 +93,13 @@ def _text(options: Mapping[str, Any], name: str, variable: str = "") -> str:
 
 def _calls(options: Mapping[str, Any], default: int) -> int:
     named = "calls" in options
-    value = options["calls"] if named else os.environ.get("DELTACHAIN_HF_CALLS") or default
+    value = options["calls"] if named else read_one(os.environ, "HF_CALLS") or default
     try:
         calls = int(value)
     except (TypeError, ValueError):
         calls = 0
     if calls < 1:
-        source = "option calls of a hf:// store" if named else "DELTACHAIN_HF_CALLS"
-        raise ConfigError(f"{source} is a number of requests, at least 1")
+        raise ConfigError("option calls of a hf:// store is a number of requests, at least 1")
     return calls
 
 

@@ -1,22 +1,18 @@
-"""How a replica inside an engine behaves, from its environment.
+"""How a replica inside an engine behaves, from its environment; see :mod:`deltachain.environment`.
 
 The engine starts the processes, so their environment is what they have in common.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
 
-from deltachain.errors import ConfigError
+from deltachain.environment import is_strict, read
 from deltachain.subscribe.config import SubscribeConfig
-
-TRUE: Final = ("1", "true", "yes", "on")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +22,7 @@ class ReplicaSettings:
     Attributes:
         subscribe: ``URL``, and ``BASE``, ``POLL_S``, ``STAGE_BUDGET`` where given.
         follow: ``FOLLOW``: whether it applies versions as they are committed.
+        strict: ``STRICT``: whether a server that can not follow ends at its start.
         pause: ``PAUSE``: what becomes of running requests; the engine knows its modes.
         keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
         token: ``TOKEN``: what callers of the control routes must know; empty for none.
@@ -34,6 +31,7 @@ class ReplicaSettings:
 
     subscribe: SubscribeConfig
     follow: bool = False
+    strict: bool = True
     pause: str = ""
     keep_cache: bool = False
     token: str = field(default="", repr=False)
@@ -44,31 +42,24 @@ class ReplicaSettings:
         """Settings out of environment variables; ``None`` where no chain is named.
 
         Raises:
-            ConfigError: A variable holds something else than it should.
+            ConfigError: A ``DELTACHAIN_*`` variable is not known, or its value means nothing.
         """
-        given = {
-            name.removeprefix("DELTACHAIN_"): value
-            for name, value in environment.items()
-            if name.startswith("DELTACHAIN_") and value
-        }
+        given = read(environment)
         if "URL" not in given:
             return None
-        budget = _number(given, "STAGE_BUDGET")
         subscribe = SubscribeConfig(
-            url=given["URL"],
-            base=Path(given["BASE"]) if "BASE" in given else None,
-            poll_s=_number(given, "POLL_S"),
+            url=given["URL"], base=given.get("BASE"), poll_s=given.get("POLL_S")
         )
-        if budget is not None:
-            subscribe = replace(subscribe, stage_budget=int(budget))
-        lag = _number(given, "MAX_LAG")
+        if "STAGE_BUDGET" in given:
+            subscribe = replace(subscribe, stage_budget=given["STAGE_BUDGET"])
         return cls(
             subscribe=subscribe,
-            follow=given.get("FOLLOW", "").lower() in TRUE,
+            follow=given.get("FOLLOW", False),
+            strict=is_strict(environment),
             pause=given.get("PAUSE", ""),
-            keep_cache=given.get("KEEP_CACHE", "").lower() in TRUE,
+            keep_cache=given.get("KEEP_CACHE", False),
             token=given.get("TOKEN", ""),
-            max_lag=None if lag is None else int(lag),
+            max_lag=given.get("MAX_LAG"),
         )
 
 
@@ -76,15 +67,3 @@ def spool_folder(environment: Mapping[str, str]) -> Path:
     """Where plans are decoded for the ranks of a host: ``DELTACHAIN_SPOOL``, or one a user."""
     given = environment.get("DELTACHAIN_SPOOL", "")
     return Path(given) if given else Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
-
-
-def _number(given: Mapping[str, str], name: str) -> float | None:
-    if name not in given:
-        return None
-    try:
-        number = float(given[name])
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"DELTACHAIN_{name} is {given[name]!r}, not a number")
-    return number

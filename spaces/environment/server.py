@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 import secrets
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from threading import Lock
 from typing import Final, TypeVar
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
@@ -26,7 +27,10 @@ from starlette.exceptions import HTTPException
 from game import LENGTH, PROMPT, TURNS, Game, play, secret_of
 
 LIMIT: Final = 256
-"""Sessions that may be open at once."""
+"""Sessions that one client may have open at once."""
+
+TOTAL: Final = 16 * LIMIT
+"""Sessions that all of them may have."""
 
 IDLE_S: Final = 300.0
 """Seconds after which a session may be dropped."""
@@ -77,6 +81,7 @@ class Refusal(Exception):  # noqa: N818 - an answer, not a failure
 class _Session:
     game: Game
     used: float
+    client: str
 
 
 class Sessions:
@@ -101,22 +106,28 @@ class Sessions:
         self._clock = clock
         self._lock = Lock()
         self._open: OrderedDict[str, _Session] = OrderedDict()  # the longest unused one first
+        self._counts: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, seed: int | None) -> str:
+    def open(self, seed: int | None, client: str = "") -> str:
         """Begin a game; its name.
 
+        Args:
+            seed: Decides the word.
+            client: Whose game it is.
+
         Raises:
-            Refusal: 429, all places are taken.
+            Refusal: 429, all places of this client are taken.
         """
         secret = secret_of(secrets.randbits(64) if seed is None else seed, self._words)
         name = secrets.token_urlsafe(16)
         with self._lock:
             now = self._clock()
-            self._make_place(now)
-            self._open[name] = _Session(Game(hidden=secret), now)
+            self._make_place(client, now)
+            self._open[name] = _Session(Game(hidden=secret), now, client)
+            self._counts[client] += 1
         return name
 
     def guess(self, name: str, word: str) -> tuple[Game, str]:
@@ -142,7 +153,7 @@ class Sessions:
         """
         with self._lock:
             self._find(name)
-            del self._open[name]
+            self._drop(name)
 
     def _find(self, name: str) -> _Session:
         found = self._open.get(name)
@@ -151,30 +162,60 @@ class Sessions:
             raise Refusal(404, "there is no such session", hint)
         return found
 
-    def _make_place(self, now: float) -> None:
-        while len(self._open) >= LIMIT:
-            oldest = next(iter(self._open))
-            wait_s = self._open[oldest].used + self._idle_s - now
-            if wait_s >= 0:
-                raise Refusal(
-                    429,
-                    f"{LIMIT} sessions are open",
-                    "delete those that are done, or try again later",
-                    retry_after_s=max(1, math.ceil(wait_s)),
-                )
-            del self._open[oldest]
+    def _drop(self, name: str) -> None:
+        client = self._open.pop(name).client
+        self._counts[client] -= 1
+        if not self._counts[client]:
+            del self._counts[client]
+
+    def _make_place(self, client: str, now: float) -> None:
+        """Drop what is in the way of one more, or refuse it.
+
+        Nobody has more than their share. Where all places are taken, whoever has most gives one to
+        who has fewer: many who come first leave some for those who come later.
+        """
+        if self._counts[client] >= LIMIT:
+            self._drop_idle(client, now, f"{LIMIT} sessions of yours are open")
+        if len(self._open) < TOTAL:
+            return
+        most, count = self._counts.most_common(1)[0]
+        if count > self._counts[client] + 1:
+            self._drop(self._oldest(most))
+        else:
+            self._drop_idle("", now, f"{TOTAL} sessions are open")
+
+    def _oldest(self, client: str) -> str:
+        """The session of a client, or of anybody, that was unused the longest."""
+        return next(n for n, one in self._open.items() if client in ("", one.client))
+
+    def _drop_idle(self, client: str, now: float, message: str) -> None:
+        oldest = self._oldest(client)
+        wait_s = self._open[oldest].used + self._idle_s - now
+        if wait_s >= 0:
+            raise Refusal(
+                429,
+                message,
+                "delete those that are done, or try again later",
+                retry_after_s=max(1, math.ceil(wait_s)),
+            )
+        self._drop(oldest)
 
 
-def make_app(sessions: Sessions) -> FastAPI:
-    """The routes around sessions."""
-    app = FastAPI(title="words", openapi_url=None)
+def make_app(sessions: Sessions, *, proxies: int = 0) -> FastAPI:
+    """The routes around sessions.
+
+    Args:
+        sessions: The games.
+        proxies: Proxies before this server that each add who asked them to ``X-Forwarded-For``.
+    """
+    app = FastAPI(title="words", openapi_url=None, dependencies=[Depends(_no_page_of_others)])
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _no_route)
 
     @app.post("/sessions", status_code=201)
     async def begin(request: Request) -> dict[str, str | int]:
         opening = await _body(request, Opening, '{"seed": 7} or {"seed": null}')
-        name = sessions.open(opening.seed)
+        name = sessions.open(opening.seed, client_of(request, proxies))
         return {"session": name, "observation": PROMPT, "turns_left": TURNS}
 
     @app.post("/sessions/{session}/guess")
@@ -198,6 +239,34 @@ def make_app(sessions: Sessions) -> FastAPI:
         return {"sessions": len(sessions), "limit": LIMIT}
 
     return app
+
+
+def client_of(request: Request, proxies: int) -> str:
+    """Who asks: an address, or a network of IPv6, of which everybody has one.
+
+    Args:
+        request: The question.
+        proxies: As of :func:`make_app`. What was in the header before is anybody's claim.
+    """
+    peer = request.client.host if request.client else ""
+    if proxies:
+        said = ",".join(request.headers.getlist("x-forwarded-for")).split(",")
+        peer = said[-proxies].strip() if len(said) >= proxies else peer
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        return peer[:64] or "nobody"
+    if isinstance(address, ipaddress.IPv6Address):
+        address = address.ipv4_mapped or address
+    prefix = 64 if address.version == 6 else 32
+    return str(ipaddress.ip_network((address, prefix), strict=False))
+
+
+async def _no_page_of_others(request: Request) -> None:
+    """A browser asks in its user's name, and from its user's address, what any page wants."""
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        raise Refusal(403, "a page of another site asks", "ask from a program, or a page of ours")
 
 
 async def _body(request: Request, kind: type[_Body], example: str) -> _Body:
@@ -251,6 +320,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="0.0.0.0", help="default: all")  # noqa: S104
     parser.add_argument("--port", type=int, default=7860)
     parser.add_argument("--words", type=Path, default=WORDS, help="a word a line")
+    parser.add_argument(
+        "--proxies", type=int, default=0, metavar="N", help="before this server; default: none"
+    )
     parser.add_argument("--idle", type=float, default=IDLE_S, metavar="S", help="default: 300")
     given = parser.parse_args(arguments)
     try:
@@ -258,8 +330,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as exc:
         sys.stderr.write(f"error  {exc}\nhint   --words takes a file with a word a line\n")
         return 2
-    app = make_app(Sessions(words, idle_s=given.idle))
-    uvicorn.run(app, host=given.host, port=given.port, log_level="warning")
+    app = make_app(Sessions(words, idle_s=given.idle), proxies=max(0, given.proxies))
+    host, port = given.host, given.port
+    uvicorn.run(app, host=host, port=port, log_level="warning", proxy_headers=False)
     return 0
 
 

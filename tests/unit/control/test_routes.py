@@ -136,6 +136,71 @@ def test_no_route_takes_an_address_or_much_of_a_body(
     assert here.holds(1)
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "127.0.0.1:80@evil.com",
+        "127.0.0.1#.evil.com",
+        "127.0.0.1/.evil.com",
+        "127.0.0.1?.evil.com",
+        "127.0.0.1\\.evil.com",
+        "[::1",
+        "::1",
+        "[::1]x",
+        "127.0.0.1:",
+        "127.0.0.1:port",
+        "127.0.0.1 evil.com",
+        "user@127.0.0.1",
+        ".127.0.0.1",
+    ],
+)
+@pytest.mark.parametrize("token", ["", TOKEN])
+def test_a_host_that_names_none_is_refused(host: str, token: str) -> None:
+    with client(None, is_open=True, token=token) as server:
+        for method, route in ROUTES:
+            headers = {"Host": host, **bearer(TOKEN)}
+            answer = server.request(method, f"{PREFIX}/{route}", headers=headers)
+            assert answer.status_code == 400, (route, answer.text)
+
+
+def test_two_hosts_are_none() -> None:
+    with client(None, is_open=True) as server:
+        headers = [("Host", "127.0.0.1"), ("Host", "127.0.0.1")]
+        assert server.get(f"{PREFIX}/status", headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "LocalHost"])
+def test_the_loopback_interface_has_several_names(host: str) -> None:
+    with client(None, is_open=True) as server:
+        assert server.get(f"{PREFIX}/status", headers={"Host": host}).status_code == 503
+
+
+@pytest.mark.parametrize(("method", "route"), ROUTES)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Sec-Fetch-Site": "same-origin"},
+    ],
+)
+def test_no_page_asks_an_open_server_anything(
+    method: str, route: str, headers: dict[str, str]
+) -> None:
+    """Also not what it only loads, for which a browser sends no ``Origin``."""
+    with client(None, is_open=True) as server:
+        assert server.request(method, f"{PREFIX}/{route}", headers=headers).status_code == 403
+
+
+def test_who_types_the_address_of_an_open_server_is_answered() -> None:
+    with client(None, is_open=True) as server:
+        for headers in ({}, {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate"}):
+            assert server.get(f"{PREFIX}/status", headers=headers).status_code == 503
+
+
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Host": "evil.example"}])
 def test_web_pages_do_not_get_in_where_no_token_is_asked_for(
     here: Followed, leader: Leader, headers: dict[str, str]

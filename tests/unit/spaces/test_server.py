@@ -17,7 +17,18 @@ import pytest
 from fastapi.testclient import TestClient
 
 from game import TURNS, secret_of
-from server import IDLE_S, LARGEST, LIMIT, WORDS, Sessions, main, make_app, read_words
+from server import (
+    IDLE_S,
+    LARGEST,
+    LIMIT,
+    TOTAL,
+    WORDS,
+    Refusal,
+    Sessions,
+    main,
+    make_app,
+    read_words,
+)
 
 LIST = read_words(WORDS)
 SERVER = WORDS.with_name("server.py")
@@ -227,6 +238,81 @@ def test_the_idle_make_place_and_the_busy_stay(client: TestClient, clock: Clock)
     clock.now += IDLE_S
     begin(client)
     assert client.get("/healthz").json()["sessions"] == LIMIT
+
+
+def test_one_client_locks_nobody_out(clock: Clock) -> None:
+    app = make_app(Sessions(LIST, clock=clock))
+    with TestClient(app, client=("192.0.2.1", 1)) as greedy:
+        codes = [greedy.post("/sessions", json={"seed": 7}).status_code for _ in range(300)]
+        assert (codes.count(201), codes.count(429)) == (LIMIT, 300 - LIMIT)
+        for address in ("192.0.2.2", "2001:db8::1"):
+            with TestClient(app, client=(address, 1)) as other:
+                assert guess(other, begin(other), "zzzzz")["turns_left"] == 3
+
+
+def test_addresses_of_one_network_are_one_client(clock: Clock) -> None:
+    app = make_app(Sessions(LIST, clock=clock))
+    for number in range(LIMIT):
+        with TestClient(app, client=(f"2001:db8::{number:x}", 1)) as client:
+            begin(client)
+    with TestClient(app, client=("2001:db8::ffff", 1)) as client:
+        assert client.post("/sessions", json={"seed": 7}).status_code == 429
+
+
+def test_many_clients_leave_some_for_one_more(clock: Clock) -> None:
+    sessions = Sessions(LIST, clock=clock)
+    for number in range(TOTAL // LIMIT):
+        for _ in range(LIMIT):
+            sessions.open(7, f"greedy {number}")
+    names = [sessions.open(7, "late") for _ in range(LIMIT // 2)]
+    assert len(sessions) == TOTAL
+    for name in names:
+        assert not sessions.guess(name, "zzzzz")[0].done
+    with pytest.raises(Refusal):
+        sessions.open(7, "greedy 0")
+
+
+def test_where_all_have_as_few_the_idle_make_place(clock: Clock) -> None:
+    sessions = Sessions(LIST, clock=clock)
+    for number in range(TOTAL):
+        sessions.open(7, f"client {number}")
+    with pytest.raises(Refusal, match=f"{TOTAL} sessions are open"):
+        sessions.open(7, "late")
+    clock.now += IDLE_S + 1
+    sessions.open(7, "late")
+    assert len(sessions) == TOTAL
+
+
+@pytest.mark.parametrize(
+    ("proxies", "said", "expected"),
+    [
+        (0, "203.0.113.9", "192.0.2.1/32"),
+        (1, "203.0.113.9", "203.0.113.9/32"),
+        (1, "203.0.113.9, 198.51.100.7", "198.51.100.7/32"),
+        (2, "203.0.113.9, 198.51.100.7", "203.0.113.9/32"),
+        (2, "198.51.100.7", "192.0.2.1/32"),
+        (1, "", "nobody"),
+        (1, "::ffff:203.0.113.9", "203.0.113.9/32"),
+        (1, "2001:db8:1:2:3::4", "2001:db8:1:2::/64"),
+    ],
+)
+def test_who_asks_is_what_the_nearest_proxies_say(
+    clock: Clock, proxies: int, said: str, expected: str
+) -> None:
+    sessions = Sessions(LIST, clock=clock)
+    with TestClient(make_app(sessions, proxies=proxies), client=("192.0.2.1", 1)) as client:
+        answer = client.post("/sessions", json={}, headers={"X-Forwarded-For": said})
+    assert answer.status_code == 201
+    assert list(sessions._counts) == [expected]
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://testserver.evil"])
+def test_pages_of_others_are_refused(client: TestClient, origin: str) -> None:
+    refused = client.post("/sessions", json={}, headers={"Origin": origin})
+    assert refusal(refused) == 403
+    assert client.get("/healthz").json()["sessions"] == 0
+    own = client.post("/sessions", json={}, headers={"Origin": "http://testserver"})
+    assert own.status_code == 201
 
 
 def test_nobody_is_dropped_while_there_is_place(client: TestClient, clock: Clock) -> None:

@@ -34,6 +34,7 @@ def test_every_variable_is_read() -> None:
             "DELTACHAIN_KEEP_CACHE": "on",
             "DELTACHAIN_TOKEN": "secret",
             "DELTACHAIN_MAX_LAG": "3",
+            "DELTACHAIN_STRICT": "off",
             "OTHER": "x",
         }
     )
@@ -42,6 +43,7 @@ def test_every_variable_is_read() -> None:
             url="s3://bucket/run", base=Path("/models/base"), poll_s=0.5, stage_budget=10**9
         ),
         follow=True,
+        strict=False,
         pause="wait",
         keep_cache=True,
         token="secret",  # noqa: S106
