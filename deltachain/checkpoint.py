@@ -18,6 +18,7 @@ from deltachain.digest import digest_key, object_digest
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.kernels import host
 from deltachain.manifest import FileRef
+from deltachain.remote_code import without_remote_code
 from deltachain.room import reserve
 from deltachain.store.base import is_segment
 from deltachain.types import Bits, StateDigest, TensorSpec
@@ -33,7 +34,7 @@ HELD_FILE: Final = "deltachain.json"
 
 ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
 """Small files that travel with a chain. No code: who can write to a store must not get to run it
-where a follower's folder is loaded."""
+where a follower's folder is loaded. Nor what names code elsewhere; see ``remote_code.py``."""
 
 ASSET_NBYTES: Final = 64 << 20
 """Largest small file that travels with a chain."""
@@ -122,15 +123,22 @@ class Checkpoint:
             view = self._maps[file.name]
             yield FileRef(name=file.name, nbytes=len(view), blake3=object_digest(view))
 
-    def assets(self) -> dict[str, bytes]:
-        """The small files beside the weights of a folder: configuration and tokenizer."""
-        return read_assets(self.path) if self.path.is_dir() else {}
+    def assets(self, *, trusted: bool = False) -> dict[str, bytes]:
+        """The small files beside the weights of a folder; see :func:`read_assets`."""
+        return read_assets(self.path, trusted=trusted) if self.path.is_dir() else {}
 
 
-def read_assets(folder: Path) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a checkpoint folder, by name."""
+def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
+    """Configuration and tokenizer files of a checkpoint folder, by name.
+
+    Args:
+        folder: Of the checkpoint.
+        trusted: Whether they may name code elsewhere.
+    """
     return {
-        file.name: file.read_bytes()
+        file.name: without_remote_code(
+            file.name, file.read_bytes(), trusted=trusted, where=str(folder)
+        )
         for file in sorted(folder.iterdir())
         if file.suffix in ASSET_SUFFIXES
         and file.is_file()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         PublisherFencedError: Another publisher committed at the same time.
     """
     checkpoint = Checkpoint(path)
-    chain = _open_or_create(store, checkpoint)
+    chain = _open_or_create(store, checkpoint, trusted=config.trust_remote_code)
     source = source_of(checkpoint, chain.table)
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
@@ -121,15 +122,14 @@ def _newest(writer: Writer) -> Committed:
     return writer.parent
 
 
-def _open_or_create(store: Store, checkpoint: Checkpoint) -> Chain:
+def _open_or_create(store: Store, checkpoint: Checkpoint, *, trusted: bool) -> Chain:
     """The chain that is there, else a new one whose tensors are the checkpoint's."""
     try:
         return Chain.open(store)
     except ObjectNotFoundError:
         table = _table(store, checkpoint)
-        return open_or_make(
-            store, table, checkpoint.assets, chain_id=uuid.uuid4().hex, by_state=False
-        )
+        assets = partial(checkpoint.assets, trusted=trusted)
+        return open_or_make(store, table, assets, chain_id=uuid.uuid4().hex, by_state=False)
 
 
 def _table(store: Store, checkpoint: Checkpoint) -> Table:

@@ -11,7 +11,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.follow import show_version, stopping
-from deltachain.cli.options import Base, KeyFile, Out, Poll, secret
+from deltachain.cli.options import Base, KeyFile, Out, Poll, TrustRemoteCode, secret
 from deltachain.errors import ConfigError
 
 
@@ -39,6 +39,7 @@ def agent(  # noqa: PLR0913 - one argument an option
         bool, typer.Option("--once", help="Bring it to the head as it is now, and end.")
     ] = False,
     base: Base = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line on stdout, one a version.")
     ] = False,
@@ -61,7 +62,13 @@ def agent(  # noqa: PLR0913 - one argument an option
 
     if (url is None) == (chain is None):
         raise ConfigError("which chain?", hint="give one URL: deltachain agent URL --engine ...")
-    config = SubscribeConfig(url=url or chain or "", base=base, poll_s=poll, undo_applies=0)
+    config = SubscribeConfig(
+        url=url or chain or "",
+        base=base,
+        poll_s=poll,
+        undo_applies=0,
+        trust_remote_code=trust_remote_code,
+    )
     key = secret("ENGINE_KEY", key_file)
     folder, stop = out / "head" if adapter else out, Event()
     server = (

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import Base, Out, Poll, Url
+from deltachain.cli.options import Base, Out, Poll, TrustRemoteCode, Url
 
 if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt, Subscriber
@@ -32,6 +32,7 @@ def follow(  # noqa: PLR0913 - one argument an option
         bool, typer.Option("--once", help="Go to the head as it is now, and end.")
     ] = False,
     base: Base = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object a line on stdout, one a version.")
     ] = False,
@@ -51,7 +52,7 @@ def follow(  # noqa: PLR0913 - one argument an option
     with Subscriber(config, OwnFolder(out)) as subscriber, stopping(stop, subscriber) as by:
         receipts = _catch_up if once else _follow
         for receipt in receipts(subscriber, stop, every_version=every_version):
-            write_assets(subscriber.chain, out)
+            write_assets(subscriber.chain, out, trusted=trust_remote_code)
             show_version(receipt, as_json=as_json)
         if not as_json:
             c.say(f"{out} holds version {subscriber.version}", "dim")

@@ -68,6 +68,13 @@ Base: TypeAlias = Annotated[
         help="Where the base checkpoint lies here, if the chain starts from one and it moved.",
     ),
 ]
+TrustRemoteCode: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Keep what small files say of code in a repository (auto_map); else it is left out.",
+    ),
+]
 TokenFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(

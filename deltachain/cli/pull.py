@@ -10,7 +10,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.follow import receipt_row
-from deltachain.cli.options import AsJson, Base, Out, Url
+from deltachain.cli.options import AsJson, Base, Out, TrustRemoteCode, Url
 
 if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt, Subscriber
@@ -24,6 +24,7 @@ def pull(
         int | None, typer.Option(min=0, metavar="N", help="Which version; else the head.")
     ] = None,
     base: Base = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a version of a chain into a folder that `from_pretrained` loads.
@@ -48,7 +49,7 @@ def pull(
         folder.refuse_other(Chain.open(store).identity.chain)  # before it is read as this one's
         chain = subscriber.chain  # opening it finds out what the folder holds
         receipt = _bring(subscriber, version)
-        written = write_assets(chain, out)
+        written = write_assets(chain, out, trusted=trust_remote_code)
         report = _report(subscriber, receipt, out) | {"files": written}
     if as_json:
         c.write_json(report)

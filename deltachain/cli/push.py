@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Encode, Encoding, Url
+from deltachain.cli.options import AsJson, Encode, Encoding, TrustRemoteCode, Url
 
 if TYPE_CHECKING:
     from deltachain.chain import Committed
     from deltachain.push import Pushed
 
 
-def push(
+def push(  # noqa: PLR0913 - one argument an option
     checkpoint: Annotated[
         Path,
         typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or one safetensors file."),
@@ -36,6 +36,7 @@ def push(
             "uploading it; for an older chain, where it lies here if it moved.",
         ),
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint: for any trainer that writes some.
@@ -52,7 +53,9 @@ def push(
     from deltachain.store import open_store
 
     start = time.perf_counter()
-    config = PublishConfig(url=url, encoding=encoding.value, base=base)
+    config = PublishConfig(
+        url=url, encoding=encoding.value, base=base, trust_remote_code=trust_remote_code
+    )
     with watching(open_store(url), f"pushing {checkpoint.name}") as store:
         pushed = publish(store, checkpoint, config, step=step)
     report = _report(pushed, time.perf_counter() - start)

@@ -99,5 +99,6 @@ class Agent:
     def _bring(self) -> None:
         version = self.subscriber.version
         if version is not None:
-            write_assets(self.subscriber.chain, self._folder)
+            trusted = self.subscriber.config.trust_remote_code
+            write_assets(self.subscriber.chain, self._folder, trusted=trusted)
             self._server.bring(self._folder, version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -12,6 +13,7 @@ from deltachain.checkpoint import read_assets
 from deltachain.names import unwrapped
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.source import Live, origin
+from deltachain.remote_code import without_remote_code
 
 
 @runtime_checkable
@@ -35,14 +37,24 @@ def collect_assets(
         config: ``assets`` or ``base`` may name the checkpoint.
         others: A tokenizer or processor.
     """
+    trusted = config.trust_remote_code
     folder = config.assets or config.base
     if folder is None and isinstance(model, nn.Module):
         folder = origin(model)
     if folder is not None:
-        return read_assets(folder)
+        return read_assets(folder, trusted=trusted)
     with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
         whole = unwrapped(model) if isinstance(model, nn.Module) else model
         for thing in (getattr(whole, "config", None), *others):
             if isinstance(thing, SavesItself):
                 thing.save_pretrained(scratch)
-        return read_assets(Path(scratch))
+        return read_assets(Path(scratch), trusted=trusted)
+
+
+def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, bytes]:
+    """Files that a caller gave, without what may not travel."""
+    trusted = config.trust_remote_code
+    return {
+        name: without_remote_code(name, data, trusted=trusted, where=config.url)
+        for name, data in files.items()
+    }

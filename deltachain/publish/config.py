@@ -40,6 +40,11 @@ class PublishConfig:
     """Folder whose configuration and tokenizer files travel with the chain, so that ``pull`` makes
     a checkpoint that loads. Not given: what the model and tokenizer at hand can write."""
 
+    trust_remote_code: bool = False
+    """Whether those files may name code in a repository (``auto_map``: ``repo--modeling.Class``),
+    which whoever loads a follower's folder so runs. Not given: they travel without, and a warning
+    says so."""
+
     anchor_factor: float = 3.0
     """An anchor is added when a newcomer's cheapest plan costs more than this many anchors. At 1 %
     density an anchor then comes every few hundred versions, and costs about half their deltas."""

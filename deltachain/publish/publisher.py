@@ -20,7 +20,7 @@ from deltachain.errors import (
     PublisherFencedError,
     RankError,
 )
-from deltachain.publish.assets import collect_assets
+from deltachain.publish.assets import checked, collect_assets
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.meeting import Meeting, Verdict
 from deltachain.publish.ranks import Ranks
@@ -138,7 +138,7 @@ class Publisher:
             self._store,
             lambda: walk(model, dtype=config.dtype, checkpoint=config.base),
             config,
-            lambda: collect_assets(model, config) if assets is None else assets,
+            lambda: collect_assets(model, config) if assets is None else checked(assets, config),
             self._ranks,
         )
         session.ranks = self._ranks.clone()  # for the thread that commits

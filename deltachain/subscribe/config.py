@@ -41,6 +41,11 @@ class SubscribeConfig:
     verify_at_start: bool = True
     """Recompute the state of a target that remembers what it holds, before believing it."""
 
+    trust_remote_code: bool = False
+    """Whether the chain's small files may name code in a repository (``auto_map``:
+    ``repo--modeling.Class``), which whoever loads the folder so runs. Not given: they are written
+    without, and a warning says so."""
+
     def __post_init__(self) -> None:
         polls = self.poll_s is None or self.poll_s > 0
         if not polls or self.stage_budget < 0 or self.undo_applies < 0:

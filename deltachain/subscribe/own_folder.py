@@ -10,6 +10,7 @@ from deltachain.chain import Chain
 from deltachain.checkpoint import ASSET_SUFFIXES, HELD_FILE, INDEX_FILE, write_atomic
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.manifest import parse
+from deltachain.remote_code import without_remote_code
 from deltachain.subscribe import FolderTarget, Held, Patch
 from deltachain.subscribe.folder import HeldFile, explained
 from deltachain.types import TensorSpec
@@ -63,10 +64,15 @@ class OwnFolder(FolderTarget):
             )
 
 
-def write_assets(chain: Chain, folder: Path) -> list[str]:
+def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[str]:
     """Write the small files that came with the chain where they are absent; the names written.
 
     A file that is there is left alone: somebody may have edited it.
+
+    Args:
+        chain: Brings them.
+        folder: Where to.
+        trusted: Whether they may name code elsewhere.
 
     Raises:
         ApplyError: The folder cannot be written to now.
@@ -77,6 +83,8 @@ def write_assets(chain: Chain, folder: Path) -> list[str]:
         is_small_file = file.suffix in ASSET_SUFFIXES and name not in _OURS
         with explained(folder):
             if is_small_file and not name.startswith(".") and not file.exists():
+                url = chain.store.url
+                data = without_remote_code(name, data, trusted=trusted, where=url)  # noqa: PLW2901
                 write_atomic(file, data)
                 written.append(name)
     return written

@@ -1,0 +1,116 @@
+"""What names code elsewhere does not travel, unless that is asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltachain.chain import Chain
+from deltachain.manifest import Table
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.remote_code import without_remote_code
+from deltachain.store import MemoryStore, open_store
+from deltachain.subscribe.own_folder import write_assets
+from deltachain.testing.models import TinyModel
+from tests.unit.cli.support import ok, random_state, write_checkpoint
+
+EVIL = "attacker/repo--modeling.Evil"
+
+
+def stripped(document: Any) -> Any:
+    data = json.dumps(document).encode()
+    return json.loads(without_remote_code("config.json", data, trusted=False, where="here"))
+
+
+@pytest.mark.parametrize(
+    ("document", "left"),
+    [
+        ({"auto_map": {"AutoModel": EVIL}, "a": 1}, {"a": 1}),
+        ({"auto_map": {"AutoTokenizer": [EVIL, None]}}, {}),
+        ({"auto_map": {"A": ["t.Slow", EVIL]}}, {"auto_map": {"A": ["t.Slow", None]}}),
+        ({"auto_map": {"A": "modeling.A", "B": EVIL}}, {"auto_map": {"A": "modeling.A"}}),
+        ({"auto_map": EVIL}, {}),
+        ({"text_config": {"auto_map": {"A": EVIL}, "a": 1}}, {"text_config": {"a": 1}}),
+        ([{"deep": [{"auto_map": {"A": EVIL}}]}], [{"deep": [{}]}]),
+        ({"custom_pipelines": {"p": {"impl": EVIL}}, "a": 1}, {"a": 1}),
+    ],
+)
+def test_code_elsewhere_is_taken_out_wherever_it_is_named(document: Any, left: Any) -> None:
+    assert stripped(document) == left
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"auto_map": {"AutoModel": "modeling_x.X"}}',
+        b'{"a":"--", "auto_map":{"A":"modeling.A"}}',
+        b'{"chat_template": "a -- b"}',
+        b"-- no JSON",
+        b"[" * 100_000 + b"--",
+        b"\xff--",
+    ],
+)
+def test_everything_else_keeps_its_bytes(data: bytes) -> None:
+    assert without_remote_code("config.json", data, trusted=False, where="here") == data
+
+
+@pytest.mark.parametrize("hyphen", [r"\u002d", r"\u002D"])
+def test_no_other_spelling_gets_through(hyphen: str) -> None:
+    for dashes in (f"-{hyphen}", f"{hyphen}-", hyphen * 2):
+        data = r'{"auto\u005fmap": {"A": "evil"}}'.replace("evil", EVIL.replace("--", dashes))
+        assert json.loads(data) == {"auto_map": {"A": EVIL}}
+        found = without_remote_code("config.json", data.encode(), trusted=False, where="here")
+        assert json.loads(found) == {}
+
+
+def test_who_trusts_code_elsewhere_gets_it() -> None:
+    data = json.dumps({"auto_map": {"AutoModel": EVIL}}).encode()
+    assert without_remote_code("config.json", data, trusted=True, where="here") == data
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "processor_config.json", "other.json"]
+)
+def test_a_hostile_chain_cannot_name_code_to_a_follower(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = json.dumps({"auto_map": {"AutoModel": EVIL}, "model_type": "x"}).encode()
+    files = {name: data}
+    chain = Chain.create(MemoryStore(), Table(tensors=()), chain_id="one", time=0.0, assets=files)
+    with caplog.at_level(logging.WARNING, "deltachain"):
+        assert write_assets(chain, tmp_path) == [name]
+    assert json.loads((tmp_path / name).read_bytes()) == {"model_type": "x"}
+    assert EVIL in caplog.text
+    assert name in caplog.text
+    (tmp_path / name).unlink()
+    write_assets(chain, tmp_path, trusted=True)
+    assert (tmp_path / name).read_bytes() == data
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_publisher_names_no_code_elsewhere_unless_told_to(*, trusted: bool) -> None:
+    store = MemoryStore()
+    config = PublishConfig(url=store.url, trust_remote_code=trusted)
+    files = {"config.json": json.dumps({"auto_map": {"A": EVIL}}).encode()}
+    with Publisher(config, store=store).attach(TinyModel(), assets=files):
+        found = dict(Chain.open(store).assets())
+    assert (EVIL.encode() in found["config.json"]) is trusted
+
+
+@pytest.mark.parametrize("pushed", [False, True])
+@pytest.mark.parametrize("pulled", [False, True])
+def test_push_and_pull_must_both_trust_it(tmp_path: Path, *, pushed: bool, pulled: bool) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", random_state())
+    (checkpoint / "config.json").write_text(json.dumps({"auto_map": {"A": EVIL}}))
+    flag = "--trust-remote-code"
+    said = ok("push", checkpoint, tmp_path / "chain", *[flag] * pushed)
+    assert (EVIL in said.stderr) is not pushed
+    ok("pull", tmp_path / "chain", "--out", tmp_path / "out", *[flag] * pulled)
+    there = EVIL in (tmp_path / "out" / "config.json").read_text()
+    assert there is (pushed and pulled)
+    assets = dict(Chain.open(open_store(str(tmp_path / "chain"))).assets())
+    assert (EVIL.encode() in assets["config.json"]) is pushed
