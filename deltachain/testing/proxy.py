@@ -38,6 +38,7 @@ class Proxy:
         received: Bytes of answers that went through to clients.
         dropped: Answers that were taken from the server and kept back.
         cuts: Answers that were ended in the middle.
+        answered: Requests that were answered in the server's place.
     """
 
     def __init__(self, port: int) -> None:
@@ -47,7 +48,7 @@ class Proxy:
         self._threads: list[threading.Thread] = []
         self._listener: socket.socket | None = None
         self.port = 0
-        self.received = self.dropped = self.cuts = 0
+        self.received = self.dropped = self.cuts = self.answered = 0
         self.reset()
 
     def __enter__(self) -> Self:
@@ -84,6 +85,17 @@ class Proxy:
         with self._lock:
             self._drop_method, self._drops_left = method.encode(), times
 
+    def answer(self, status: str, *headers: str, body: bytes = b"", method: str = "") -> None:
+        """Answer requests in the server's place, as a portal does: of one method, or all."""
+        head = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
+        with self._lock:
+            self._answer_method = method.encode()
+            self._own_answer = "\r\n".join([*head, "", ""]).encode() + body
+
+    def drip(self, pace_s: float) -> None:
+        """Send answers byte by byte, with so long a pause after each."""
+        self._pace_s = pace_s
+
     def refuse(self) -> None:
         """Close every connection and take no new one."""
         listener, self._listener = self._listener, None
@@ -98,6 +110,8 @@ class Proxy:
             self._speed = 0.0
             self._cut_nbytes, self._cuts_left, self._cut_resets = 0, 0, False
             self._drop_method, self._drops_left = b"", 0
+            self._answer_method, self._own_answer = b"", b""
+            self._pace_s = 0.0
         if self._listener is None:
             self._listen()
 
@@ -146,8 +160,23 @@ class Proxy:
             while piece := client.recv(_PIECE):
                 if _REQUEST.match(piece):
                     connection.method, connection.nbytes = piece.split(b" ", 1)[0], 0
+                    if self._answers_itself(client, connection.method):
+                        break
                 server.sendall(piece)
             server.shutdown(socket.SHUT_WR)
+
+    def _answers_itself(self, client: socket.socket, method: bytes) -> bool:
+        """Give an own answer and take the rest of the request, if there is one for it."""
+        with self._lock:
+            answer = self._own_answer if self._answer_method in (b"", method) else b""
+            self.answered += bool(answer)
+        if not answer:
+            return False
+        client.sendall(answer)
+        client.shutdown(socket.SHUT_WR)
+        while client.recv(_PIECE):
+            pass  # a close before that would take the answer back
+        return True
 
     def _answer(
         self, server: socket.socket, client: socket.socket, connection: _Connection
@@ -163,7 +192,7 @@ class Proxy:
                 if self._speed:
                     time.sleep(len(piece) / self._speed)
                 time.sleep(self._delay_s)
-                client.sendall(piece[:left])
+                self._send(client, piece[:left])
                 connection.nbytes += min(left, len(piece))
                 with self._lock:
                     self.received += min(left, len(piece))
@@ -171,6 +200,14 @@ class Proxy:
                     if self._cut_resets:
                         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                     return
+
+    def _send(self, client: socket.socket, piece: bytes) -> None:
+        at = 0
+        while self._pace_s and at < len(piece):
+            client.sendall(piece[at : at + 1])
+            time.sleep(self._pace_s)
+            at += 1
+        client.sendall(piece[at:])
 
     def _drops(self, method: bytes) -> bool:
         with self._lock:
