@@ -3,8 +3,11 @@
 # ruff: noqa: PLC0415 - SGLang is imported where it is used: it takes seconds
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import copy
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +46,102 @@ def in_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
     return context
 
 
-def reload(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Unpack, load, and pack again, as SGLang does for a checkpoint on disk."""
+def acting(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
+    """Those of some modules that something acts on after loading, and what does."""
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    return [
+        (module, module.quant_method)
+        for module in modules
+        if getattr(module, "quant_method", None) is not None
+        and not isinstance(module, BaseLayerWithLoRA)  # it forwards that of the layer in it
+    ]
+
+
+def restore(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Unpack what SGLang can unpack, before weights are loaded again."""
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+    from sglang.srt.model_loader.loader import device_loading_context
+
+    for module, method in acting(modules):
+        if isinstance(method, QuantizeMethodBase):
+            with device_loading_context(module, device):
+                method.restore_weights_before_loading(module)
+
+
+def process(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Pack weights that were loaded."""
+    from sglang.srt.model_loader.loader import device_loading_context
+
+    for module, method in acting(modules):
+        with device_loading_context(module, device):
+            method.process_weights_after_loading(module)
+
+
+def load(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
+    """Call the model's own loader as SGLang does, without what packs."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
-    DefaultModelLoader.restore_weights_before_loading(model, device)
-    DefaultModelLoader.load_weights_and_postprocess(model, tensors, device)
+    DefaultModelLoader.load_weights_only(model, tensors, device)
+
+
+def is_reloadable(model: nn.Module) -> bool:
+    """Whether weights of a model are restored, loaded and packed, and in no other way."""
+    from sglang.srt.model_loader.loader import QuantizedRLModelLoader
+
+    return not QuantizedRLModelLoader.is_reload_scenario(model)
+
+
+def raw(config: Any) -> nn.Module:  # noqa: ANN401
+    """A second model of the same kind on the meta device, as SGLang makes it before it loads one.
+
+    Raises:
+        Exception: SGLang cannot make this one without memory.
+    """
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader import loader
+
+    ours = copy.copy(config)
+    ours.hf_config = copy.deepcopy(config.hf_config)  # models edit theirs as they are made
+    how = LoadConfig()
+    with _globals_kept(), in_dtype(config.dtype), torch.device("meta"):
+        quantisation = loader._get_quantization_config(ours, how)
+        model: nn.Module = loader._initialize_model(ours, how, quantisation)
+    return model.eval()
+
+
+@contextmanager
+def _globals_kept() -> Iterator[None]:
+    """Leave SGLang's registries of layers, by name or shape, as they are."""
+    found = {
+        id(value): value
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == "sglang"
+        for key, value in list(vars(module).items())
+        if type(value) in (dict, list, set, defaultdict) and not key.startswith("__")
+    }
+    before = [(value, value.copy()) for value in found.values()]
+    try:
+        yield
+    finally:
+        for value, kept in before:
+            _refill(value, kept)
+
+
+def _refill(value: Any, kept: Any) -> None:  # noqa: ANN401
+    if _parts(value) == _parts(kept):
+        return
+    value.clear()
+    if isinstance(value, list):
+        value.extend(kept)
+    else:
+        value.update(kept)
+
+
+def _parts(value: Any) -> list[int]:  # noqa: ANN401
+    """What is in a container, by identity."""
+    inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+    return [id(part) for part in inner]
 
 
 def linears() -> tuple[type[nn.Module], ...]:
@@ -56,6 +149,55 @@ def linears() -> tuple[type[nn.Module], ...]:
     from sglang.srt.layers.linear import LinearBase
 
     return (LinearBase,)
+
+
+def heads() -> tuple[type[nn.Module], ...]:
+    """Classes of layers that logits are computed with."""
+    from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
+
+    return (ParallelLMHead,)
+
+
+def experts() -> tuple[type[nn.Module], ...]:
+    """Classes of layers that are several experts."""
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+
+    return (FusedMoE,)
+
+
+def logits(head: Any, rows: Tensor) -> Tensor | None:  # noqa: ANN401 - a layer of SGLang
+    """What SGLang computes with a head that is quantised or packed; ``None`` for any other."""
+    from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
+    from sglang.srt.utils import use_intel_amx_backend
+
+    bias = getattr(head, "bias", None)
+    found: Tensor
+    if should_apply_lm_head_quant_method(head, head.quant_method):
+        found = head.quant_method.apply(head, rows, bias)
+    elif use_intel_amx_backend(head):
+        row = rows.to(head.weight.dtype)
+        found = torch.ops.sgl_kernel.weight_packed_linear(row, head.weight, bias, True)
+    else:
+        return None
+    return found.float()
+
+
+def of_experts(layer: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - a layer of SGLang
+    """What experts compute, each from one of some rows."""
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    count = len(rows)
+    chosen = torch.arange(count, device=rows.device, dtype=torch.int32)[:, None]
+    weights = torch.ones(count, 1, device=rows.device, dtype=torch.float32)
+    scores = torch.zeros(count, count, device=rows.device, dtype=torch.float32)
+    routed = StandardDispatchOutput(
+        hidden_states=rows,
+        hidden_states_scale=None,
+        topk_output=StandardTopKOutput(weights, chosen, scores),
+    )
+    found: Tensor = layer.run_moe_core(dispatch_output=routed).hidden_states
+    return found
 
 
 def checkpoint(config: Any = None) -> Path:  # noqa: ANN401

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.subscribe.probe import is_plain, layers_of, output_of, processed
+from deltachain.subscribe.members import tensors_in
+from deltachain.subscribe.probe import is_plain, layers_of, processed
+from deltachain.subscribe.provenance import storage_id
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_sglang import compat, loading
+from deltachain_sglang.computing import computed
+from deltachain_sglang.shadow import Shadow
+
+logger = logging.getLogger(__name__)
 
 
 class SglangModel:
@@ -33,33 +41,51 @@ class SglangModel:
         self.model = model
         self._config = config
         self._device = torch.device(device)
+        self._known: dict[str, frozenset[str]] = {}
         self.checkpoint = loading.checkpoint(config)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Every module of the model."""
+        """Every module, one that is held in several places once."""
         return dict(self.model.named_modules())
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor."""
         return live_tensors(self.model)
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """The model's own ``load_weights``."""
         with loading.in_dtype(self._config.dtype):
-            return self.model.load_weights(tensors)  # type: ignore[operator]
+            loading.load(self.model, tensors, self._device)
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Unpack all layers that can be, load these tensors, and pack again."""
+        """Unpack the layers of these tensors that can be, load, and pack the same layers again."""
+        if not loading.is_reloadable(self.model):
+            raise EngineVersionError("SGLang quantises this model anew whenever it loads it")
+        modules, unpacked = self.modules(), set[str]()
+
+        def passed() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                layers = self._layers_of(name, tensor) - unpacked
+                loading.restore([modules[layer] for layer in layers], self._device)
+                unpacked.update(layers)
+                yield name, tensor
+
+        self.load(passed())
         with loading.in_dtype(self._config.dtype):
-            loading.reload(self.model, tensors, self._device)
+            loading.process([modules[n] for n in modules if n in unpacked], self._device)
+
+    def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load and pack layers in a second model, and copy what comes of it into this one."""
+        if self._shadow is None:
+            raise EngineVersionError(f"SGLang makes no {type(self.model).__name__} without memory")
+        self._shadow.repack(layers, tensors)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """Load meta tensors and let nothing through."""
-        owner = {
-            tensor.untyped_storage()._cdata: name.rpartition(".")[0]
-            for name, tensor in self.tensors().items()
-        }
-        return layers_of(self.load, names, owner)
+        """Load meta tensors into a model that is not packed; into this one where none is made."""
+        if not names.keys() <= self._known.keys():
+            found = self._shadow.layers(names) if self._shadow else self._layers_here(names)
+            self._known.update({name: found.get(name, frozenset()) for name in names})
+        return {name: self._known[name] for name in names if self._known[name]}
 
     def processed(self) -> frozenset[str]:
         """Layers that have something to do after loading."""
@@ -72,17 +98,31 @@ class SglangModel:
             return isinstance(found, loading.linears()) and is_plain(found)
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """Outputs of the linear layers among these."""
-        found = {name: output_of(layer) for name, layer in self._linears() if name in layers}
+        """Outputs of linear layers, heads and experts among these."""
+        dtype = self._config.dtype
+        found = {
+            name: computed(layer, dtype) for name, layer in self.modules().items() if name in layers
+        }
         return {name: output for name, output in found.items() if output is not None}
 
-    def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See :class:`EngineModel`."""
-        del layers, tensors
-        raise EngineVersionError("not yet")
+    def _layers_of(self, name: str, tensor: Tensor) -> frozenset[str]:
+        if name not in self._known:
+            self.layers({name: tensor.to("meta")})
+        return self._known[name] & self.modules().keys()
 
-    def _linears(self) -> Iterable[tuple[str, nn.Module]]:
-        kinds = loading.linears()
-        layers = [(n, m) for n, m in self.model.named_modules() if isinstance(m, kinds)]
-        with torch.no_grad():
-            yield from layers
+    def _layers_here(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
+        owner = {
+            storage_id(tensor): layer
+            for layer, module in self.modules().items()
+            for _, tensor in tensors_in(module)
+        }
+        return layers_of(self.load, names, owner)
+
+    @cached_property
+    def _shadow(self) -> Shadow | None:
+        try:
+            raw = loading.raw(self._config)
+        except Exception as exc:  # noqa: BLE001 - any model of SGLang may need memory as it is made
+            logger.info("SGLang makes no %s without memory: %s", type(self.model).__name__, exc)
+            return None
+        return Shadow(raw, self.model, self._config.dtype, self._device)

@@ -57,6 +57,17 @@ _LATENT: Final[Mapping[str, Any]] = {
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    # As real ones have it; on a CPU, SGLang makes no MLA without.
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": CONTEXT,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
     **_MOE,
 }
 
@@ -187,6 +198,7 @@ _ALL: Final = (
         _LATENT,
         q_lora_rank=None,
         topk_method="greedy",
+        scoring_func="softmax",
         n_group=1,
         topk_group=1,
     ),

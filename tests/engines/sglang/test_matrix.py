@@ -24,8 +24,6 @@ UNKNOWN: Final = {
     "phimoe": ValueError,
     "qwen3_next": AttributeError,
     "mamba2": AttributeError,
-    "deepseek_v2": AssertionError,
-    "deepseek_v3": AssertionError,
     "falcon": ValueError,
     "bloom": ValueError,
     "mamba": ValueError,

@@ -44,7 +44,6 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     from deltachain.subscribe.replica import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber
     from deltachain.subscribe.verbs import RankVerbs
-    from deltachain_sglang import loading
     from tests.engines.bench.applying import Live, follow
     from tests.engines.sglang.fresh import known, load_in_context
 
@@ -54,14 +53,10 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
         verbs = RankVerbs(lambda: engine, 0, Path(scratch), drawn.url)
         target = ReplicaTarget(Alone(verbs), drawn.url, Path(scratch))
 
-        def reload(weights: Any) -> None:
-            with loading.in_dtype(torch.bfloat16):
-                loading.reload(model, iter(weights), torch.device("cpu"))
-
         live = Live(
             subscriber=Subscriber(drawn.url, target),
             rank=lambda: verbs.rank,
             load=engine.load,
-            reload=reload,
+            reload=lambda weights: engine.reload(iter(weights)),
         )
         return follow(live, drawn, plain=plain, warm_up=warm_up)

@@ -1,0 +1,60 @@
+"""What single layers of SGLang compute from a fixed input, whatever they made of their weights."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltachain_sglang import loading
+
+logger = logging.getLogger(__name__)
+
+
+def computed(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
+    """What a linear layer, a head or experts compute; ``None`` where a layer cannot be tried.
+
+    Args:
+        layer: Of the model.
+        dtype: Of activations.
+    """
+    try:
+        with torch.no_grad():
+            if isinstance(layer, loading.experts()):
+                return _of_experts(layer, dtype)
+            if isinstance(layer, loading.heads()):
+                return _of_head(layer, dtype)
+            if isinstance(layer, loading.linears()):
+                return _of_linear(layer, dtype)
+    except Exception as exc:  # noqa: BLE001 - then its tensors must speak for it
+        logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
+    return None
+
+
+def _of_head(layer: Any, dtype: torch.dtype) -> Tensor | None:  # noqa: ANN401 - a layer of SGLang
+    return loading.logits(layer, _rows(1, layer.embedding_dim, dtype, layer))
+
+
+def _of_linear(layer: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - a layer of SGLang
+    width = getattr(layer, "input_size_per_partition", layer.input_size)
+    bias = getattr(layer, "bias", None)
+    output: Tensor = layer.quant_method.apply(layer, _rows(1, width, dtype, layer), bias)
+    return output.float()
+
+
+def _of_experts(layer: Any, dtype: torch.dtype) -> Tensor | None:  # noqa: ANN401
+    """One row for each expert, whatever the router would have chosen."""
+    if layer.moe_ep_size > 1:
+        return None  # which of them are here is for a dispatcher to say, which asks other ranks
+    rows = _rows(layer.num_experts, layer.hidden_size, dtype, layer)
+    output: Tensor = loading.of_experts(layer, rows)
+    return output.float()
+
+
+def _rows(count: int, width: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:
+    """Rows without a zero, all different."""
+    device = next(layer.parameters()).device
+    row = torch.linspace(0.5, 1.5, count * width, device=device)
+    return row.to(dtype).view(count, width)
