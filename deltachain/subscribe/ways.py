@@ -47,7 +47,7 @@ def bring(
         TensorMismatchError: The engine made other tensors than it had.
         Exception: Whatever the engine raises. Modules hold what they held; bits may have changed.
     """
-    scope = frozenset() if way == "loaded" else layers  # a loader may replace any tensor
+    scope = layers if way == "repacked" else ()  # loaders and reloads may replace any tensor
     with restoring(modules_in(model, scope)) as members, torch.no_grad():
         _load(model, way, layers, weights)
         members.settle()
