@@ -241,6 +241,17 @@ class ControlPlaneError(DeltaChainError):
     exit_code = 7
     retryable = True
 
+    def __init__(self, message: str, *, refusal: str = "", hint: str = "") -> None:
+        """Say what failed.
+
+        Args:
+            message: As of every error here.
+            refusal: Name of the class of the error that the other side answered with.
+            hint: As of every error here.
+        """
+        super().__init__(message, hint=hint)
+        self.refusal = refusal
+
 
 def _remade(kind: type[_E], args: tuple[Any, ...]) -> _E:
     """An unpickled error, before its attributes are set."""

@@ -63,7 +63,7 @@ def fleet(
     with ThreadPoolExecutor(len(engines)) as pool:
         clients = [ReplicaClient(engine, token=token, key=key) for engine in engines]
         found = list(pool.map(lambda client: _ask(client, verb, version), clients))
-    rows = [_row(client.url, one) for client, one in zip(clients, found, strict=True)]
+    rows = compared([_row(client.url, one) for client, one in zip(clients, found, strict=True)])
     if as_json:
         c.write_json({"replicas": rows})
     else:
@@ -90,6 +90,7 @@ def _row(url: str, found: ReplicaStatus | ControlPlaneError) -> dict[str, Any]:
     return {
         "engine": url,
         "version": found.version,
+        "manifest": found.manifest,
         "state": found.state,
         "head": found.head,
         "lag_versions": found.lag_versions,
@@ -97,7 +98,22 @@ def _row(url: str, found: ReplicaStatus | ControlPlaneError) -> dict[str, Any]:
         "ready": found.ready,
         "reason": found.reason,
         "trouble": found.trouble,
+        "doubt": found.doubt,
     }
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of replicas; of two with one version and two manifests, both say so as doubt."""
+    manifests: dict[int | None, set[str]] = {}
+    for row in rows:
+        if row.get("manifest"):
+            manifests.setdefault(row["version"], set()).add(row["manifest"])
+    return [
+        row | {"doubt": row["doubt"] or f"others hold another version {row['version']}"}
+        if len(manifests.get(row.get("version"), ())) > 1
+        else row
+        for row in rows
+    ]
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -113,7 +129,10 @@ def _how(row: dict[str, Any]) -> Text:
     if "error" in row:
         return Text(c.clean(row["error"].removeprefix(f"{row['engine']}")).strip(": "), "red")
     how = Text("ready", "green") if row["ready"] else Text(c.clean(row["reason"]), "yellow")
-    return how.append(f"  {c.clean(row['trouble'])}", "red") if row["trouble"] else how
+    for said in dict.fromkeys((row["trouble"], row["doubt"])):
+        if said and said != row["reason"]:
+            how.append(f"  {c.clean(said)}", "red")
+    return how
 
 
 def _number(value: int | None) -> str:

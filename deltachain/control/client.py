@@ -64,9 +64,15 @@ class ReplicaClient:
         """Let it fetch and prove a version while it generates."""
         return self._tell("stage", version)
 
-    def update(self, version: Version | None = None) -> ReplicaStatus:
-        """Bring it to a version, or to the head; answers when it is there."""
-        return self._tell("update", version)
+    def update(self, version: Version | None = None, *, manifest: str = "") -> ReplicaStatus:
+        """Bring it to a version, or to the head; answers when it is there.
+
+        Args:
+            version: Which; the head when not given.
+            manifest: The digest of that version's manifest: a replica that holds a later version
+                then answers as well, if both are in its store.
+        """
+        return self._tell("update", version, manifest)
 
     def rollback(self, version: Version | None = None) -> ReplicaStatus:
         """Bring it back to a version, or the one before, and keep it there."""
@@ -103,8 +109,11 @@ class ReplicaClient:
     ) -> None:
         self.close()
 
-    def _tell(self, route: str, version: Version | None = None) -> ReplicaStatus:
-        body = {} if version is None else {"version": version}
+    def _tell(
+        self, route: str, version: Version | None = None, manifest: str = ""
+    ) -> ReplicaStatus:
+        body: dict[str, Any] = {} if version is None else {"version": version}
+        body |= {"manifest": manifest} if manifest else {}
         return self._ask("POST", route, ReplicaStatus, body)
 
     def _ask(
@@ -135,7 +144,8 @@ class ReplicaClient:
         refused, detail = read(answer, Refused), read(answer, Detail)
         if refused:
             error = refused.error
-            return ControlPlaneError(f"{self.url}: {error.type}: {error.message}", hint=error.hint)
+            message = f"{self.url}: {error.type}: {error.message}"
+            return ControlPlaneError(message, refusal=error.type, hint=error.hint)
         hint = "give the server's DELTACHAIN_TOKEN" if code in (401, 403) else ""
         said = detail.detail if detail else answer.text[:300]
         return ControlPlaneError(f"{self.url} answered {code}: {said}", hint=hint)

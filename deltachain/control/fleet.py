@@ -10,7 +10,8 @@ from types import TracebackType
 from typing import Final, Literal, Self, TypeAlias, get_args
 
 from deltachain.control.client import ReplicaClient
-from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.errors import ChainError, ConfigError, ControlPlaneError
+from deltachain.subscribe.replica_status import ReplicaStatus
 from deltachain.types import Version
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
@@ -26,7 +27,8 @@ class Announced:
 
     Attributes:
         version: What was announced.
-        held: The version that every replica is known to hold, by its address; ``None`` for unknown.
+        held: The version that every replica is known to hold, by its address; ``None`` for unknown,
+            and for one of another history.
         trouble: What went wrong last with those that do not hold it yet.
         waited_s: Seconds that the caller was held.
         enough: Whether as many as were asked for hold it.
@@ -48,6 +50,18 @@ class Announced:
         there = len(self.held) - len(self.stragglers)
         late = f", behind: {', '.join(self.stragglers)}" if self.stragglers else ""
         return f"version {self.version} on {there} of {len(self.held)}, {self.waited_s:.2f} s{late}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What replicas are brought to: a version, and the digest of its manifest if that is known."""
+
+    version: Version
+    manifest: str
+
+    def is_another(self, found: ReplicaStatus) -> bool:
+        """Whether a replica holds this number of another history."""
+        return found.version == self.version and found.manifest != self.manifest != ""
 
 
 class Fleet:
@@ -76,7 +90,7 @@ class Fleet:
         if len(self.clients) < len(clients):
             raise ConfigError("an engine is in the fleet twice")
         self._changed = Condition()
-        self._wanted: Version | None = None
+        self._wanted: _Wanted | None = None
         self._held: dict[str, Version | None] = dict.fromkeys(self.clients)
         self._untold: set[str] = set()
         self._trouble: dict[str, str] = {}
@@ -85,12 +99,20 @@ class Fleet:
             Thread(target=self._run, args=(url,), name=f"deltachain-{url}", daemon=True).start()
 
     def announce(
-        self, version: Version, *, wait: Wait = "all", deadline: float = DEADLINE_S
+        self,
+        version: Version,
+        *,
+        manifest: str = "",
+        wait: Wait = "all",
+        deadline: float = DEADLINE_S,
     ) -> Announced:
         """Let every replica go to a version, and wait until enough of them hold it.
 
         Args:
             version: A committed one.
+            manifest: The digest of its manifest, as receipts have it. A replica whose version of
+                this number is another does not hold it. Where it is not given, replicas compare
+                what they hold with the store.
             wait: For all, for more than half, for one, or for none.
             deadline: Seconds after which the caller goes on in any case.
 
@@ -108,7 +130,8 @@ class Fleet:
             return sum(held is not None and held >= version for held in told) >= wanted
 
         with self._changed:
-            self._wanted = version if self._wanted is None else max(version, self._wanted)
+            if self._wanted is None or version >= self._wanted.version:
+                self._wanted = _Wanted(version, manifest)
             self._untold = set(self.clients)  # one that held it may have been started again since
             self._changed.notify_all()
             done = self._changed.wait_for(enough, deadline)
@@ -146,7 +169,7 @@ class Fleet:
         with self.clients[url] as client:
             while (wanted := self._next(url, pause_s)) is not None:
                 held, trouble = _update(client, wanted)
-                behind = held is None or held < wanted
+                behind = held is None or held < wanted.version
                 if behind and not trouble:
                     trouble = f"it stays at version {held}"  # a rollback keeps it
                 pause_s = min(max(first, 2 * pause_s), most) if behind else 0.0
@@ -157,12 +180,13 @@ class Fleet:
                     self._trouble[url] = trouble
                     self._changed.notify_all()
 
-    def _next(self, url: str, pause_s: float) -> Version | None:
+    def _next(self, url: str, pause_s: float) -> _Wanted | None:
         """What this replica should hold and does not; waits for it; ``None`` at the end."""
 
         def behind() -> bool:
             held = self._held[url]
-            late = self._wanted is not None and (held is None or held < self._wanted)
+            wanted = self._wanted
+            late = wanted is not None and (held is None or held < wanted.version)
             return late or url in self._untold
 
         with self._changed:
@@ -171,13 +195,22 @@ class Fleet:
             return None if self._closed else self._wanted
 
 
-def _update(client: ReplicaClient, wanted: Version) -> tuple[Version | None, str]:
-    """Tell a replica; the version that it holds now, and what went wrong."""
+def _update(client: ReplicaClient, wanted: _Wanted) -> tuple[Version | None, str]:
+    """Tell a replica; the version of this history that it holds now, and what went wrong."""
     try:
-        return client.update(wanted).version, ""
+        found = client.update(wanted.version, manifest=wanted.manifest)
+        trouble, is_proven = "", True
     except ControlPlaneError as exc:
-        trouble = str(exc)
-    try:
-        return client.status().version, trouble  # it may be ahead of what is wanted
-    except ControlPlaneError:
-        return None, trouble
+        trouble, is_proven = str(exc), exc.refusal == ChainError.__name__
+        try:
+            found = client.status()
+        except ControlPlaneError:
+            return None, trouble
+    if wanted.is_another(found):
+        return None, trouble or f"it holds another version {found.version}: {found.manifest}"
+    if found.version is None or found.version < wanted.version:
+        return found.version, trouble
+    if found.version == wanted.version and wanted.manifest:
+        return found.version, trouble
+    # it lies ahead, or nobody said what the version is: its own store must have told
+    return (found.version if is_proven and not found.doubt else None), trouble

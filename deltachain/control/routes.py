@@ -103,7 +103,11 @@ async def stage(control: Allowed, asked: Asked, request: Request) -> Response:
 @router.post("/update", responses=_FAILS, openapi_extra=_VERSION)
 async def update(control: Allowed, asked: Asked, request: Request) -> Response:
     """Bring the replica to a version and answer when it is there; again is allowed."""
-    return await _do(control, request, lambda leader: leader.update(asked.number), "update")
+
+    def update(leader: Leader) -> object:
+        return leader.update(asked.number, manifest=asked.manifest)
+
+    return await _do(control, request, update, "update")
 
 
 @router.post("/rollback", responses=_FAILS, openapi_extra=_VERSION)

@@ -27,9 +27,16 @@ _Integer: TypeAlias = (  # JSON knows one kind of number: 7.0 is the integer 7
 
 
 class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which version; the head, or the one before, when none is named."""
+    """Which version; the head, or the one before, when none is named.
+
+    Attributes:
+        version: Its number.
+        manifest: The blake3 of its manifest, for an update: the replica then refuses another
+            version of that number, and says so if it holds a later one of the same history.
+    """
 
     version: _Integer | None = None
+    manifest: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
     @property
     def number(self) -> Version | None:

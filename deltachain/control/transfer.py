@@ -216,7 +216,11 @@ class DeltaChainWeightTransfer:
         return is_new
 
     def _announce(self, version: Version, wait: Wait, deadline: float) -> None:
-        announced = self.announced = self._fleet.announce(version, wait=wait, deadline=deadline)
+        last = self.receipts[-1] if self.receipts else None
+        manifest = last.manifest if last and last.version == version else ""
+        announced = self.announced = self._fleet.announce(
+            version, manifest=manifest, wait=wait, deadline=deadline
+        )
         if not announced.enough:
             logger.warning("%s; training goes on", announced)
 

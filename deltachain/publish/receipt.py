@@ -13,6 +13,7 @@ class PublishReceipt:
 
     Attributes:
         version: Its number.
+        manifest: blake3 of its manifest, which tells it from the same number in another history.
         epoch: The publisher's epoch.
         kind: The version's own edge: ``delta``, ``anchor`` or ``base``.
         step: The trainer's step, as it was given.
@@ -42,6 +43,7 @@ class PublishReceipt:
     commit_s: float
     kernel: str
     restored: tuple[str, ...] = ()
+    manifest: str = ""
 
     @property
     def density(self) -> float:

@@ -172,6 +172,7 @@ class Session:
                 commit_s=time.perf_counter() - encoded,
                 kernel=self.snapshot.kernel,
                 restored=self.writer.chain.take_restored(),
+                manifest=committed.digest,
             )
 
         kinds = (Share, PublishReceipt)

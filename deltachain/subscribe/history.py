@@ -80,6 +80,31 @@ def check_history(chain: Chain, held: Held, committed: Committed) -> None:
         )
 
 
+def is_past(chain: Chain, held: Held, version: Version, manifest: str) -> bool:
+    """Whether what is held, no older than a version that was announced, grew out of that.
+
+    Args:
+        chain: The chain.
+        held: What is held.
+        version: What was announced.
+        manifest: The digest of its manifest.
+
+    Raises:
+        ForkedChainError: The version is another one in this store, or what is held is.
+        StoreWentBackError: What is held is gone.
+    """
+    if held.version == version and held.manifest == manifest:
+        return True
+    there = chain.find(version)
+    if there is not None and there.digest != manifest:
+        raise ForkedChainError(
+            f"version {version} in the store has manifest {there.digest}, {manifest} was announced",
+            version=version,
+        )
+    check_standing(chain, held)
+    return there is not None and held.version > version
+
+
 def check_standing(chain: Chain, held: Held) -> None:
     """Refuse a store where what is held is not committed.
 

@@ -26,6 +26,7 @@ from deltachain.errors import (
 )
 from deltachain.store import Store
 from deltachain.subscribe.engine import Engine
+from deltachain.subscribe.history import is_past
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.replica import ReplicaTarget
 from deltachain.subscribe.replica_status import ReplicaStatus
@@ -126,11 +127,13 @@ class Leader:
             raise
         return None if staged is None else staged.to.version
 
-    def update(self, version: Version | None = None) -> ApplyReceipt | None:
+    def update(self, version: Version | None = None, *, manifest: str = "") -> ApplyReceipt | None:
         """Bring the replica to a version, from nothing if it can not prove what it holds.
 
         Args:
             version: Where to; the head when not given.
+            manifest: What the version's manifest must be. A later version that is held is then
+                as good, if both are in the store.
 
         Returns:
             ``None`` when it is there already, or pinned.
@@ -140,6 +143,8 @@ class Leader:
                 nothing from now on.
         """
         try:
+            if self._is_past(version, manifest):
+                return None
             receipt = self._swap_staged(version) or self.subscriber.update(version)
         except DeltaChainError as exc:
             self._failed(exc, version)
@@ -148,6 +153,12 @@ class Leader:
             receipt = self._heal(version)
         self._well()
         return receipt
+
+    def _is_past(self, version: Version | None, manifest: str) -> bool:
+        held = self.subscriber.held
+        if version is None or not manifest or held is None or held.version < version:
+            return False
+        return is_past(self.subscriber.chain, held, version, manifest)
 
     def _swap_staged(self, version: Version | None) -> ApplyReceipt | None:
         staged, self._staged = self._staged, None
