@@ -78,13 +78,13 @@ class Told(ReplicaClient):
         self.versions: list[int] = []
         self._late_s = late_s
 
-    def update(self, version: int | None = None) -> Any:
+    def update(self, version: int | None = None, *, manifest: str = "") -> Any:
         assert version is not None
         time.sleep(self._late_s)
         if self._late_s > 5:
             raise ControlPlaneError("it hangs")
         self.versions.append(version)
-        return type("Status", (), {"version": version})
+        return type("Status", (), {"version": version, "manifest": manifest, "doubt": ""})
 
 
 @pytest.fixture(scope="module")
