@@ -93,9 +93,8 @@ class Commits:
                 can not be told whether it is.
         """
         version, data = manifest.version, seal(manifest)
-        certain = False
-        if version not in self._before(manifest):
-            certain = self._put(manifest_key(version), data)
+        is_taken = version in self._before(manifest)
+        certain = not is_taken and self._put(manifest_key(version), data)
         found = self._behind(manifest)
         if version not in found:
             raise StoreUnavailableError(
@@ -103,7 +102,8 @@ class Commits:
                 key=manifest_key(version),
                 hint="the put was lost; the next version covers this one",
             )
-        self._check_alone(version, found)
+        if not is_taken:
+            self._check_alone(version, found)
         if certain and self._decides and found[version].nbytes == len(data):
             return self._remember(Committed(manifest, object_digest(data)), found[version])
         return self._remember(self._read_back(manifest, found[version]), found[version])
