@@ -138,7 +138,11 @@ class RankError(ChainError):
 class ForkedChainError(ChainError):
     """The history in the store is not the history that led to the held version."""
 
-    default_hint = "two histories exist; find out which publisher wrote them before following on"
+    default_hint = (
+        "two histories exist: find out which publishers wrote them, and stop all but one; to follow "
+        "the one in the store, roll replicas back to a version before it parts from the other "
+        "(`rollback`, then `release`), or let them join again from nothing"
+    )
 
 
 class StoreWentBackError(ChainError):

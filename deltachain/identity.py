@@ -32,7 +32,8 @@ Model: TypeAlias = tuple[Identity, Table, ObjectInfo | None, Mapping[str, bytes]
 
 WAY_OUT: Final = (
     f"put {CHAIN_KEY} back from a backup; or start the trainer that published here again: it makes "
-    "one anew if its model provably is this chain's. A new chain needs a URL of its own"
+    "one anew if its model provably is this chain's. A new chain needs a URL of its own; where no "
+    f"manifest is left, remove {HEAD_KEY} to begin one here"
 )
 """What to do where versions are and the identity is not."""
 
@@ -43,7 +44,9 @@ def lost_chain(url: str) -> ObjectNotFoundError:
         f"the chain that was at {url} is lost: {CHAIN_KEY} is gone",
         key=CHAIN_KEY,
         hint="a folder that is not mounted, a bucket that was emptied, a rule that removes old "
-        f"objects? Put {CHAIN_KEY} back; a publisher that runs does so by itself",
+        f"objects? Put {CHAIN_KEY} back, which a publisher that runs does by itself; or start the "
+        "publisher again: where nothing is left it makes a new chain, which replicas join from "
+        "nothing",
     )
 
 

@@ -6,18 +6,20 @@ import logging
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from deltachain.chain import Chain, Committed
 from deltachain.errors import (
     BrokenChainError,
+    DeltaChainError,
     FormatError,
     ObjectNotFoundError,
     PublisherFencedError,
     StoreError,
 )
+from deltachain.hint import read_hint
 from deltachain.manifest import Edge, EdgeSummary, Manifest
 from deltachain.plan import cost_of
 from deltachain.publish.place import newest
@@ -128,10 +130,23 @@ class Writer:
         self.write_head()
         return summary
 
+    def list_added(self, anchors: Iterable[EdgeSummary]) -> None:
+        """List anchors of the newest version that somebody else added, in the next manifest."""
+        self._added += anchors
+
     def close(self) -> None:
-        """Write the hint, unless it is not known whether its version is there."""
-        if not self.uncertain:
+        """Write the hint, unless it is not known whether its version is there.
+
+        In a store that was emptied a hint alone would stand for a chain.
+        """
+        if not self.uncertain and self._is_there():
             self.write_head()
+
+    def _is_there(self) -> bool:
+        try:
+            return self.parent is not None and self.chain.has(self.parent.version)
+        except DeltaChainError:
+            return False
 
     def write_head(self) -> None:
         """Write the hint; a store that fails here has cost followers a probe, no more."""
@@ -196,6 +211,19 @@ def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]
     return (sys.maxsize, "") if gone else (plan.cost, key)
 
 
+def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:
+    """Anchors of the newest version that only the hint names: the next one is written without."""
+    found = []
+    for summary in read_hint(chain.store).anchors:
+        if summary.version == head.version and summary.record:
+            try:
+                chain.edge(summary, head)
+            except (ObjectNotFoundError, FormatError):
+                continue
+            found.append(summary)
+    return found
+
+
 def _first_part(edge: Edge) -> str:
     """Key of the part that was put first, which is the first to expire; empty without parts."""
     return edge.parts[0].key if edge.parts else ""
@@ -214,6 +242,7 @@ def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Write
     while (head := newest(chain)) is not None:
         writer = Writer(chain, numel=numel, metadata=metadata, parent=head)
         writer.epoch = head.manifest.epoch + 1
+        writer.list_added(_hinted(chain, head))
         draft = writer.draft(state=head.state, step=head.manifest.step, nnz=0)
         try:
             writer.commit(draft, Edge(kind="delta", base=head.version))

@@ -291,3 +291,34 @@ def test_an_anchor_that_expired_is_made_again(
     head = chain.head()
     assert head is not None
     assert chain.plan(None, head).edges[0].version == head.version
+
+
+# What closing leaves behind
+
+
+def test_closing_leaves_nothing_in_a_store_that_was_emptied(
+    attach: Attach, store: MemoryStore
+) -> None:
+    publisher = attach(plain_model())
+    lose(store, "")
+    publisher.close()
+    assert keys_of(store) == {}
+    attach(plain_model(1))  # a new chain may begin there
+    assert head_of(store) == 0
+
+
+def test_an_anchor_that_only_the_hint_names_is_listed_by_the_next_publisher(
+    attach: Attach, store: MemoryStore
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=1000.0)
+    publish(publisher, model, 1, 2, 3)
+    session = publisher._session
+    assert session is not None
+    anchor = session.add_anchor(topic="")
+    publisher.close()
+    attach(model, anchor_factor=1000.0)
+    lose(store, HEAD_KEY)
+    chain = Chain.open(store)
+    assert anchor in chain.read(4).manifest.recent
+    assert chain.plan(None, chain.read(4)).edges[0] == anchor
