@@ -36,7 +36,8 @@ def judge(held: Held, found: Standing, url: str) -> DeltaChainError | None:
         return ChainMismatchError(
             f"two chains were at {url}: chain.json says {found.chain}, version {held.version} of "
             f"{held.chain} is held",
-            hint="find out which is the right one, and give the other a URL of its own",
+            hint="find out which is the right one, and give the other a URL of its own; replicas "
+            "join the one that is there from nothing",
         )
     if found.manifest is None:
         return _gone(held, found.newest, url)
