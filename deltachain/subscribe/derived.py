@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Final
 
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.subscribe.finding import Finding, components
 from deltachain.subscribe.trial import layer_of, mixed
 from deltachain.subscribe.ways import RELOADS, Way, bring
@@ -27,10 +27,10 @@ def find_derived(finding: Finding) -> None:
         TensorMismatchError: A live tensor follows the checkpoint, and it cannot be found out which
             tensors; or it cannot be tried.
     """
-    left = _uncovered(finding)
+    search = _Search(finding)
+    left = _uncovered(finding) | search.left_behind()
     if not left:
         return
-    search = _Search(finding)
     derived = search.affected(finding.source.present) & left
     if derived:
         search.ignore_unstable()
@@ -72,12 +72,34 @@ class _Search:
         self.links = {name: finding.links(name) for name in finding.source.present}
         self.groups = components(self.links, self.links, finding.together)
         self.unstable: dict[Way, frozenset[str]] = {}
+        self.missing: set[Way] = set()
 
     def ignore_unstable(self) -> None:
         """From now on, ignore what changes also when the engine loads the same bits again."""
         for way in (*RELOADS, "loaded"):
             found = self._load(way, self.groups, frozenset())
             self.unstable[way] = found or frozenset()
+
+    def left_behind(self) -> frozenset[str]:
+        """Live tensors that stay as they are when layers are reloaded, and not when repacked.
+
+        One may be in a module that other tensors are loaded into: that these change it proves
+        nothing of this one.
+        """
+        broken = self.finding.broken
+        groups = [group for group in self.groups if not broken.isdisjoint(group)]
+        found = self._left_behind(groups)
+        if found is None and "repacked" not in self.missing:
+            apart = [self._left_behind([group]) or frozenset() for group in groups]
+            found = frozenset().union(*apart)
+        return found or frozenset()
+
+    def _left_behind(self, groups: list[list[str]]) -> frozenset[str] | None:
+        """The same for some groups; ``None`` where they cannot be loaded in both ways."""
+        names = frozenset(name for group in groups for name in group)
+        repacked = self._load("repacked", groups, names) if names else frozenset()
+        reloaded = self._load("reloaded", groups, names) if repacked else frozenset()
+        return None if repacked is None or reloaded is None else repacked - reloaded
 
     def affected(self, names: Iterable[str]) -> frozenset[str]:
         """Live tensors and outputs that change; afterwards all is as it was.
@@ -109,7 +131,10 @@ class _Search:
             outputs = state.follows(frozenset(state.outputs))
             found = state.changed() | {f"{layer}()" for layer in outputs & state.outputs.keys()}
             return found - self.unstable.get(way, frozenset())
-        except Exception:  # noqa: BLE001 - an engine may raise anything: it has no such way
+        except EngineVersionError:
+            self.missing.add(way)
+            return None
+        except Exception:  # noqa: BLE001 - an engine may raise anything
             return None
         finally:
             state.put_back()

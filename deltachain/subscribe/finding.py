@@ -207,14 +207,17 @@ class Finding:
         found = self.layers.get(name, frozenset())
         for place in self.places[name]:
             found |= self.holders.get(_storage(place.live), frozenset())
-        return found if self.places[name] else self._with_twins(found)
+        return found if self.places[name] else self._with_twins(name, found)
 
-    def _with_twins(self, layers: frozenset[str]) -> frozenset[str]:
-        """Layers, and those that have the only tensor of one of them in common with it."""
-        found = set(layers)
+    def _with_twins(self, name: str, layers: frozenset[str]) -> frozenset[str]:
+        """Layers, and those that have the only tensor of one of them in common with it.
+
+        A vector beside what a tensor is packed into, such as a bias, is not that tensor.
+        """
+        found, shape = set(layers), self.source.specs[name].shape
         for layer in layers:
             held = [t for n, t in self.state.tensors.items() if self.state.owner[n] == layer]
-            if len(held) == 1:
+            if len(held) == 1 and (len(shape) < 2 or held[0].numel() > max(shape)):
                 found |= self.holders[_storage(held[0])]
         return frozenset(found)
 

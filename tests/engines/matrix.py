@@ -25,7 +25,7 @@ from deltachain.checkpoint import Checkpoint, read_assets, write_weights
 from deltachain.delta import TensorDelta
 from deltachain.errors import DeltaChainError
 from deltachain.fetch import Fetched
-from deltachain.subscribe.classes import Agreement, agree
+from deltachain.subscribe.classes import Agreement, agree, orphans
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.spool import Spool
@@ -105,8 +105,6 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
         at_first = copied(live(model))
         try:
             known = engine.known(config, model)
-            if not how["processed"]:  # nothing is packed yet, and no layer can be tried
-                known.packed = dict
             mine = Rank(known, specs.values(), {})
             refused, report = "", mine.report()
         except DeltaChainError as exc:
@@ -115,6 +113,10 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
         if not all(reports):
             wrong = differences(at_first, copied(live(model)))
             return _row(family, specs, None, wrong=wrong, refused=refused or "another rank refused")
+        lost = orphans(specs, reports)
+        if lost:
+            more = _gather(mine.find_unused(lost), tp)
+            reports = [{**one, **other} for one, other in zip(reports, more, strict=True)]
         agreement = agree(specs.values(), reports)
         after = _changed(specs, agreement, before, scratch / "after")
         mine.agree(agreement.classes, {n: who[rank] for n, who in agreement.holders.items()})
@@ -217,7 +219,7 @@ def _digest(
     for one in _gather(found, tp):
         lanes.update(one)
     total = sum((StateDigest.parse(digest) for digest in lanes.values()), StateDigest())
-    kept = [name for name in specs if agreement.classes[name] != "refused"]
+    kept = [name for name in specs if agreement.classes[name] not in ("refused", "unused")]
     return total == Checkpoint(after).state(kept)
 
 

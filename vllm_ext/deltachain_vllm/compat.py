@@ -70,6 +70,15 @@ def experts() -> type:
     return found
 
 
+def allow_tiles() -> None:
+    """Ask Linux for AMX, as vLLM's kernels do on a way to their first use; without, it kills us.
+
+    What experts compute may be tried before the engine has run a single step.
+    """
+    if hasattr(torch.cpu, "_init_amx") and torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 UNRECORDED: Final = frozenset({"bias"})
 """Parameters that vLLM's record of how a layer was created leaves out."""
 

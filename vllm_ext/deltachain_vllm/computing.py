@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from deltachain_vllm.compat import experts, linears
+from deltachain.subscribe.members import tensors_in
+from deltachain_vllm.compat import acts_last, allow_tiles, experts, linears
+
+WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")
+"""Attributes that say how many columns this rank's share of a layer has."""
 
 logger = logging.getLogger(__name__)
 
@@ -18,16 +23,59 @@ def computed(layer: nn.Module) -> Tensor | None:
     try:
         with torch.no_grad():
             if isinstance(layer, experts()):
-                return _of_experts(layer)
+                return _with_others(_of_experts(layer), layer, ("w13_", "w2_"))
             if isinstance(layer, linears()):
-                return _of_linear(layer)
+                return _with_others(_of_linear(layer), layer, ("weight", "bias"))
     except Exception as exc:  # noqa: BLE001 - then its tensors must speak for it
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None
 
 
+def _with_others(output: Tensor | None, layer: nn.Module, used: tuple[str, ...]) -> Tensor | None:
+    """An output, and what a plain layer keeps for others, as a gate does for its router."""
+    if output is None or "Unquantized" not in type(getattr(layer, "quant_method", None)).__name__:
+        return output
+    others = [p for n, p in layer._parameters.items() if p is not None and not n.startswith(used)]
+    return torch.cat([t.detach().reshape(-1).float() for t in (output, *others)])
+
+
+def taken_over(
+    layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]
+) -> dict[str, Tensor]:
+    """What attention layers made of the weight of a linear layer that they left without one.
+
+    So it is for latent attention on CPUs with AMX: it computes in the place of its ``kv_b_proj``.
+    """
+    empty = {
+        layer: name
+        for name, layer in layers.items()
+        if isinstance(layer, linears()) and _has_no_weight(layer) and _waits(layer)
+    }
+    return {
+        empty[part]: torch.cat([t.detach().reshape(-1).float() for _, t in held])
+        for attention in modules.values()
+        if empty and acts_last(attention)
+        for part in attention.modules()
+        if part in empty and (held := _made(attention))
+    }
+
+
+def _has_no_weight(layer: nn.Module) -> bool:
+    weight = getattr(layer, "weight", None)
+    return isinstance(weight, Tensor) and not weight.numel()
+
+
+def _waits(layer: nn.Module) -> bool:
+    """Whether a layer was told to leave its weight to another."""
+    return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
+
+
+def _made(attention: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, t) for n, t in tensors_in(attention) if t.numel() and "kv_cache" not in n]
+
+
 def _of_linear(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of vLLM
-    width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
+    width = next((getattr(layer, name) for name in WIDTHS if hasattr(layer, name)), 0)
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     dtype = _dtype(layer, weight)
     if not width or dtype is None:
@@ -38,6 +86,7 @@ def _of_linear(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of vLLM
 
 def _of_experts(layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
     """One row for each expert of this rank, whatever the router would have chosen."""
+    allow_tiles()
     weight = layer.w13_weight
     local = _local_experts(layer)
     rows = _rows(len(local), layer.hidden_size, layer.moe_config.in_dtype, weight)

@@ -14,9 +14,14 @@ from deltachain_vllm.model import VllmModel
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
 
 
-def worker_verbs(model: nn.Module, config: Any, rank: int) -> RankVerbs:  # noqa: ANN401 - vLLM's
+def worker_verbs(
+    model: nn.Module,
+    config: Any,  # noqa: ANN401 - vLLM's
+    rank: int,
+    draft: nn.Module | None = None,
+) -> RankVerbs:
     """The verbs of a worker; the same for its extension and its backend."""
-    return verbs_of(model, partial(VllmModel, model, config), rank)
+    return verbs_of(model, partial(VllmModel, model, config, draft), rank)
 
 
 class WorkerExtension:
@@ -65,8 +70,11 @@ class WorkerExtension:
 
     def _deltachain_do(self, verb: str, arguments: dict[str, Any]) -> Verdict:
         worker: Any = self
-        model = worker.model_runner.get_model()
-        return worker_verbs(model, worker.vllm_config, worker.rank).do(verb, arguments)
+        runner = worker.model_runner
+        draft = getattr(getattr(runner, "drafter", None), "model", None)
+        draft = draft if isinstance(draft, nn.Module) else None
+        verbs = worker_verbs(runner.get_model(), worker.vllm_config, worker.rank, draft)
+        return verbs.do(verb, arguments)
 
 
 def knows_us(named: str) -> bool:

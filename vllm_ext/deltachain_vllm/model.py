@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,15 @@ from vllm.config import set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
-from deltachain.subscribe.members import Members
-from deltachain.subscribe.probe import is_plain, layers_of, output_of, processed
-from deltachain.subscribe.recorder import live_tensors
+from deltachain.subscribe.members import Members, tensors_in
+from deltachain.subscribe.probe import is_plain, layers_of, processed
 from deltachain_vllm.compat import check_version, layerwise, linears
+from deltachain_vllm.computing import computed, taken_over
+from deltachain_vllm.reloading import reload
 from deltachain_vllm.repacking import repack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
-"""Warns of every layer that a partial reload leaves alone."""
 
 
 def checkpoint_of(config: VllmConfig) -> Path:
@@ -40,15 +38,19 @@ class VllmModel:
     Args:
         model: As vLLM loaded it.
         config: The worker's.
+        draft: The model that drafts tokens for it, if there is one. Nothing is loaded into it.
 
     Raises:
         EngineVersionError: This vLLM was not tested.
     """
 
-    def __init__(self, model: nn.Module, config: VllmConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: VllmConfig, draft: nn.Module | None = None
+    ) -> None:
         check_version()
         self.model = model
         self.config = config
+        self.draft = draft
 
     @property
     def checkpoint(self) -> Path:
@@ -56,13 +58,22 @@ class VllmModel:
         return checkpoint_of(self.config)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Every module of the model."""
-        return dict(self.model.named_modules())
+        """Every module, those that only a draft model has below ``draft``."""
+        found = dict(self.model.named_modules())
+        if self.draft is not None:
+            known = set(found.values())
+            drafting = self.draft.named_modules(prefix="draft")
+            found.update((name, module) for name, module in drafting if module not in known)
+        return found
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Every live tensor but the KV cache."""
-        found = live_tensors(self.model)
-        return {name: t for name, t in found.items() if not name.endswith("kv_cache")}
+        return {
+            f"{name}.{path}" if name else path: tensor
+            for name, module in self.modules().items()
+            for path, tensor in tensors_in(module)
+            if tensor.numel() and not tensor.is_meta and "kv_cache" not in path
+        }
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
         """The model's own ``load_weights``."""
@@ -70,50 +81,22 @@ class VllmModel:
             return self.model.load_weights(tensors)  # type: ignore[operator]
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Reload layer by layer, as vLLM does; if it fails, no layer is left half loaded."""
-        reload = layerwise()
-        noisy = logging.getLogger(NOISY)
-        level = noisy.level
-        noisy.setLevel(logging.ERROR)
-        try:
-            with set_current_vllm_config(self.config):
-                reload.initialize_layerwise_reload(self.model)
-                self.model.load_weights(tensors)  # type: ignore[operator]
-                reload.finalize_layerwise_reload(self.model, self.config.model_config)
-                self._pack_tied()
-        finally:
-            noisy.setLevel(level)
-            self._abandon(reload)
+        """See :mod:`deltachain_vllm.reloading`."""
+        with self._as_when_loading():
+            reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :mod:`deltachain_vllm.repacking`."""
+        known = dict(self.model.named_modules())
+        mine = [name for name in layers if name in known]
+        with self._as_when_loading():
+            repack(self.model, mine, partial(self.load, tensors), self.config.model_config.dtype)
+
+    @contextmanager
+    def _as_when_loading(self) -> Iterator[None]:
         dtype = self.config.model_config.dtype
-        with (
-            set_current_vllm_config(self.config),
-            set_default_torch_dtype(dtype),
-            torch.no_grad(),
-        ):
-            repack(self.model, layers, lambda: self.model.load_weights(tensors), dtype)  # type: ignore[operator]
-
-    def _pack_tied(self) -> None:
-        """Pack layers whose weight is another layer's again: the reload packs that other one."""
-        seen: set[int] = set()
-        for layer in self.model.modules():
-            weight = getattr(layer, "weight", None)
-            if isinstance(layer, linears()) and isinstance(weight, Tensor) and weight.numel():
-                if _storage(weight) in seen:
-                    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
-                seen.add(_storage(weight))
-
-    def _abandon(self, reload: Any) -> None:  # noqa: ANN401
-        """End a reload that stopped in the middle; nothing is left to do after one that did not."""
-        for layer in self.model.modules():
-            info = reload.get_layerwise_info(layer)
-            if not info.can_load():
-                continue
-            if info.kernel_tensors is not None:
-                reload._place_kernel_tensors(layer, info)
-            info.reset()
+        with set_current_vllm_config(self.config), set_default_torch_dtype(dtype), torch.no_grad():
+            yield
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Load meta tensors into a meta copy of every layer, as it was before it was packed."""
@@ -123,17 +106,17 @@ class VllmModel:
     @contextmanager
     def _as_before_loading(self) -> Iterator[dict[int, str]]:
         """Every layer as it was before loading, most of it on the meta device; whose is what."""
-        reload = layerwise()
+        steps = layerwise()
         kept = Members(self.model.modules())
         owner: dict[int, str] = {}
         try:
             for name, layer in self.model.named_modules():
-                reload.restore_layer_on_meta(layer, reload.get_layerwise_info(layer))
+                steps.restore_layer_on_meta(layer, steps.get_layerwise_info(layer))
                 for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                     if tensor is None:
                         continue
                     if tensor.is_meta and hasattr(tensor, "weight_loader"):
-                        tensor.weight_loader = reload._get_original_loader(tensor)
+                        tensor.weight_loader = steps._get_original_loader(tensor)
                     owner.setdefault(_storage(tensor), name)
             yield owner
         finally:
@@ -150,13 +133,12 @@ class VllmModel:
             return isinstance(found, linears()) and is_plain(found)
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """Outputs of the linear layers among these whose weight can not be read or is a copy."""
-        found = {}
-        with set_current_vllm_config(self.config), torch.no_grad():
-            for name, layer in self.model.named_modules():
-                if name in layers and isinstance(layer, linears()):
-                    found[name] = output_of(layer)
-        return {name: output for name, output in found.items() if output is not None}
+        """See :mod:`deltachain_vllm.computing`."""
+        modules = self.modules()
+        with set_current_vllm_config(self.config):
+            outputs = {n: computed(m) for n, m in modules.items() if n in layers}
+            outputs |= taken_over({n: m for n, m in modules.items() if n in layers}, modules)
+        return {name: output for name, output in outputs.items() if output is not None}
 
 
 def _storage(tensor: Tensor) -> int:

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from deltachain.subscribe.members import Members
 from deltachain_vllm.compat import (
     UNRECORDED,
     acts_last,
@@ -35,7 +36,8 @@ def repack(
 
     Args:
         model: Not in use meanwhile.
-        layers: By name. Others that share a parameter with one of them are packed again as well.
+        layers: By name. Others that share a parameter with one of them are packed again as well,
+            and what is made of theirs is; such layers keep their tensors.
         load: Calls the model's own loader.
         dtype: Of activations.
     """
@@ -46,6 +48,8 @@ def repack(
     tied = _ties(every, raw)
     views = [view for one in every for view in _views(one, chosen)]
     aliases = {one: dict(one._buffers) for one in raw}
+    touched = {*(layer for layer, _ in tied), *(view.holder for view in views), *last}
+    beside = Members(touched - chosen)
     for layer in raw:
         _make_raw(layer)
     for (layer, name), (first, called) in tied.items():
@@ -63,6 +67,7 @@ def repack(
     _process(scaled)
     for layer in last:
         layer.process_weights_after_loading(dtype)  # type: ignore[operator]
+    beside.settle()
 
 
 def _process(layers: Iterable[nn.Module]) -> None:
@@ -126,7 +131,7 @@ def _views(holder: nn.Module, chosen: set[nn.Module]) -> Iterator[_View]:
 
 
 def _make_raw(layer: nn.Module) -> None:
-    """Give a layer the tensors that it was created with; zeros, but for buffers."""
+    """Give a layer the tensors that it was created with; zeros, but for buffers and its bias."""
     reload = layerwise()
     info = reload.get_layerwise_info(layer)
     buffers = dict(layer._buffers)
@@ -135,6 +140,8 @@ def _make_raw(layer: nn.Module) -> None:
     reload.materialize_layer(layer, info)
     for name in on_meta:
         raw, before = getattr(layer, name), buffers.get(name)
+        if hasattr(raw, "weight_loader"):  # of the last reload, which waits for nothing any more
+            raw.weight_loader = reload._get_original_loader(raw)
         if before is not None and (before.shape, before.dtype) == (raw.shape, raw.dtype):
             raw.data.copy_(before)
         else:
@@ -142,12 +149,12 @@ def _make_raw(layer: nn.Module) -> None:
     for name in UNRECORDED & layer._parameters.keys():
         parameter = layer._parameters[name]
         if parameter is not None:
-            layer._parameters[name] = _zeros_like(parameter, raw_dtype(layer, parameter))
+            layer._parameters[name] = _copy(parameter, raw_dtype(layer, parameter))
 
 
-def _zeros_like(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Zeros with everything else that a parameter has, its loader included."""
-    raw: Any = torch.zeros_like(parameter.data, dtype=dtype)
+def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
+    """The same numbers, with everything else that a parameter has, its loader included."""
+    raw: Any = parameter.data.to(dtype, copy=True)
     raw.__class__ = parameter.__class__
     raw.__dict__ = parameter.__dict__.copy()
     found: nn.Parameter = raw

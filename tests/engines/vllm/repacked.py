@@ -1,0 +1,137 @@
+"""Layers packed again from other weights, held against a fresh load of these."""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
+from deltachain.subscribe.members import Members
+from tests.engines.compare import copied, differences, live
+from tests.engines.families import checkpoint
+from tests.engines.vllm.fresh import known, load_in_context
+
+
+def examine(rank: int, family: str, tp: int = 1, *, plain: bool = False) -> dict[str, Any]:
+    """What differs from a fresh load when layers are packed again; every rank must call this.
+
+    Returns:
+        Under ``all`` when every layer was, under ``some`` when every other one and nothing else
+        was to change, under ``back`` when all went back to the first weights.
+    """
+    how: Any = {"tp": tp, "rank": rank, "plain_linears": plain}
+    before = checkpoint(family)
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        after = changed(before, Path(scratch) / "after")
+        one, other = _weights(before), _weights(after)
+        fresh = _fresh(after, how)
+        with load_in_context(before, **how) as (config, model):
+            engine = known(config, model)
+            at_first = _everything(config, model)
+            groups = _groups(engine, Checkpoint(before))
+            every = sorted(layer for layers, _ in groups for layer in layers)
+            _repack(engine, every, other.items())
+            found["all"] = differences(fresh, _everything(config, model))
+            _repack(engine, every, one.items())
+            found["back"] = differences(at_first, _everything(config, model))
+            some = groups[::2]
+            names = {name for _, those in some for name in those}
+            mixed = {n: other[n] if n in names else one[n] for n in one}
+            for layers, those in some:
+                _repack(engine, layers, [(n, other[n]) for n in one if n in those])
+            now = _everything(config, model)
+        fresh = _fresh(_write(before, mixed, Path(scratch) / "mixed"), how)
+        found["some"] = differences(fresh, now)
+        found["tried"] = sum(name.endswith("()") for name in fresh)
+    return found
+
+
+def examine_two(rank: int, *families: str) -> dict[str, Any]:
+    """Those of several families on one of two ranks, unpacked and packed."""
+    for family in families:  # once there are ranks, only the first can save
+        checkpoint(family)
+    return {
+        f"{family} {'plain' if plain else 'packed'}": examine(rank, family, 2, plain=plain)
+        for family in families
+        for plain in (True, False)
+    }
+
+
+def _repack(engine: Any, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """As attaching does it: new tensors are copied into those that were there."""
+    members = Members(engine.modules().values())
+    engine.repack(layers, tensors)
+    members.settle()
+
+
+def changed(before: Path, after: Path) -> Path:
+    """A checkpoint with other numbers in every tensor."""
+    return _write(before, {name: _other(name, t) for name, t in _weights(before).items()}, after)
+
+
+def _other(name: str, tensor: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(f"other/{name}".encode()))
+    if tensor.is_floating_point():
+        return (torch.randn(tensor.shape, generator=generator) * 0.07).to(tensor.dtype)
+    return tensor.flip(0)
+
+
+def _write(before: Path, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name, data in read_assets(before).items():
+        (folder / name).write_bytes(data)
+    save_file(dict(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return folder
+
+
+def _weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / WEIGHTS_FILE)
+
+
+def _fresh(folder: Path, how: Any) -> dict[str, Tensor]:
+    with load_in_context(folder, **how) as (config, model):
+        return _everything(config, model)
+
+
+def _everything(config: Any, model: torch.nn.Module) -> dict[str, Tensor]:
+    engine = known(config, model)
+    outputs = engine.compute(frozenset(engine.modules()))
+    return copied(live(model)) | {f"{name}()": output for name, output in outputs.items()}
+
+
+def _groups(engine: Any, files: Checkpoint) -> list[tuple[set[str], set[str]]]:
+    """Layers, and the tensors that they are loaded from, as small as they can be."""
+    from deltachain.names import TORCH_DTYPES  # noqa: PLC0415
+
+    meta = {
+        name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+        for name, spec in files.specs.items()
+    }
+    into = engine.layers(meta)
+    groups: list[tuple[set[str], set[str]]] = []
+    for name, layers in into.items():
+        joined = [g for g in groups if g[0] & layers]
+        rest = [g for g in groups if not g[0] & layers]
+        merged: tuple[set[str], set[str]] = (set(layers), {name})
+        for more, names in joined:
+            merged = (merged[0] | more, merged[1] | names)
+        groups = [*rest, merged]
+    return groups
+
+
+def report(families: Iterable[str]) -> dict[str, Any]:
+    """One rank of one, for a look by hand."""
+    found: dict[str, Any] = defaultdict(dict)
+    for family in families:
+        for plain in (True, False):
+            found[family]["plain" if plain else "packed"] = examine(0, family, plain=plain)
+    return found

@@ -1,0 +1,86 @@
+"""vLLM's own layerwise reload, held to the layers that something is loaded into."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import nn
+
+from deltachain_vllm.compat import acts_last, layerwise, process
+
+NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
+"""Warns of every layer that a partial reload leaves alone."""
+
+
+def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  # noqa: ANN401
+    """Reload layer by layer, as vLLM does; if it fails, no layer is left half loaded.
+
+    Args:
+        model: Not in use meanwhile.
+        load: Calls the model's own loader.
+        config: vLLM's, of the model.
+    """
+    steps = layerwise()
+    with _silent(), _finished(model, steps):
+        steps.initialize_layerwise_reload(model)
+        load()
+        touched = {layer for layer in model.modules() if _is_touched(steps, layer)}
+        for layer in model.modules():
+            if layer not in touched and not (
+                acts_last(layer) and not touched.isdisjoint(layer.modules())
+            ):
+                _abandon(steps, layer)
+        steps.finalize_layerwise_reload(model, config)
+        _pack_tied(model, touched)
+
+
+def _is_touched(steps: Any, layer: nn.Module) -> bool:  # noqa: ANN401
+    """Whether anything was loaded into a layer; one that is done waits for nothing any more."""
+    info = steps.get_layerwise_info(layer)
+    return not info.can_load() or info.load_numel > 0
+
+
+def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
+    """Pack layers whose parameter is one of a reloaded layer again: nothing is loaded into them."""
+    held = {_at(p) for layer in touched for p in layer._parameters.values()} - {0}
+    for layer in model.modules():
+        if layer not in touched and any(_at(p) in held for p in layer._parameters.values()):
+            process(layer)
+
+
+def _at(parameter: nn.Parameter | None) -> int:
+    return parameter.data_ptr() if parameter is not None and parameter.numel() else 0
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    noisy = logging.getLogger(NOISY)
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
+
+
+@contextmanager
+def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
+    """End a reload that stopped in the middle; nothing is left to do after one that did not."""
+    try:
+        yield
+    finally:
+        for layer in model.modules():
+            _abandon(steps, layer)
+
+
+def _abandon(steps: Any, layer: nn.Module) -> None:  # noqa: ANN401
+    """Have a layer hold what it held before the reload began."""
+    info = steps.get_layerwise_info(layer)
+    if not info.can_load():
+        return
+    if info.kernel_tensors is not None:
+        steps._place_kernel_tensors(layer, info)
+    info.reset()
