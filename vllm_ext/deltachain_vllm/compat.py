@@ -79,6 +79,17 @@ def allow_tiles() -> None:
         torch.cpu._init_amx()
 
 
+def own_loader(tensor: Any) -> None:  # noqa: ANN401 - with attributes of vLLM's
+    """Give a tensor the loader that a reload put its own in front of.
+
+    vLLM takes it away where something was loaded. Left there, it drops whatever it is given.
+    """
+    if hasattr(tensor, "weight_loader"):
+        loader = layerwise()._get_original_loader(tensor)
+        if loader is not tensor.weight_loader:
+            tensor.weight_loader = loader
+
+
 UNRECORDED: Final = frozenset({"bias"})
 """Parameters that vLLM's record of how a layer was created leaves out."""
 

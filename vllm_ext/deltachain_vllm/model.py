@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from deltachain.checkpoint import named_folder
 from deltachain.subscribe.members import Members, tensors_in
 from deltachain.subscribe.probe import is_plain, layers_of, processed
-from deltachain_vllm.compat import check_version, layerwise, linears
+from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
 from deltachain_vllm.reloading import reload
 from deltachain_vllm.repacking import repack
@@ -115,8 +115,7 @@ class VllmModel:
                 for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                     if tensor is None:
                         continue
-                    if tensor.is_meta and hasattr(tensor, "weight_loader"):
-                        tensor.weight_loader = steps._get_original_loader(tensor)
+                    own_loader(tensor)
                     owner.setdefault(_storage(tensor), name)
             yield owner
         finally:

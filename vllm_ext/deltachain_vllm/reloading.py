@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from deltachain_vllm.compat import acts_last, layerwise, process
+from deltachain_vllm.compat import acts_last, layerwise, own_loader, process
 
 NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 """Warns of every layer that a partial reload leaves alone."""
@@ -77,10 +77,12 @@ def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def _abandon(steps: Any, layer: nn.Module) -> None:  # noqa: ANN401
-    """Have a layer hold what it held before the reload began."""
+    """Have a layer hold what it held before the reload began, its bias with its own loader."""
     info = steps.get_layerwise_info(layer)
     if not info.can_load():
         return
     if info.kernel_tensors is not None:
         steps._place_kernel_tensors(layer, info)
+    for tensor in steps.get_layer_tensors(layer).values():
+        own_loader(tensor)
     info.reset()

@@ -21,6 +21,7 @@ from deltachain_vllm.compat import (
     as_before_processing,
     layerwise,
     left_alone,
+    own_loader,
     process,
     raw_dtype,
 )
@@ -140,8 +141,7 @@ def _make_raw(layer: nn.Module) -> None:
     reload.materialize_layer(layer, info)
     for name in on_meta:
         raw, before = getattr(layer, name), buffers.get(name)
-        if hasattr(raw, "weight_loader"):  # of the last reload, which waits for nothing any more
-            raw.weight_loader = reload._get_original_loader(raw)
+        own_loader(raw)
         if before is not None and (before.shape, before.dtype) == (raw.shape, raw.dtype):
             raw.data.copy_(before)
         else:
@@ -157,6 +157,7 @@ def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     raw: Any = parameter.data.to(dtype, copy=True)
     raw.__class__ = parameter.__class__
     raw.__dict__ = parameter.__dict__.copy()
+    own_loader(raw)
     found: nn.Parameter = raw
     return found
 
