@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,6 +33,7 @@ from deltachain.manifest import BaseRef, Edge, ObjectRef
 from deltachain.plan import Plan
 from deltachain.references import check_encodings
 from deltachain.store import Buffer, Store
+from deltachain.threads import Pool
 from deltachain.types import StateDigest, TensorSpec
 
 LOST: Final = (
@@ -94,7 +95,7 @@ class Fetched:
 
         A few tensors are decoded at a time: as many as there are threads, and one more each.
         """
-        with ThreadPoolExecutor(DECODERS) as pool:
+        with Pool(DECODERS) as pool:
             ahead: deque[Future[TensorDelta]] = deque()
             for name in self.names:
                 ahead.append(pool.submit(self.read, name))
@@ -161,7 +162,7 @@ def fetch(
         return part
 
     if len(refs) > 1:
-        with ThreadPoolExecutor(min(THREADS, len(refs))) as pool:
+        with Pool(min(THREADS, len(refs))) as pool:
             parts = tuple(pool.map(get, refs))
     else:
         parts = tuple(map(get, refs))

@@ -3,7 +3,6 @@
 # ruff: noqa: PLC0415 - what a command needs is imported when it runs
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from rich.text import Text
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, KeyFile, TokenFile, secret
 from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.threads import Pool
 
 if TYPE_CHECKING:
     from deltachain.control.client import ReplicaClient
@@ -60,7 +60,7 @@ def fleet(
     if version is not None and verb not in VERSIONED:
         raise ConfigError(f"{verb} takes no version")
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
-    with ThreadPoolExecutor(len(engines)) as pool:
+    with Pool(len(engines)) as pool:
         clients = [ReplicaClient(engine, token=token, key=key) for engine in engines]
         found = list(pool.map(lambda client: _ask(client, verb, version), clients))
     rows = compared([_row(client.url, one) for client, one in zip(clients, found, strict=True)])

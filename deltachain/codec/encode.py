@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -19,6 +18,7 @@ from deltachain.delta import TensorDelta
 from deltachain.digest import object_digest
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
+from deltachain.threads import Pool
 from deltachain.types import WIRE_DTYPES, Bits, Indices, StateDigest
 
 SEGMENT: Final = 1 << 20
@@ -109,7 +109,7 @@ def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
     if raw:
         encoded = [_encode_raw(group) for group in groups]
     elif len(groups) > 1:
-        with ThreadPoolExecutor(min(len(groups), os.cpu_count() or 1)) as pool:
+        with Pool(min(len(groups), os.cpu_count() or 1)) as pool:
             encoded = list(pool.map(_encode_bucket, range(len(groups)), groups))
     else:
         encoded = [_encode_bucket(number, group) for number, group in enumerate(groups)]

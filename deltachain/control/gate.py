@@ -17,7 +17,9 @@ from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
 from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
+from deltachain.errors import ControlPlaneError
 from deltachain.subscribe.leader import Leader
+from deltachain.threads import started
 
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
@@ -167,7 +169,8 @@ async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
         except BaseException as exc:  # noqa: BLE001 - whoever awaits it gets it
             outcome.set_exception(exc)
 
-    Thread(target=run, name="deltachain-control", daemon=True).start()
+    if not started(Thread(target=run, name="deltachain-control", daemon=True)):
+        raise ControlPlaneError("this process has no thread left for the answer", hint="ask again")
     return await asyncio.wrap_future(outcome)
 
 

@@ -25,6 +25,7 @@ from deltachain.errors import (
     ApplyError,
     ChainError,
     ConfigError,
+    ControlPlaneError,
     DeltaChainError,
     FormatError,
     StoreError,
@@ -162,6 +163,7 @@ def _status_of(exc: DeltaChainError) -> int:
         ApplyError: 409,
         FormatError: 502,
         StoreError: 503,
+        ControlPlaneError: 503,
     }
     return next((code for kind, code in kinds.items() if isinstance(exc, kind)), 500)
 

@@ -8,15 +8,19 @@ wraparound test to each access and nothing vectorises.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core import caching
 
 from deltachain.kernels.reference import MIX_A, MIX_B, PHI, Changes, SplitSteps
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
+
+logger = logging.getLogger(__name__)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -31,12 +35,46 @@ _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 """``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the number of that byte."""
 
 
+_FunctionCache: Final[Any] = caching.FunctionCache  # untyped, too
 _njit: Final[Any] = numba.njit  # untyped up to numba 0.67, and narrower than what it does since
 
 
+class _Cache(_FunctionCache):  # type: ignore[misc]  # see there
+    """What was compiled, on disk; without a disk that takes it, every process compiles anew."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:  # noqa: ANN401
+        """See numba's own."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as exc:
+            _warn(exc)
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:  # noqa: ANN401
+        """See numba's own."""
+        try:
+            return super().load_overload(sig, target_context)
+        except OSError as exc:
+            _warn(exc)
+            return None
+
+
+def _warn(cause: Exception) -> None:
+    if not _warned:
+        _warned.append(True)
+        logger.warning("compiled kernels are not kept, each process compiles them anew: %s", cause)
+
+
+_warned: Final[list[bool]] = []
+
+
 def _jit(function: _F) -> _F:
-    compiled: _F = _njit(nogil=True, cache=True)(function)
-    return compiled
+    compiled: Any = _njit(nogil=True)(function)
+    try:
+        compiled._cache = _Cache(function)  # as numba's own enable_caching does
+    except (OSError, RuntimeError) as exc:  # no folder may be written to
+        _warn(exc)
+    kernel: _F = compiled
+    return kernel
 
 
 def _inlined(function: _F) -> _F:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self, TypeAlias
@@ -32,6 +32,7 @@ from deltachain.publish.source import Live, walk
 from deltachain.publish.together import FAILURES, led
 from deltachain.publish.upload import Slot
 from deltachain.store import Store, open_store
+from deltachain.threads import Pool
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Publisher:
         self.config = PublishConfig(url=config) if isinstance(config, str) else config
         self.last: PublishReceipt | None = None
         self._store = store or open_store(self.config.url, self.config.storage_options, writer=True)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="deltachain-publish")
+        self._pool = Pool(1, "deltachain-publish")
         self._session: Session | None = None
         self._in_flight: Published | None = None
         self._busy = False

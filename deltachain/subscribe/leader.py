@@ -36,6 +36,7 @@ from deltachain.subscribe.status import lag
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.tally import Tally
 from deltachain.subscribe.target import Held
+from deltachain.threads import started
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,11 @@ class Leader:
             logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
         if self.settings.follow:
             self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
-            self._thread.start()
+            if not started(self._thread):
+                self._thread = None
+                raise ApplyError(
+                    "no thread is left to follow in", hint="let this process have more (ulimit -u)"
+                )
 
     def end(self) -> None:
         """Let following end soon; may be called from a signal handler."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from threading import Event, RLock
 from types import TracebackType
@@ -34,6 +33,7 @@ from deltachain.subscribe.target import Held, Prepared
 from deltachain.subscribe.targets import TargetLike, as_target
 from deltachain.subscribe.undo import UndoLog
 from deltachain.subscribe.watch import Watch
+from deltachain.threads import Pool
 from deltachain.types import StateDigest, Version
 
 logger = logging.getLogger(__name__)
@@ -335,7 +335,7 @@ class Subscriber:
     def _stage(self, committed: Committed, held: Held | None, generation: int) -> Staged:
         """Stage the way to a committed version from what was held at a generation."""
         start = time.perf_counter()
-        with ThreadPoolExecutor(1) as pool:  # one look beside the fetch costs no round trip more
+        with Pool(1) as pool:  # one look beside the fetch costs no round trip more
             looking = pool.submit(self._newest, committed.version)
             fetched = fetch_around(self.chain, held, committed, base=self.config.base)
         fetched_at = time.perf_counter()
