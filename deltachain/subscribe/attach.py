@@ -10,10 +10,10 @@ name. Whatever is found, the engine holds afterwards exactly what it held before
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
-from deltachain.subscribe.classes import Classified, TensorClass
+from deltachain.subscribe.classes import ON_HOST, Classified, TensorClass
 from deltachain.subscribe.derived import find_derived
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.finding import Finding, distinct
@@ -34,12 +34,15 @@ class Attached:
         reasons: Of those that are not in place.
         places: Of those that are, aliases included.
         groups: Of those that the engine loads, with their way.
+        readable: Where those of these are that lie bit by bit in a live tensor, beside what is
+            computed from.
     """
 
     classes: Mapping[str, TensorClass]
     reasons: Mapping[str, str]
     places: Mapping[str, tuple[Place, ...]]
     groups: tuple[tuple[Way, Group], ...] = ()
+    readable: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
 
     @property
     def layers(self) -> frozenset[str]:
@@ -97,11 +100,14 @@ def attach_again(model: EngineModel, source: Source, before: Attached) -> Attach
         TensorMismatchError: It also changed how it lays them out.
     """
     recording = record(model.load, source.loaded.values(), model.modules())
-    places: dict[str, list[Place]] = {name: [] for name in before.places}
-    for here, found in recording.places.items():
-        if source.owner[here] in places:
-            places[source.owner[here]] += found
-    after = replace(before, places={n: tuple(distinct(p)) for n, p in places.items()})
+    found: dict[str, list[Place]] = {name: [] for name in source.specs}
+    for here, places in recording.places.items():
+        found[source.owner[here]] += places
+    after = replace(
+        before,
+        places={name: tuple(distinct(found[name])) for name in before.places},
+        readable={name: tuple(distinct(found[name])) for name in before.readable},
+    )
     if after.report() != before.report():
         raise TensorMismatchError(
             "the engine laid its weights out anew", hint="restart the engine to follow on"
@@ -113,4 +119,5 @@ def _attached(finding: Finding) -> Attached:
     classes = finding.classes
     kept = {n: tuple(p) for n, p in finding.places.items() if classes[n] == "in_place"}
     reasons = {n: r for n, r in finding.reasons.items() if classes[n] != "in_place"}
-    return Attached(classes, reasons, kept, tuple(finding.groups))
+    readable = {n: tuple(finding.places[n]) for n in finding.read if classes[n] in ON_HOST}
+    return Attached(classes, reasons, kept, tuple(finding.groups), readable)

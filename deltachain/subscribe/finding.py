@@ -52,6 +52,7 @@ class Finding:
         self.shared: set[str] = set()
         self.alike: set[str] = set()
         self.hidden: set[str] = set()
+        self.read: set[str] = set()
         self.needs: dict[str, TensorClass] = {}
         self.classes: dict[str, TensorClass] = {}
         self.groups: list[tuple[Way, Group]] = []
@@ -93,13 +94,16 @@ class Finding:
         sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
         for name, spec in self.source.specs.items():
             self.places[name] = distinct(self.places[name])
+            self.read.update([name] if self.places[name] else [])
             for place in self.places[name]:
                 dtype = WIRE_NAMES.get(place.live.dtype)
                 if dtype != spec.dtype:
+                    self.read.discard(name)
                     self.reasons.setdefault(name, f"the engine serves it as {dtype}")
                 elif not same_bits(
                     place.view, on_device_of(place.live, place.cut(self.source.bits(name)))
                 ):
+                    self.read.discard(name)
                     self.break_(name, "the engine changed its bits after loading")
                 sharing[_storage(place.live)].append((name, place))
         for shared in sharing.values():

@@ -31,6 +31,7 @@ from deltachain.subscribe.attach import attach, attach_again
 from deltachain.subscribe.classes import ON_HOST, Classified, TensorClass
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.members import Bits, undisturbed
+from deltachain.subscribe.patch import same_bits
 from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_at, warm_up
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.source import Source, tensor_of
@@ -40,7 +41,7 @@ from deltachain.subscribe.target import Write, take_back, write_all
 from deltachain.subscribe.trial import State
 from deltachain.subscribe.unused import find_unused
 from deltachain.subscribe.ways import bring
-from deltachain.subscribe.windows import Place, Window
+from deltachain.subscribe.windows import Place, Window, on_device_of
 from deltachain.types import StateDigest, TensorSpec, Version
 
 Slot: TypeAlias = tuple[str, int]
@@ -266,11 +267,11 @@ class Rank:
 
     def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> float:
         start = time.perf_counter()
-        writes = self._undoes(staged) if back else self._writes(staged)
-        written = write_all(writes, version)
+        written = write_all(self._undoes(staged) if back else self._writes(staged), version)
         on_host = staged.names & self._copies.keys()
         try:
             self._load(on_host)
+            self._read_back(on_host)
         except Exception as exc:
             take_back(written, version, exc)
             self._load_old(on_host, version)
@@ -324,6 +325,18 @@ class Rank:
                 layers = frozenset()
             wanted = [name for group in groups for name in group.names if name in self._copies]
             bring(self.model, way, layers, self._clones(wanted))
+
+    def _read_back(self, names: set[str]) -> None:
+        """Prove that the engine has put what it loaded where it can be read.
+
+        Raises:
+            TensorMismatchError: A live tensor holds other bits than were loaded.
+        """
+        for name in names & self._attached.readable.keys():
+            for place in self._attached.readable[name]:
+                loaded = on_device_of(place.live, place.cut(self._copies[name]))
+                if not same_bits(place.view, loaded):
+                    raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
 
     def loads_the_same(self) -> bool:
         """Load every host copy again; whether the engine held and computed just that before.

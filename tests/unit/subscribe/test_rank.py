@@ -20,6 +20,7 @@ from deltachain.subscribe import target
 from deltachain.subscribe.patch import Patch, write
 from deltachain.subscribe.rank import Rank, RankStaged
 from deltachain.subscribe.ways import Group
+from deltachain.testing.sharding import Shape
 from deltachain.types import TensorSpec
 from tests.gpu.ranks import Bench
 
@@ -166,6 +167,23 @@ def test_a_failed_write_is_taken_back_if_the_old_bits_are_there(
         with pytest.raises(error):
             bench.rank.swap(1, 1, back=False)
     assert bench.model.holds(bench.old) == (error is PartialApplyError)
+
+
+def test_what_the_engine_did_not_load_after_all_is_read_back_and_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench("cpu", "step", tmp_path, Shape(odd=("shadow",)))
+    bench.stage(1)
+    readable = {name.split(".")[2] for name in bench.rank._attached.readable}
+    assert readable == {"shadow"}, "its weight is beside what it computes from"
+    reload = bench.model.reload
+    monkeypatch.setattr(bench.model, "reload", lambda _: None)
+    with pytest.raises(PartialApplyError, match=r"shadow\.weight' is not what was loaded"):
+        bench.rank.swap(1, 1, back=False)
+    assert bench.model.holds(bench.old)
+    monkeypatch.setattr(bench.model, "reload", reload)
+    bench.rank.swap(1, 1, back=False)
+    assert bench.model.holds(bench.new)
 
 
 def test_it_knows_whom_it_was_attached_for(bench: Bench) -> None:
