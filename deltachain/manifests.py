@@ -78,11 +78,15 @@ class Manifests:
                 f"{key}: is of chain {manifest.chain}, {CHAIN_KEY} says {self._chain}: two "
                 "chains were made here",
                 version=version,
-                hint="put back the chain.json that belongs to these manifests, or remove them",
+                hint=f"put back the {CHAIN_KEY} that belongs to these manifests, or remove them; "
+                "where a new chain took the place of an old one, replicas join it from nothing",
             )
         if manifest.version != version:
             raise MalformedError(
-                f"{key}: is version {manifest.version} of chain {manifest.chain}", key=key
+                f"{key}: is version {manifest.version} of chain {manifest.chain}",
+                key=key,
+                hint="another object was put in its place: put it back from a backup; or remove "
+                f"{key} and every later manifest, and start the publisher again",
             )
         read_state(manifest.state, key=key)
         self.looks.read(version, found.digest)

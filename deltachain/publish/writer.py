@@ -204,11 +204,13 @@ def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]
         return 0, ""
     try:
         plan = chain.plan(None, parent)
-        key = _first_part(chain.edge(plan.edges[0], parent))
+        chain.look_ahead(plan)
+        edges = [chain.edge(summary, parent) for summary in plan.edges]
     except (BrokenChainError, ObjectNotFoundError, FormatError):
         return sys.maxsize, ""
-    gone = bool(key) and chain.store.find(key) is None
-    return (sys.maxsize, "") if gone else (plan.cost, key)
+    parts = [key for edge in edges if (key := _first_part(edge))]
+    gone = len(chain.store.find_all(parts)) < len(parts)
+    return (sys.maxsize, "") if gone else (plan.cost, _first_part(edges[0]))
 
 
 def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:

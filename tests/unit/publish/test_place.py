@@ -322,3 +322,18 @@ def test_an_anchor_that_only_the_hint_names_is_listed_by_the_next_publisher(
     chain = Chain.open(store)
     assert anchor in chain.read(4).manifest.recent
     assert chain.plan(None, chain.read(4)).edges[0] == anchor
+
+
+@pytest.mark.parametrize("lost", [manifest_key(2), "deltas/00000000000000000002"])
+def test_an_anchor_is_due_where_something_on_the_way_to_the_head_is_gone(
+    attach: Attach, store: MemoryStore, lost: str
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=1000.0)
+    publish(publisher, model, 1, 2, 3)
+    publisher.close()
+    lose(store, lost)
+    publish(attach(model, anchor_factor=1000.0), model, 4)
+    head = Chain.open(store).head()
+    assert head is not None
+    assert Chain.open(store).plan(None, head).edges[0].version == head.version
