@@ -111,14 +111,22 @@ class _Search:
         groups = [group for group in self.groups if not changed.isdisjoint(group)]
         if not groups:
             return frozenset()
-        loads = [self._load(way, groups, changed) for way in (*RELOADS, "loaded")]
-        seen = [found for found in loads if found is not None]
-        if not seen:
+        packing = [self._load(way, groups, changed) for way in RELOADS]
+        seen = [found for found in packing if found is not None]
+        plain = self._load("loaded", groups, changed)
+        untried = _uncovered(self.finding) if plain is None else self._packed()
+        if untried and not seen:
             raise TensorMismatchError(
-                f"the engine's {min(_uncovered(self.finding))} comes from no tensor of the chain, "
+                f"the engine's {min(untried)} comes from no tensor of the chain, "
                 "and it cannot be tried whether it is a constant: loading again fails"
             )
-        return frozenset().union(*seen)
+        return frozenset().union(*seen, plain or ())
+
+    def _packed(self) -> frozenset[str]:
+        """What no known way leads to, in layers that a load alone does not make anew."""
+        processed = self.finding.model.processed()
+        left = _uncovered(self.finding)
+        return frozenset(live for live in left if _module(self.finding, live) in processed)
 
     def _load(
         self, way: Way, groups: list[list[str]], changed: frozenset[str]

@@ -239,6 +239,21 @@ def test_a_constant_of_the_engine_needs_no_source(one_layer: Make, extra: Tensor
     assert untouched(model, source).classes == {"w": "in_place"}
 
 
+def test_a_packed_copy_is_no_constant_because_nothing_can_pack_again(one_layer: Make) -> None:
+    """A load without post-load processing leaves it as it is, whatever is loaded."""
+    model, source = one_layer(PLANNED["copy"])
+    model.head = nn.Module()
+    model.head.register_buffer("packed", model.p.data.clone())
+    model.rearranged = frozenset({"head"})
+
+    def fails(*_: object) -> None:
+        raise ValueError("no layer is loaded twice")
+
+    model.reloader = fails
+    with pytest.raises(TensorMismatchError, match=r"head\.packed .* cannot be tried"):
+        untouched(model, source)
+
+
 # A checkpoint that is not the chain's
 
 
