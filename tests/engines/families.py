@@ -15,7 +15,7 @@ import json
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,9 +23,12 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.demo.model import BOS, CONTEXT, EOS, PAD, VOCABULARY, make_tokenizer
 
 _SPREAD: Final = 0.05
@@ -80,11 +83,17 @@ class Family:
         name: What tests call it.
         model_type: What transformers calls it.
         config: Where its configuration differs from the model type's own defaults.
+        auto: The class of transformers that makes a model of it.
+        said: What else its ``config.json`` says.
+        edit: Makes other tensors of those that transformers saves.
     """
 
     name: str
     model_type: str
     config: Mapping[str, Any] = field(hash=False)
+    auto: str = "AutoModelForCausalLM"
+    said: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    edit: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     def configuration(self) -> PreTrainedConfig:
         """Its configuration, which says bf16."""
@@ -273,17 +282,38 @@ def make(family: Family | str, folder: Path) -> Path:
     Returns:
         The folder.
     """
-    wanted = FAMILIES[family] if isinstance(family, str) else family
+    wanted = _named(family) if isinstance(family, str) else family
+    maker = getattr(transformers, wanted.auto)
     with torch.random.fork_rng(devices=[]):  # the model draws weights of its own first
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(wanted.configuration())
+        model: PreTrainedModel = maker.from_config(wanted.configuration())
     model.bfloat16()
     with torch.no_grad():
         for name, tensor in _kept(model):
-            seed = zlib.crc32(f"{wanted.name}/{name}".encode())
-            generator = torch.Generator().manual_seed(seed)
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * _SPREAD)
+            _fill(tensor, f"{wanted.name}/{name}")
     model.save_pretrained(folder)
+    if wanted.said:
+        said = json.loads((folder / "config.json").read_text()) | dict(wanted.said)
+        (folder / "config.json").write_text(json.dumps(said))
+    if wanted.edit is not None:
+        saved = load_file(folder / WEIGHTS_FILE)
+        made = wanted.edit(saved)
+        for name in made.keys() - saved.keys():
+            if made[name].is_floating_point():
+                _fill(made[name], f"{wanted.name}/{name}")
+        save_file(made, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     return folder
+
+
+def _named(family: str) -> Family:
+    from tests.engines.unusual import UNUSUAL  # noqa: PLC0415 - it is made of what is in here
+
+    return FAMILIES[family] if family in FAMILIES else UNUSUAL[family]
+
+
+def _fill(tensor: Tensor, key: str) -> None:
+    """Draw a tensor from a seed of its own."""
+    generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    tensor.copy_(torch.randn(tensor.shape, generator=generator) * _SPREAD)
 
 
 @cache

@@ -15,6 +15,7 @@ from tests.engines import matrix
 from tests.engines.families import FAMILIES, checkpoint
 from tests.engines.matrix import Row, examine
 from tests.engines.two_ranks import two_ranks
+from tests.engines.unusual import UNUSUAL
 
 pytestmark = pytest.mark.engine
 
@@ -58,6 +59,20 @@ def test_with_packed_linears_too(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_followed_in_a_stock_engine(family: str) -> None:
+    row = right(examine(0, family, plain=False))
+    assert not row.refused
+    assert "refused" not in row.classes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_unusual_families_are_never_wrong(family: str) -> None:
+    right(examine(0, family, plain=False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_planned_before_they_are_packed(family: str) -> None:
     row = right(examine(0, family, processed=False))
     assert not row.refused
@@ -91,4 +106,4 @@ def test_weights_that_are_all_alike_are_never_wrong(
     monkeypatch.setattr(matrix, "checkpoint", lambda _: folder)
     for plain in (True, False):
         row = right(examine(0, family, plain=plain))
-        assert ("refused" in row.classes) == (what == "experts")
+        assert "refused" not in row.classes or what == "experts"

@@ -1,0 +1,199 @@
+"""Families with something that most lack: other heads, tensors that nobody loads, other senses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tests.engines.families import FAMILIES, Family
+
+Tensors: TypeAlias = dict[str, Tensor]
+
+_WORDS: Final[Mapping[str, Any]] = FAMILIES["llama"].config
+"""Sizes, spelt as most do."""
+
+_TEXT: Final = {**_WORDS, "head_dim": 32}
+_SIGHT: Final[Mapping[str, Any]] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+
+
+def _family(name: str, model_type: str, auto: str = "AutoModelForCausalLM", **more: Any) -> Family:
+    return Family(name, model_type, MappingProxyType({**_WORDS, **more}), auto)
+
+
+def _seeing(name: str, model_type: str, text: str, sight: Mapping[str, Any], **more: Any) -> Family:
+    """A family that sees, with a language model of a type of its own."""
+    config = {"text_config": {"model_type": text, **_TEXT}, "vision_config": dict(sight), **more}
+    return Family(name, model_type, MappingProxyType(config), "AutoModelForImageTextToText")
+
+
+def _and(base: str, name: str, edit: Callable[[Tensors], Tensors], **said: Any) -> Family:
+    """A family of the other table, with other tensors in its checkpoint."""
+    return replace(FAMILIES[base], name=name, edit=edit, said=MappingProxyType(said))
+
+
+def _layer_again(saved: Tensors, last: int, prefix: str, **more: tuple[int, ...]) -> Tensors:
+    """The last layer once more under another name, as heads for later tokens have it, and more."""
+    own = re.compile(rf"^model\.layers\.{last}\.")
+    made = dict(saved)
+    for name, tensor in saved.items():
+        if own.match(name):
+            made[own.sub(prefix, name)] = torch.empty_like(tensor)
+    for name, shape in more.items():
+        made[prefix + name.replace("__", ".")] = torch.empty(shape, dtype=torch.bfloat16)
+    return made
+
+
+def _mtp(saved: Tensors) -> Tensors:
+    return _layer_again(
+        saved,
+        1,
+        "model.layers.2.",
+        enorm__weight=(128,),
+        hnorm__weight=(128,),
+        eh_proj__weight=(128, 256),
+        shared_head__norm__weight=(128,),
+        shared_head__head__weight=tuple(saved["lm_head.weight"].shape),
+        embed_tokens__weight=tuple(saved["model.embed_tokens.weight"].shape),
+    )
+
+
+def _inv_freq(saved: Tensors) -> Tensors:
+    names = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(2)]
+    return saved | {name: torch.empty(16, dtype=torch.float32) for name in names}
+
+
+def _kv_scales(saved: Tensors) -> Tensors:
+    names = [f"model.layers.{n}.self_attn.{kind}_scale" for n in range(2) for kind in "kv"]
+    return saved | {name: torch.empty(1, dtype=torch.float32) for name in names}
+
+
+def _untied(saved: Tensors) -> Tensors:
+    return saved | {"lm_head.weight": torch.empty_like(saved["model.embed_tokens.weight"])}
+
+
+_ALL: Final = (
+    # Heads.
+    _family("qwen3_tokens", "qwen3", "AutoModelForTokenClassification", head_dim=32),
+    _family("qwen2_tokens", "qwen2", "AutoModelForTokenClassification"),
+    _family("llama_sequences", "llama", "AutoModelForSequenceClassification"),
+    _family("modernbert", "modernbert", "AutoModelForSequenceClassification"),
+    _family("phi", "phi", num_key_value_heads=4),
+    Family(
+        "whisper",
+        "whisper",
+        MappingProxyType(
+            {
+                "vocab_size": 512,
+                "d_model": 128,
+                "encoder_layers": 2,
+                "decoder_layers": 2,
+                "encoder_attention_heads": 4,
+                "decoder_attention_heads": 4,
+                "encoder_ffn_dim": 256,
+                "decoder_ffn_dim": 256,
+                "max_source_positions": 64,
+                "max_target_positions": 128,
+                "pad_token_id": 0,
+                "bos_token_id": 2,
+                "eos_token_id": 1,
+                "decoder_start_token_id": 2,
+            }
+        ),
+        "AutoModelForSpeechSeq2Seq",
+    ),
+    # Tensors that nobody loads.
+    _and("deepseek_v3", "deepseek_v3_mtp", _mtp, num_nextn_predict_layers=1),
+    _and("glm4_moe", "glm4_moe_mtp", _mtp, num_nextn_predict_layers=1),
+    _and("llama", "llama_inv_freq", _inv_freq),
+    _and("llama", "llama_kv_scales", _kv_scales),
+    _and("gemma", "gemma_untied", _untied),
+    # Constants of the engine.
+    _family("gemma3n", "gemma3n_text", head_dim=32, num_hidden_layers=5, num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention",
+                         "sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=32, vocab_size_per_layer_input=512,
+            laurel_rank=16, altup_num_inputs=2, intermediate_size=[256] * 5,
+            activation_sparsity_pattern=[0.0] * 5, tie_word_embeddings=True),
+    _family("gemma4", "gemma4_text", head_dim=32, tie_word_embeddings=True, global_head_dim=32,
+            hidden_size_per_layer_input=32, vocab_size_per_layer_input=512),
+    _family("falcon_h1", "falcon_h1", head_dim=32, mamba_d_ssm=256, mamba_n_heads=8,
+            mamba_d_head=32, mamba_n_groups=1, mamba_d_state=16, mamba_expand=2),
+    _family("minicpm3", "minicpm3", num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=64,
+            qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
+    # Other senses.
+    _seeing("llava", "llava", "llama", {"model_type": "clip_vision_model", **_SIGHT},
+            image_token_index=5),
+    _seeing("mistral3", "mistral3", "mistral", {"model_type": "pixtral", **_SIGHT, "head_dim": 32},
+            image_token_index=5),
+    _seeing("gemma3_seeing", "gemma3", "gemma3_text",
+            {"model_type": "siglip_vision_model", **_SIGHT},
+            image_token_index=5, mm_tokens_per_image=4),
+    _seeing("idefics3", "idefics3", "llama", {"model_type": "idefics3_vision", **_SIGHT},
+            scale_factor=2, image_token_id=5),
+    _seeing("internvl", "internvl", "qwen2", {"model_type": "internvl_vision", **_SIGHT},
+            image_token_id=5),
+    # No table of this project has named these before.
+    _family("arcee", "arcee"),
+    _family("apertus", "apertus"),
+    _family("cohere", "cohere", tie_word_embeddings=True),
+    _family("cwm", "cwm", head_dim=32),
+    _family("ernie4_5", "ernie4_5", head_dim=32),
+    _family("ernie4_5_moe", "ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_num_shared_experts=1,
+            moe_intermediate_size=64, moe_layer_start_index=1),
+    _family("exaone_moe", "exaone_moe", head_dim=32, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, first_k_dense_replace=1, num_shared_experts=1, n_group=1,
+            topk_group=1),
+    _family("falcon_mamba", "falcon_mamba", state_size=16),
+    _family("flex_olmo", "flex_olmo", num_experts=4, num_experts_per_tok=2),
+    _family("glm", "glm", head_dim=32),
+    _family("glm4_moe_lite", "glm4_moe_lite", num_key_value_heads=4, q_lora_rank=64,
+            kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+            n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+            moe_intermediate_size=64, n_group=1, topk_group=1),
+    _family("gpt_bigcode", "gpt_bigcode", n_embd=128, n_layer=2, n_head=4, n_positions=256),
+    _family("gptj", "gptj", n_embd=128, n_layer=2, n_head=4, rotary_dim=16, n_positions=256),
+    _family("granitemoeshared", "granitemoeshared", num_local_experts=4, num_experts_per_tok=2,
+            shared_intermediate_size=64),
+    _family("granitemoehybrid", "granitemoehybrid", num_local_experts=4, num_experts_per_tok=2,
+            shared_intermediate_size=64, layer_types=["mamba", "attention"], mamba_n_heads=8,
+            mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1),
+    _family("hunyuan_dense", "hunyuan_v1_dense", head_dim=32),
+    _family("lfm2", "lfm2", layer_types=["conv", "full_attention"]),
+    _family("lfm2_moe", "lfm2_moe", layer_types=["conv", "full_attention"], num_experts=4,
+            num_experts_per_tok=2, moe_intermediate_size=64, num_dense_layers=1),
+    _family("minimax_m2", "minimax_m2", head_dim=32, num_local_experts=4, num_experts_per_tok=2),
+    _family("ministral3", "ministral3", head_dim=32),
+    _family("olmo", "olmo"),
+    _family("olmo_hybrid", "olmo_hybrid", num_hidden_layers=4),
+    _family("seed_oss", "seed_oss", head_dim=32),
+    _family("vaultgemma", "vaultgemma", head_dim=32, tie_word_embeddings=True),
+    _family("zamba2", "zamba2", num_hidden_layers=3, layers_block_type=["mamba", "mamba", "hybrid"],
+            num_mem_blocks=1, mamba_d_state=16, n_mamba_heads=8, mamba_headdim=32, mamba_ngroups=1,
+            num_key_value_heads=4),
+    _family("roberta", "roberta", "AutoModelForSequenceClassification"),
+    _family("bert", "bert", "AutoModelForSequenceClassification"),
+    _family("jais2", "jais2", head_dim=32),
+    _family("afmoe", "afmoe", head_dim=32, num_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64, num_dense_layers=1),
+    _family("solar_open", "solar_open", head_dim=32, n_routed_experts=4, num_experts_per_tok=2,
+            moe_intermediate_size=64),
+    _family("qwen3_5", "qwen3_5_text", head_dim=32, num_hidden_layers=4,
+            linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
+            linear_value_head_dim=32),
+)  # fmt: skip
+
+UNUSUAL: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL})
+"""Every one of them by name."""
