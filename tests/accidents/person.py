@@ -1,0 +1,169 @@
+"""A person who reads what is printed, and does what the hints say: nothing else, and no more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final
+
+from deltachain import keys
+from deltachain.errors import DeltaChainError
+from tests.accidents.scene import Scene
+
+ROUNDS: Final = 6
+"""Times that a person reads and acts before giving up."""
+
+
+_AGAIN: Final = (
+    r"start (this|the|a) (publisher|trainer)[^;]* again|that is started again|start again"
+    r"|publish an anchor"
+)
+_REMOVE: Final = r"remove (manifests/[0-9]{20}\.json)"
+_ANEW: Final = r"(join|joins|start) [^;]*from nothing|empty folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """Something that a hint may ask for.
+
+    Attributes:
+        name: As the table of outcomes calls it.
+        asks: What in a hint asks for it.
+        do: Does it.
+        needs_backup: Whether a copy of the store is needed, that not everybody has.
+        is_each: Whether each follower that is told so does it for itself.
+    """
+
+    name: str
+    asks: re.Pattern[str]
+    do: Callable[[Scene, str, str], None]
+    needs_backup: bool = False
+    is_each: bool = False
+
+
+def put_back(scene: Scene, who: str, hint: str) -> None:
+    """Put back what is gone or changed, out of the newest backup."""
+    del who, hint
+    there, backup = scene.contents(), scene.backup
+    scene.put({key: data for key, data in backup.items() if there.get(key) != data})
+
+
+def remove(scene: Scene, who: str, hint: str) -> None:
+    """Remove the manifest that is named, and those behind it."""
+    del who
+    found = re.search(_REMOVE, hint)
+    assert found
+    first = keys.version_of(found[1])
+    gone = [] if first is None else [v for v in scene.shelf().leaves if v >= first]
+    scene.delete([found[1], *map(keys.manifest_key, gone)])
+
+
+def restart_trainer(scene: Scene, who: str, hint: str) -> None:
+    """End the trainer, and start it again with the weights that it had."""
+    del who, hint
+    scene.trainer.close()
+    with suppress(DeltaChainError):  # what it says is read in the next round
+        scene.train()
+        scene.publish(2)
+
+
+def roll_back(scene: Scene, who: str, hint: str) -> None:
+    """Roll a follower back to the newest version that is there, and let it follow again."""
+    del hint
+    follower = scene.followers[who]
+    held = follower.subscriber.held
+    there = [v for v in scene.shelf().leaves if held is None or v < held.version]
+    with suppress(DeltaChainError):
+        follower.subscriber.rollback(max(there))
+        follower.subscriber.release()
+    if follower.ended:  # it goes on in a process of its own
+        scene.restart(who)
+
+
+def move_on(scene: Scene, who: str, hint: str) -> None:
+    """Leave the URL, and begin a chain at another one, with the same weights."""
+    del who, hint
+    scene.trainer.close()
+    scene.move()
+    scene.train()
+    scene.publish(2)
+    for name in list(scene.followers):
+        scene.start_anew(name)
+
+
+def start_anew(scene: Scene, who: str, hint: str) -> None:
+    """Start a follower again, holding nothing."""
+    del hint
+    scene.start_anew(who)
+
+
+DEEDS: Final = (
+    Deed("put back", re.compile(r"\bput\b[^;:]*\bback\b"), put_back, needs_backup=True),
+    Deed("remove what lies behind the gap", re.compile(_REMOVE), remove),
+    Deed("restart the publisher", re.compile(_AGAIN), restart_trainer),
+    Deed("roll back", re.compile(r"roll (replicas|it|this replica) back"), roll_back, is_each=True),
+    Deed("join from nothing", re.compile(_ANEW), start_anew, is_each=True),
+    Deed("a new chain at another URL", re.compile(r"URL of its own"), move_on),
+)
+"""What hints ask for: the store first, then who publishes, then who follows."""
+
+
+@dataclass
+class Person:
+    """Reads and acts until nobody complains, or nothing is left to do.
+
+    Attributes:
+        has_backup: Whether there is a copy of the store.
+        done: What was done, in order.
+    """
+
+    scene: Scene
+    has_backup: bool
+    done: list[str]
+
+    def act(self) -> str:
+        """What is still complained of at the end, for which no hint is left; empty for nothing."""
+        for _ in range(ROUNDS):
+            complaints = list(self._complaints())
+            if not complaints:
+                return ""
+            if not self._do_one(complaints):
+                return "; ".join(f"{who}: {said}" for who, said in complaints)
+            self.scene.look()
+        return "it goes round in circles: " + ", ".join(self.done)
+
+    def _do_one(self, complaints: list[tuple[str, str]]) -> bool:
+        """Do the first thing that any hint asks for and that was not done in vain."""
+        for deed in DEEDS:
+            asked = [one for one in self._asked(deed, complaints) if one[0] not in self.done]
+            for name, who, hint in asked if deed.is_each else asked[:1]:
+                deed.do(self.scene, who, hint)
+                self.done.append(name)
+            if asked:
+                return True
+        return False
+
+    def _asked(
+        self, deed: Deed, complaints: list[tuple[str, str]]
+    ) -> Iterator[tuple[str, str, str]]:
+        """Who asks for a deed, in which words; and the name of doing it."""
+        if deed.needs_backup and not self.has_backup:
+            return
+        for who, said in complaints:
+            hint = said.partition("hint:")[2]
+            if deed.asks.search(hint) and (not deed.is_each or who in self.scene.followers):
+                yield f"{deed.name} ({who})" if deed.is_each else deed.name, who, hint
+
+    def _complaints(self) -> Iterator[tuple[str, str]]:
+        """Who says what is wrong, at this moment."""
+        trainer = self.scene.trainer
+        if trainer.says:
+            yield "publisher", trainer.says
+        for follower in self.scene.followers.values():
+            if follower.says:
+                yield follower.who, follower.says
+        for kind in ("dict", "folder"):
+            if refusal := self.scene.join(kind)[1]:
+                yield f"a new {kind}", refusal

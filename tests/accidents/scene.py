@@ -1,0 +1,328 @@
+"""A store with a chain in it, those who live with it, and what a person can do about both."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from deltachain import keys
+from deltachain.chain import Chain
+from deltachain.digest import object_digest
+from deltachain.errors import DeltaChainError
+from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.testing.models import (
+    Replica,
+    State,
+    bits_of,
+    plain_model,
+    replica_of,
+    state_digest,
+)
+from deltachain.types import Version
+from tests.accidents.bulk import delete_all, put_all
+from tests.accidents.copies import Journal, Kept, Objects
+from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
+from tests.accidents.parties import Follower, Trainer, words
+from tests.unit.cli.support import Done, invoke
+
+LOOKS: int = 40
+"""Looks within which a follower must have found out what is wrong."""
+
+FACTOR = 8.0
+"""An anchor comes every few versions: some are older than what an accident takes, some not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A chain as its trainer left it.
+
+    Attributes:
+        journal: Every write.
+        history: Bits by state digest.
+        model: As it was at the end.
+        head: The newest version.
+    """
+
+    journal: Journal
+    history: dict[str, State]
+    model: nn.Module
+    head: Version
+
+
+@cache
+def recording(versions: int) -> Recording:
+    """A chain of so many versions, made once."""
+    history: dict[str, State] = {}
+    journal, store, model = Journal(), MemoryStore(), plain_model()
+    trainer = Trainer(model, Kept(store, journal), lambda _: None, anchor_factor=FACTOR).attach()
+    chain = Chain.open(store)
+    while trainer.publisher.version < versions:
+        history[str(state_digest(chain, bits_of(model)))] = bits_of(model)
+        journal.mark(trainer.publisher.version)
+        trainer.publish()
+    history[str(state_digest(chain, bits_of(model)))] = bits_of(model)
+    journal.mark(versions)
+    assert not trainer.said
+    return Recording(journal, history, copy.deepcopy(model), versions)
+
+
+@dataclass
+class Scene:
+    """See the module.
+
+    Args:
+        url: Of a store that is empty.
+        folder: For followers.
+        versions: Of the chain before anybody does anything.
+
+    Attributes:
+        followers: Those that run.
+        trainer: The one that runs, or ran last.
+        stack: What ends with the scene.
+        backup: A copy of the store from right before the accident.
+        printed: What commands and newcomers said, beside what followers and trainers did.
+    """
+
+    url: str
+    folder: Path
+    versions: int = 12
+    followers: dict[str, Follower] = field(default_factory=dict)
+    printed: list[str] = field(default_factory=list)
+    trainers: list[Trainer] = field(default_factory=list)
+    backup: Objects = field(default_factory=dict)
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        made = recording(self.versions)
+        self.journal, self.history = made.journal.copy(), dict(made.history)
+        self.model = copy.deepcopy(made.model)
+        self._replicas: dict[str, Replica] = {}
+        self._contents: dict[str, bytes] = {}
+        self.put(self.journal.now)
+        self.chain = Chain.open(self.store())
+
+    def store(self) -> Store:
+        """A handle of its own for whoever asks."""
+        return open_store(self.url)
+
+    # The trainer
+
+    @property
+    def trainer(self) -> Trainer:
+        """The one that runs, or ran last."""
+        return self.trainers[-1]
+
+    def train(self, model: nn.Module | None = None) -> Trainer:
+        """Start a trainer, with the weights of the last one if not given others.
+
+        Raises:
+            DeltaChainError: It does not attach.
+        """
+        self.model = model or self.model
+        kept = Kept(open_store(self.url, writer=True), self.journal)
+        trainer = Trainer(self.model, kept, self._note, anchor_factor=FACTOR)
+        trainer.step = 10_000 * (len(self.trainers) + 1)
+        self.trainers.append(trainer)
+        trainer.attach()
+        self.journal.mark(trainer.publisher.version)
+        return trainer
+
+    def publish(self, times: int = 1) -> None:
+        """Let the trainer that runs go on."""
+        for _ in range(times):
+            self.trainer.publish()
+            self.journal.mark(self.trainer.publisher.version)
+
+    def older_model(self, seed: int = 77) -> nn.Module:
+        """Weights that were never on this chain."""
+        return plain_model(seed)
+
+    def _note(self, bits: State) -> None:
+        self.history[str(state_digest(self.chain, bits))] = bits
+
+    @property
+    def head(self) -> Version:
+        """The newest version that the trainer committed."""
+        return self.trainer.publisher.version
+
+    def known(self, trainer: Trainer) -> dict[Version, str]:
+        """Digests of the manifests that a trainer committed, or took over from."""
+        made = recording(self.versions).journal.now.items()
+        found = {keys.version_of(key) or 0: data for key, data in made if "manifests/" in key}
+        digests = {version: object_digest(data) for version, data in found.items()}
+        return digests | trainer.known
+
+    # The followers
+
+    def replica(self, name: str, kind: str) -> Replica:
+        """A place for weights, the same one for the same name."""
+        if name not in self._replicas:
+            self._replicas[name] = replica_of(self.model, kind, self.folder / name)
+        return self._replicas[name]
+
+    def follow(self, name: str, kind: str, **settings: Any) -> Follower:
+        """Start a process that follows; it has not looked yet."""
+        replica = self.replica(name, kind)
+        follower = Follower(name, replica, self.store(), **settings)
+        self.followers[name] = follower
+        return follower
+
+    def hold(self, name: str, kind: str, version: Version) -> None:
+        """A process that brought something to a version, and ended."""
+        config = SubscribeConfig(url=self.url)
+        target = self.replica(name, kind).target
+        with Subscriber(config, target, store=self.store()) as subscriber:
+            subscriber.update(version)
+            assert subscriber.version == version
+
+    def restart(self, name: str) -> Follower:
+        """End a follower and start it with what it held."""
+        kind = self._replicas[name].kind
+        self.followers.pop(name).close()
+        return self.follow(name, kind)
+
+    def start_anew(self, name: str) -> Follower:
+        """End a follower and start it with nothing."""
+        if name in self.followers:
+            self.followers.pop(name).close()
+        old = self._replicas.pop(name)
+        kind = "folder" if isinstance(old.target, Path) else old.kind
+        count = len(list(self.folder.iterdir()))
+        self._replicas[name] = replica_of(self.model, kind, self.folder / f"{name}-{count}")
+        return self.follow(name, kind)
+
+    def look(self, times: int = LOOKS) -> None:
+        """Let every follower look."""
+        for follower in self.followers.values():
+            follower.look(times)
+
+    def views(self) -> list[View]:
+        """What each follower holds and says."""
+        return [follower.view() for follower in self.followers.values()]
+
+    # The store
+
+    def move(self) -> None:
+        """Everybody uses another URL from now on, where nothing is yet."""
+        self.url += "-anew"
+
+    def put(self, objects: Objects) -> None:
+        """Write objects; those of one key after those that name it last."""
+        with closing(self.store()) as store:
+            put_all(store, {key: objects[key] for key in sorted(objects, key=_late)})
+
+    def delete(self, gone: Iterable[str]) -> None:
+        """Delete objects."""
+        with closing(self.store()) as store:
+            delete_all(store, gone)
+
+    def find(self, pattern: str = "") -> list[str]:
+        """Keys that match a pattern from their beginning on."""
+        with closing(self.store()) as store:
+            found = [info.key for info in store.list()]
+        return [key for key in found if re.match(pattern, key)]
+
+    def contents(self) -> Objects:
+        """Everything that is there."""
+        with closing(self.store()) as store:
+            return {info.key: self._read(store, info) for info in store.list()}
+
+    def restore(self, objects: Objects) -> None:
+        """Bring the store to exactly these objects."""
+        now = self.contents()
+        self.delete(sorted(now.keys() - objects.keys(), reverse=True))
+        self.put({key: data for key, data in objects.items() if now.get(key) != data})
+
+    # What is seen from outside
+
+    def shelf(self) -> Shelf:
+        """What lies there, and how far newcomers get."""
+        with closing(self.store()) as store:
+            identity = store.get(keys.CHAIN_KEY) if store.find(keys.CHAIN_KEY) else b"{}"
+            hint = store.get(keys.HEAD_KEY) if store.find(keys.HEAD_KEY) else b"{}"
+            leaves = {}
+            for info in store.list("manifests/"):
+                data = self._read(store, info)
+                payload = json.loads(data)["payload"]
+                leaves[int(info.key[10:30])] = Leaf(
+                    digest=object_digest(data),
+                    parent=payload["parent"],
+                    chain=payload["chain"],
+                    state=payload["state"],
+                )
+        reaches, refusals = zip(*(self.join(kind) for kind in ("dict", "folder")), strict=True)
+        known = [reach for reach in reaches if reach is not None]
+        return Shelf(
+            chain=json.loads(identity).get("chain", ""),
+            leaves=leaves,
+            reach=min(known) if len(known) == len(reaches) else None,
+            refusal="; ".join(filter(None, refusals)),
+            hinted=json.loads(hint).get("version", -1),
+        )
+
+    def _read(self, store: Store, info: ObjectInfo) -> bytes:
+        """The content of an object; on the Hub, of one that was read before from memory."""
+        if not info.xet_hash:
+            return store.get(info.key)
+        if info.xet_hash not in self._contents:
+            data = store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash)
+            self._contents[info.xet_hash] = bytes(data)
+        return self._contents[info.xet_hash]
+
+    def join(self, kind: str) -> tuple[Version | None, str]:
+        """How far somebody gets who comes now and holds unknown bits, or nothing."""
+        count = len(list(self.folder.iterdir()))
+        replica = replica_of(self.model, kind, self.folder / f"newcomer-{count}")
+        config = SubscribeConfig(url=self.url)
+        with Subscriber(config, replica.target, store=self.store()) as subscriber:
+            try:
+                subscriber.update()
+            except DeltaChainError as exc:
+                self.printed.append(words(exc))
+                return None, words(exc)
+            held = subscriber.held
+            view = View(who=f"a new {kind}", held=held, bits=replica.bits(), says="")
+        wrong = [*wrong_bits(view, self.history)]
+        assert not wrong, wrong
+        return held.version if held else None, ""
+
+    def verify(self, *options: object) -> Done:
+        """What ``deltachain verify`` says."""
+        done = invoke("verify", self.url, *options)
+        if done.code:
+            self.printed.append(done.stderr)
+        return done
+
+    def said(self) -> list[str]:
+        """Everything that anybody printed."""
+        found = [*self.printed]
+        for trainer in self.trainers:
+            found += trainer.said
+        for follower in self.followers.values():
+            found += follower.said
+        return found
+
+    def close(self) -> None:
+        """End everybody."""
+        self.stack.close()
+        for follower in self.followers.values():
+            follower.close()
+        for trainer in self.trainers:
+            trainer.close()
+        with suppress(DeltaChainError):
+            self.chain.store.close()
+
+
+def _late(key: str) -> tuple[bool, bool, str]:
+    """Manifests after what they name, and the hint at the end."""
+    return key == keys.HEAD_KEY, key.startswith("manifests/"), key

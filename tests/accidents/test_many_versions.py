@@ -1,0 +1,177 @@
+"""20,000 versions: who comes late reads a few documents of them, on every store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deltachain import keys
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
+from deltachain.store.base import MAX_DOCUMENT, Buffer
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.testing.models import Replica, State, bits_of, plain_model, replica_of, same, train_
+from deltachain.types import Version
+from tests.accidents.bulk import put_all
+from tests.accidents.copies import Journal, Kept
+from tests.crash.places import KINDS, Place, open_place
+
+VERSIONS = 20_000
+BEHIND = 19_000
+DOCUMENTS = 60
+BUDGET = 100
+"""Requests that a follower on a free token of the Hub has in five minutes."""
+
+LOOKS = 80
+"""Looks that find the head without a hint: by doubling and halving, twice."""
+
+PAYLOADS = 400
+"""Newest versions whose payload is there: whoever reads an older one finds nothing."""
+
+
+@dataclass(frozen=True)
+class Long:
+    """A chain of many versions, and the bits of two of them."""
+
+    objects: dict[str, bytes]
+    then: State
+    now: State
+
+
+class Counting(Kept):
+    """Counts what is read of it."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner, Journal())
+        self.begin()
+
+    def begin(self) -> None:
+        """Count anew."""
+        self.documents: list[str] = []
+        self.looks, self._before = 0, self.inner.requests
+
+    @property
+    def spent(self) -> int:
+        """Requests over a network since."""
+        return self.inner.requests - self._before
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        self._count(key)
+        return self.inner.get(key, limit=limit)
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+        self._count(key)
+        return self.inner.read(key, nbytes=nbytes, xet_hash=xet_hash)
+
+    def find(self, key: str) -> ObjectInfo | None:
+        self.looks += 1
+        return self.inner.find(key)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        self.looks += 1
+        return self.inner.find_all(keys)
+
+    def _count(self, key: str) -> None:
+        if key.endswith(".json"):
+            self.documents.append(key)
+
+
+@pytest.fixture(scope="module")
+def long() -> Long:
+    """The chain, made by a publisher whose anchors come every hundred versions or so."""
+    store, model = MemoryStore(), plain_model()
+    config = PublishConfig(url=store.url, anchor_factor=60.0)
+    with Publisher(config, store=store).attach(model) as publisher:
+        for step in range(1, VERSIONS + 1):
+            train_(model, step)
+            publisher.publish(step=step)
+            publisher.flush()
+            if step == VERSIONS - BEHIND:
+                then = bits_of(model)
+    return Long({info.key: store.get(info.key) for info in store.list()}, then, bits_of(model))
+
+
+@pytest.fixture(params=KINDS)
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return open_place(request.param, tmp_path, request.getfixturevalue, monkeypatch.setenv)
+
+
+def until(long: Long, version: Version) -> dict[str, bytes]:
+    """The chain when this was its newest version; of its payload only the newest."""
+    return {
+        key: data
+        for key, data in long.objects.items()
+        if (at := keys.version_of(key) or 0) <= version
+        and (key.endswith(".json") or version - at < PAYLOADS)
+        and key != keys.HEAD_KEY
+    }
+
+
+@pytest.fixture
+def subscribe(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[Subscriber, Counting]]]:
+    """Followers with the budget of a free token, as they are by default."""
+    made: list[Subscriber] = []
+
+    def build(replica: Replica, **settings: Any) -> tuple[Subscriber, Counting]:
+        with monkeypatch.context() as patch:
+            patch.delenv("DELTACHAIN_HF_CALLS", raising=False)
+            store = Counting(open_store(place.url()))
+        config = SubscribeConfig(url=place.url(), **settings)
+        made.append(Subscriber(config, replica.target, store=store))
+        return made[-1], store
+
+    yield build
+    for subscriber in made:
+        subscriber.close()
+
+
+Subscribe = Callable[..., tuple[Subscriber, Counting]]
+
+
+def put(place: Place, objects: Mapping[str, bytes]) -> None:
+    with closing(open_store(place.url())) as store:
+        put_all(store, objects)
+
+
+def check(subscriber: Subscriber, store: Counting, replica: Replica, long: Long) -> None:
+    """It is at the head, by a few documents."""
+    assert subscriber.version == VERSIONS
+    assert same(replica.bits(), long.now)
+    assert len(store.documents) <= DOCUMENTS, store.documents
+    if store.url.startswith("hf://"):
+        assert store.spent <= BUDGET
+    assert store.looks <= LOOKS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", [True, False])
+@pytest.mark.parametrize("kind", ["dict", "folder"])
+def test_who_comes_now_and_who_is_far_behind_join_at_once(
+    kind: str, subscribe: Subscribe, place: Place, long: Long, tmp_path: Path, *, hint: bool
+) -> None:
+    put(place, until(long, VERSIONS - BEHIND))
+    far = replica_of(plain_model(), kind, tmp_path / "far")
+    behind, behind_store = subscribe(far)
+    behind.update()
+    assert same(far.bits(), long.then)
+    old, new = until(long, VERSIONS - BEHIND), until(long, VERSIONS)
+    put(place, {key: data for key, data in new.items() if key not in old})
+    if hint:
+        put(place, {keys.HEAD_KEY: long.objects[keys.HEAD_KEY]})
+    newcomer = replica_of(plain_model(), kind, tmp_path / "newcomer")
+    joining, joining_store = subscribe(newcomer)
+    began = time.monotonic()
+    joining.update()
+    check(joining, joining_store, newcomer, long)
+    behind_store.begin()
+    behind.update()
+    check(behind, behind_store, far, long)
+    assert time.monotonic() - began < 60  # nobody waited for requests of a next window

@@ -1,0 +1,81 @@
+"""Every accident, on every store, whatever becomes of the publisher; ``table.py`` prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.accidents.case import FATES, Case, Fate
+from tests.accidents.happenings import FAR, HAPPENINGS, LIKELY
+from tests.crash.places import Place, open_place
+
+CORE: Final[tuple[tuple[str, Fate], ...]] = (
+    ("nothing", "alive"),
+    ("restored 1 version back", "dead"),
+    ("restored 10 versions back", "alive"),
+    ("restored 10 versions back", "restarted with other weights"),
+    ("chain.json gone", "alive"),
+    ("chain.json gone", "restarted"),
+    ("a manifest in the middle gone", "dead"),
+    ("all objects but the newest gone", "restarted"),
+    ("old deltas and anchors gone", "alive"),
+    ("a manifest lost behind a yes", "alive"),
+)
+
+OPEN: Final[dict[str, tuple[Fate, ...]]] = {
+    "restored before a manifest's put": ("restarted", "restarted with other weights")
+}
+"""Fates whose way out has not been seen to work."""
+
+
+def cases(kind: str) -> Iterator[tuple[str, Fate]]:
+    """All accidents and fates in a folder; elsewhere the likely ones, and each other one once."""
+    for number, accident in enumerate(name for name in HAPPENINGS if name not in FAR):
+        fates = FATES if kind == "file" or accident in LIKELY else (FATES[number % len(FATES)],)
+        open_for = OPEN.get(accident, ())
+        yield from ((accident, fate) for fate in fates if fate not in open_for)
+
+
+@pytest.fixture
+def followers(tmp_path: Path) -> Path:
+    made = tmp_path / "followers"
+    made.mkdir()
+    return made
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    return open_place(request.param, tmp_path, request.getfixturevalue, monkeypatch.setenv)
+
+
+@pytest.mark.parametrize(("accident", "fate"), CORE)
+def test_the_likeliest(accident: str, fate: Fate, tmp_path: Path, followers: Path) -> None:
+    assert Case(str(tmp_path / "store"), followers, accident, fate, versions=16).run() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "accident", "fate"),
+    [("file", *case) for case in cases("file")],
+    indirect=["place"],
+)
+def test_all(place: Place, accident: str, fate: Fate, followers: Path) -> None:
+    assert Case(place.url(), followers, accident, fate).run() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("accident", "fate"), list(cases("file")))
+def test_all_with_a_backup(accident: str, fate: Fate, tmp_path: Path, followers: Path) -> None:
+    url = str(tmp_path / "store")
+    assert Case(url, followers, accident, fate, has_backup=True).run() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fate", FATES)
+@pytest.mark.parametrize("place", ["file"], indirect=True)
+@pytest.mark.parametrize("accident", FAR)
+def test_a_thousand_versions(place: Place, accident: str, fate: Fate, followers: Path) -> None:
+    assert Case(place.url(), followers, accident, fate, versions=1010).run() == []
