@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.subscribe.classes import ON_HOST, Classified, TensorClass
+from deltachain.subscribe.components import distinct
 from deltachain.subscribe.derived import find_derived
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.finding import Finding, distinct
+from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.members import undisturbed
 from deltachain.subscribe.recorder import record
 from deltachain.subscribe.source import Source
@@ -84,6 +85,7 @@ def attach(
         finding.require(required or {})
         finding.read_back()
         finding.find_hidden()
+        finding.expect_loaded()
         finding.try_in_place()
         finding.refuse_alike()
         finding.try_loading()

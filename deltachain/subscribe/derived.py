@@ -12,7 +12,8 @@ from itertools import zip_longest
 from typing import Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
-from deltachain.subscribe.finding import Finding, components
+from deltachain.subscribe.components import components
+from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.trial import layer_of, mixed
 from deltachain.subscribe.ways import RELOADS, Way, bring
 

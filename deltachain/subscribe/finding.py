@@ -13,12 +13,13 @@ from torch import Tensor
 
 from deltachain.names import WIRE_NAMES
 from deltachain.subscribe.classes import ORDER, TensorClass
+from deltachain.subscribe.components import components, distinct
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.members import Members, restoring
 from deltachain.subscribe.patch import LiveBits, same_bits, varied
 from deltachain.subscribe.recorder import Recording
 from deltachain.subscribe.source import Source, tensor_of
-from deltachain.subscribe.trial import State, Trial, other_bits
+from deltachain.subscribe.trial import Outcome, State, Trial, mixed, other_bits
 from deltachain.subscribe.ways import RELOADS, Group, Way, bring, modules_in
 from deltachain.subscribe.windows import Place, on_device_of, storage_bits
 
@@ -126,6 +127,29 @@ class Finding:
                 self.shared.add(name)
                 self.break_(name, "it shares live elements with another tensor")
             mine.fill_(True)
+
+    def expect_loaded(self) -> None:
+        """Load others of the tensors that are all alike: they must arrive where they were recorded.
+
+        What is alike reads back well wherever it is, also where another tensor lies over it.
+        """
+        links = {name: self.links(name) for name in self.source.present}
+        alike = [
+            name
+            for name in self.in_place()
+            if links[name].isdisjoint(self.state.processed) and not varied(self.source.bits(name))
+        ]
+        layers = frozenset().union(*(links[name] for name in alike))
+        names = [name for name in links if links[name] & layers]
+        with suppress(Exception):
+            if alike:
+                bring(self.model, "loaded", layers, mixed(self.source.clones, names, alike))
+        for name in alike:
+            new = storage_bits(other_bits(self._tensor(name)))
+            for place in self.places[name]:
+                if not same_bits(place.view, on_device_of(place.live, place.cut(new))):
+                    self.break_(name, "other bits of it do not arrive at its place")
+        self.state.put_back()
 
     def find_hidden(self) -> None:
         """Find layers that cannot be tried and may compute from what cannot be read.
@@ -276,8 +300,9 @@ class Finding:
     def _grown(self, names: list[str], links: Mapping[str, frozenset[str]]) -> list[list[str]]:
         """Groups that have every tensor of each of their layers."""
         while True:
-            layers = frozenset().union(*(links[name] for name in names))
-            more = [n for n in self.source.specs if n in names or links[n] & layers]
+            known = frozenset(names).union(*(o for o in self.together if not o.isdisjoint(names)))
+            layers = frozenset().union(*(links[name] for name in known))
+            more = [n for n in self.source.specs if n in known or links[n] & layers]
             if len(more) == len(names):
                 return components(more, links, self.together)
             names = more
@@ -309,19 +334,37 @@ class Finding:
             names = {name for group in left for name in group.names}
             whole = self._group([name for name in self.source.specs if name in names])
             again = self._try_each(way, [whole])
+            if not again:
+                self.together.append(frozenset(names))
             refused = again and refused
         return refused
 
     def _try_each(self, way: Way, groups: Sequence[Group]) -> Mapping[str, str]:
-        links = {name: self.links(name) for group in groups for name in group.names}
-        visible = {name for name, places in self.places.items() if places}
-        outcome = Trial(self.state, way, self.source.clones, links, visible).run(groups)
+        outcome = self._trial(way, groups)
+        refused = dict(outcome.refused)
         self.touched |= outcome.touched if way == "loaded" else frozenset()
         for group in groups:
-            if group.names[0] not in outcome.refused:
+            first, idle = group.names[0], outcome.idle.intersection(group.names) - self.shared
+            if first not in refused and idle and way == "reloaded":
+                refused |= self._idle(group, idle)
+            if first not in refused:
                 self.classes.update(dict.fromkeys(group.names, way))
                 self.groups.append((way, group))
-        return outcome.refused
+        return refused
+
+    def _idle(self, group: Group, idle: frozenset[str]) -> Mapping[str, str]:
+        """Why a reload may have left out what nothing followed: from nothing, something does."""
+        again = self._trial("repacked", [group])
+        found = again.idle.intersection(group.names) - self.shared
+        if again.refused or found != idle:
+            return {group.names[0]: f"nothing follows {min(idle)}"}
+        return {}
+
+    def _trial(self, way: Way, groups: Sequence[Group]) -> Outcome:
+        links = {name: self.links(name) for group in groups for name in group.names}
+        visible = {name for name, places in self.places.items() if places}
+        trial = Trial(self.state, way, self.source.clones, links, visible, self.shared)
+        return trial.run(groups)
 
     def _group(self, names: Sequence[str]) -> Group:
         links = [self.links(name) for name in names]
@@ -336,43 +379,6 @@ class Finding:
         for name in self.source.specs:
             if name not in self.classes:
                 self.classes[name] = "in_place" if self.places[name] else "absent"
-
-
-def components(
-    names: Iterable[str],
-    links: Mapping[str, frozenset[str]],
-    together: Iterable[frozenset[str]],
-) -> list[list[str]]:
-    """Names in groups, none of which has a layer or a set in common with another; in order."""
-    root: dict[str, str] = {}
-    first: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while root[name] != name:
-            root[name] = name = root[root[name]]
-        return name
-
-    labels: dict[str, list[str]] = defaultdict(list)
-    for number, one in enumerate(together):
-        for name in one:
-            labels[name].append(f"together {number}")
-    wanted = list(names)
-    for name in wanted:
-        root[name] = name
-        for label in (*links[name], *labels[name]):
-            root[find(name)] = find(first.setdefault(label, name))
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in wanted:
-        groups[find(name)].append(name)
-    return list(groups.values())
-
-
-def distinct(places: Iterable[Place]) -> list[Place]:
-    """Places without those that tied names have in common."""
-    found: dict[object, Place] = {}
-    for place in places:
-        found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
-    return list(found.values())
 
 
 def _holders(state: State) -> dict[int, frozenset[str]]:

@@ -126,10 +126,12 @@ class Outcome:
         touched: Live tensors that other bits of some tensor changed.
         refused: Why groups cannot be loaded so, by their first tensor; empty where the engine has
             no such way.
+        idle: Tensors of the other groups that nothing followed.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
     touched: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,7 @@ class Trial:
         weights: Of the checkpoint that the model holds.
         links: The layers that must follow each tensor.
         visible: Tensors that live in the model bit by bit.
+        shared: Those of them that others may be loaded over.
     """
 
     state: State
@@ -149,6 +152,7 @@ class Trial:
     weights: Weights
     links: Mapping[str, frozenset[str]]
     visible: Container[str] = ()
+    shared: Container[str] = ()
 
     def run(self, groups: Sequence[Group]) -> Outcome:
         """Try all groups at once, and one by one where something goes wrong."""
@@ -174,6 +178,7 @@ class Trial:
         return Outcome(
             {name: why for one in outcomes for name, why in one.refused.items()},
             frozenset().union(*(one.touched for one in outcomes)),
+            frozenset().union(*(one.idle for one in outcomes)),
         )
 
     def _try(self, groups: Sequence[Group]) -> Outcome:
@@ -184,6 +189,7 @@ class Trial:
         self.state.expect_same()
         refused = {group.names[0]: "" for group in groups}
         touched: set[str] = set()
+        idle: set[str] = set()
         for names in zip_longest(*(group.names for group in groups)):
             picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
             self._load(picked.values(), picked)
@@ -195,11 +201,13 @@ class Trial:
                     refused.pop(group.names[0], None)
                 elif why:
                     raise TensorMismatchError(why, tensor=name)
+                else:
+                    idle.add(name)
             self._load(picked.values(), {})
             self.state.expect_same()
         self._expect_repeatable(groups)
-        idle = {first: f"nothing follows {first}" for first in refused}
-        return Outcome(idle, frozenset(touched))
+        why_not = {first: f"nothing follows {first}" for first in refused}
+        return Outcome(why_not, frozenset(touched), frozenset(idle))
 
     def _expect_apart(self, groups: Sequence[Group]) -> None:
         """Refuse a loader that does not take a group without each other one.
@@ -220,13 +228,15 @@ class Trial:
     def _judge(self, name: str, group: Group, changed: frozenset[str]) -> str | None:
         """Whether a tensor alone was followed: ``None``; nothing did: empty; or what did not.
 
-        A tensor that nothing follows stays a member of its group: it may act only beside others.
+        A tensor that nothing follows stays a member of its group: it may act only beside others,
+        or be overwritten by one of them. A loader alone has nothing that it could act on.
         """
         layers = group.layers or frozenset(self.state.modules)
         found = self.state.follows(layers)
         held = {self.state.owner[live] for live in changed if live in self.state.owner}
         if not found & layers and not held & layers:
-            return f"nothing follows {name}" if name in self.visible else ""
+            must = name in self.visible or self.way == "loaded"
+            return f"nothing follows {name}" if must and name not in self.shared else ""
         missing = self.links.get(name, frozenset()) - found
         return f"{min(missing)} does not follow {name}" if missing else None
 
