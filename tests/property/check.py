@@ -1,0 +1,89 @@
+"""One random engine examined: what is wrong with how it is followed, told with the least recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from tests.property.generate import loaders, modules, smaller
+from tests.property.recipe import Recipe
+from tests.property.trial_run import Outcome, run
+from tests.property.ways import Ways
+
+KINDS: Final[Mapping[str, Callable[[int], Recipe]]] = {"loaders": loaders, "modules": modules}
+
+MORE: Final = 6
+"""Faults that are listed; the first few say enough."""
+
+
+def examine(kind: str, seed: int, folder: Path) -> str:
+    """What is wrong with one engine; empty if nothing is.
+
+    Args:
+        kind: One of ``KINDS``.
+        seed: Of the engine.
+        folder: For its files.
+    """
+    recipe = KINDS[kind](seed)
+    outcome = run(recipe, folder)
+    if not is_bad(recipe, outcome, folder):
+        return ""
+    least = shrunk(recipe, lambda one: _same_fault(outcome, one, folder))
+    return f"{kind} {seed}, at the least:\n{least}\n{told(least, run(least, folder), folder)}"
+
+
+def is_bad(recipe: Recipe, outcome: Outcome, folder: Path) -> bool:
+    """Whether something is wrong, damaged, or refused without need."""
+    return outcome.is_fault or bool(needless(recipe, outcome, folder))
+
+
+def needless(recipe: Recipe, outcome: Outcome, folder: Path) -> dict[str, str]:
+    """Ways that were there for what was refused."""
+    if not outcome.refused or outcome.is_fault or is_excused(recipe):
+        return {}
+    return Ways(recipe, folder).needless(outcome.refused)
+
+
+def is_excused(recipe: Recipe) -> bool:
+    """Whether a refusal is known to be one that no proof can prevent."""
+    return any(excuse(recipe) for excuse in EXCUSES.values())
+
+
+EXCUSES: Final[dict[str, Callable[[Recipe], bool]]] = {}
+"""Features with which engines are refused though a way exists, each with the reason."""
+
+
+def _same_fault(outcome: Outcome, recipe: Recipe, folder: Path) -> bool:
+    found = run(recipe, folder)
+    if not outcome.is_fault:
+        return not found.is_fault and bool(needless(recipe, found, folder))
+    pairs = ((outcome.wrong, found.wrong), (outcome.damaged, found.damaged))
+    return all(bool(one) == bool(other) for one, other in (*pairs, (outcome.broke, found.broke)))
+
+
+def shrunk(recipe: Recipe, holds: Callable[[Recipe], bool]) -> Recipe:
+    """The smallest recipe found for which something still holds."""
+    while True:
+        found = next((one for one in smaller(recipe) if _tried(holds, one)), None)
+        if found is None:
+            return recipe
+        recipe = found
+
+
+def _tried(holds: Callable[[Recipe], bool], recipe: Recipe) -> bool:
+    try:
+        return holds(recipe)
+    except Exception:  # noqa: BLE001 - no engine can be made of it
+        return False
+
+
+def told(recipe: Recipe, outcome: Outcome, folder: Path) -> str:
+    """An outcome in words."""
+    faults = {"wrong": outcome.wrong, "damaged": outcome.damaged, "raised": outcome.broke}
+    lines = [f"{kind}: {one[:300]}" for kind, found in faults.items() for one in found[:MORE]]
+    for name, way in needless(recipe, outcome, folder).items():
+        lines.append(f"needless: {name} could be {way}")
+    lines += [f"class of {name}: {kind}" for name, kind in outcome.classes.items()]
+    lines += [f"refused {name}: {why}" for name, why in outcome.refused.items()]
+    return "\n".join(lines)

@@ -1,0 +1,261 @@
+"""A random engine: what ``recipe.Recipe`` says, on one rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import EngineVersionError
+from tests.property import reloading
+from tests.property.layers import Layer, fixed_input, frozen
+from tests.property.processing import create, keep, process
+from tests.property.recipe import Recipe, Source, Unit, sources
+from tests.property.writers import WRITERS
+
+
+class RandomEngine:
+    """One rank; see :class:`deltachain.subscribe.engine.EngineModel`.
+
+    Args:
+        recipe: What it is made of.
+        rank: Number of this one.
+        checkpoint: The folder that it loaded.
+        tensors: What is in there.
+
+    Attributes:
+        layers_by_path: Its layers, in order.
+        targets: Where each tensor of the checkpoint is loaded to.
+        hidden: What its loader keeps in a closure.
+        trip: After how many tensors the loader raises; never if negative.
+    """
+
+    def __init__(
+        self, recipe: Recipe, rank: int, checkpoint: Path, tensors: Mapping[str, Tensor]
+    ) -> None:
+        self.recipe, self.rank = recipe, rank
+        self.checkpoint = checkpoint
+        self.root, self.draft = nn.Module(), nn.Module()
+        self.hidden: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        self.trip = -1
+        self.layers_by_path: dict[str, Layer] = {}
+        self.targets: dict[str, list[tuple[str, Source]]] = {}
+        for number, unit in enumerate(recipe.units):
+            self.targets.update({s.name: [] for s in sources(recipe, number, unit)})
+        for number, unit in enumerate(recipe.units):
+            if unit.only in (-1, rank) or recipe.ranks == 1:
+                self._add(number, unit)
+        with torch.no_grad():
+            self.load((name, tensor.clone()) for name, tensor in tensors.items())
+            for layer in self.layers_by_path.values():
+                process(layer)
+
+    def _add(self, number: int, unit: Unit) -> None:
+        path = f"layers_{number}"
+        layer = self.layers_by_path[path] = create(unit, self.rank)
+        self.root.add_module(path, layer)
+        self.tie(layer)
+        at = unit.twin if unit.twin >= 0 else number
+        base = replace(self.recipe.units[at], twin=-1)
+        for source in sources(self.recipe, at, base) if unit.tie < 0 else ():
+            is_weight = source.part.startswith("w") or source.part == "shadow"
+            if source.part != "skipped" and (is_weight or unit.twin < 0):
+                self.targets[source.name].append((path, source))
+        if unit.process == "other":
+            vars(layer)["neighbour"] = [self._neighbour(layer)]
+        if unit.alias:
+            self.root.add_module(f"again_{number}", layer)
+        if unit.draft:
+            mine = create(Unit(rows=(1,), cols=2), 0)
+            vars(mine)["shared"] = layer.weight
+            self.draft.add_module(f"draft_{number}", mine)
+
+    def _neighbour(self, layer: Layer) -> Layer | None:
+        others = [one for one in self.layers_by_path.values() if not one.unit.process]
+        return next((one for one in others if one is not layer), None)
+
+    def tie(self, layer: Layer) -> None:
+        """Let a layer that is tied have the other one's weight."""
+        base = self.base_of(layer)
+        if base is None:
+            return
+        kind = layer.unit.tie_kind
+        if kind == "same":
+            layer.weight = base.weight
+        elif kind == "data":
+            layer.weight = frozen(base.weight.data)
+        else:
+            layer.weight = frozen(base.weight.data[:])
+
+    def base_of(self, layer: Layer) -> Layer | None:
+        """The layer that one is tied to."""
+        return self.layers_by_path.get(f"layers_{layer.unit.tie}")
+
+    # What deltachain asks for
+
+    def modules(self) -> Mapping[str, nn.Module]:
+        """Those of the model under every name they have, and of its draft."""
+        found = dict(self.root.named_modules(remove_duplicate=False))
+        draft = self.draft.named_modules(prefix="draft", remove_duplicate=False)
+        return found | dict(draft)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Whatever can be seen."""
+        return {
+            f"{name}.{path}" if name else path: tensor
+            for name, module in self.modules().items()
+            for path, tensor in _visible(module)
+            if tensor.numel()
+        }
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """The loader."""
+        if self.recipe.loader == "quiet" and vars(self.root).get("loader_done", False):
+            return
+        seen = self.load_into(tensors, None)
+        if self.recipe.loader == "strict" and seen < self.targets.keys():
+            raise ValueError(f"{len(self.targets) - len(seen)} weights were not loaded")
+        vars(self.root)["loader_done"] = True
+
+    def load_into(self, tensors: Iterable[tuple[str, Tensor]], only: set[str] | None) -> set[str]:
+        """Load into some layers, or all; the names that there were."""
+        waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        late: list[tuple[Layer, Source, Tensor]] = []
+        seen: set[str] = set()
+        for name, w in tensors:
+            self._stumble()
+            seen.add(name)
+            for path, source in self.targets[name]:
+                layer = self.layers_by_path[path]
+                if only is None or path in only:
+                    self._take(layer, path, source, w, waiting, late)
+        for layer, source, w in late:
+            self._write(layer, source, w)
+        for layer in self.layers_by_path.values():
+            if layer.unit.process == "derive in load":
+                keep(layer, layer, layer.weight.data.float() * 2 + 1)
+        return seen
+
+    def _take(
+        self,
+        layer: Layer,
+        path: str,
+        source: Source,
+        w: Tensor,
+        waiting: dict[str, dict[str, Tensor]],
+        late: list[tuple[Layer, Source, Tensor]],
+    ) -> None:
+        """Write a tensor now, with its partners, or at the end."""
+        if layer.unit.late:
+            late.append((layer, source, w))
+        elif layer.unit.collect and source.part.startswith("w"):
+            self._collect(path, source, w, waiting)
+        else:
+            self._write(layer, source, w)
+
+    def _stumble(self) -> None:
+        self.trip -= 1
+        if self.trip == 0:
+            raise RuntimeError("the device was lost")
+
+    def _collect(
+        self, path: str, source: Source, w: Tensor, waiting: dict[str, dict[str, Tensor]]
+    ) -> None:
+        """Hold a tensor back until all that belong with it are there."""
+        layer = self.layers_by_path[path]
+        kept: Any = waiting if layer.unit.collect == "local" else self.hidden
+        if layer.unit.collect == "module":
+            kept = vars(layer).setdefault("loader_waiting", defaultdict(dict))
+        kept[path][source.part] = layer.own_share(source, w)
+        if len(kept[path]) < len(layer.unit.rows):
+            return
+        parts = kept.pop(path)
+        at = 0
+        joined = torch.cat([parts[f"w{number}"] for number in range(len(parts))])
+        for number, rows in enumerate(layer.unit.rows):
+            region = layer.region(source._replace(part=f"w{number}"))
+            region.live.copy_(joined[at : at + rows])
+            at += rows
+
+    def _write(self, layer: Layer, source: Source, w: Tensor) -> None:
+        if source.part == "bias" and layer.unit.bias_late:
+            layer.bias = frozen(torch.zeros(w.shape, dtype=w.dtype))
+        style = "copy"
+        if source.part == "bias":
+            style = layer.unit.bias
+        elif source.part.startswith("w"):
+            style = layer.unit.styles[int(source.part[1:])]
+        WRITERS[style](layer.region(source), layer.own_share(source, w))
+        if source.part == "w0" and layer.unit.padded:
+            layer.weight.data[sum(layer.unit.rows) :].zero_()
+
+    def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load whole layers again, as this engine does it."""
+        with torch.no_grad():
+            reloading.RELOADS[self.recipe.reload](self, dict(tensors))
+
+    def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load into raw layers and process them from the start."""
+        if self.recipe.repack == "absent":
+            raise EngineVersionError("this engine does not say how its layers were created")
+        with torch.no_grad():
+            reloading.repack(self, layers, tensors)
+
+    def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
+        """Layers by tensor, of all that can be seen without bits."""
+        found: dict[str, frozenset[str]] = {}
+        for name in names:
+            into = {path for path, source in self.targets[name] if self._is_seen(path, source)}
+            if into:
+                found[name] = frozenset(into)
+        return found
+
+    def _is_seen(self, path: str, source: Source) -> bool:
+        unit = self.layers_by_path[path].unit
+        return not unit.is_blind and not (source.part == "bias" and unit.bias_late)
+
+    def processed(self) -> frozenset[str]:
+        """Layers that something acts on."""
+        return frozenset(p for p, m in self.modules().items() if "quant_method" in vars(m))
+
+    def is_plain(self, layer: str) -> bool:
+        """Whether it is known to multiply by its weight."""
+        found = self.modules()[layer]
+        return isinstance(found, Layer) and found.unit.tryable and found.unit.process == "nothing"
+
+    def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
+        """What those of some layers that can be tried compute."""
+        found: dict[str, Tensor] = {}
+        with torch.no_grad():
+            for path, module in self.modules().items():
+                if path in layers and isinstance(module, Layer) and module.unit.tryable:
+                    found[path] = module(fixed_input(module))
+        return found
+
+
+def _visible(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a module itself: its own, in containers, and in what acts after loading."""
+    own = {k: v for k, v in vars(module).items() if not k.startswith(("_", "loader_"))}
+    method = own.pop("quant_method", None)
+    for prefix, members in (
+        ("", module._parameters),
+        ("", module._buffers),
+        ("", own),
+        ("quant_method.", {} if method is None else vars(method)),
+    ):
+        for key, value in members.items():
+            yield from _inside(f"{prefix}{key}", value)
+
+
+def _inside(path: str, value: object) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, held in pairs:
+            yield from _inside(f"{path}.{key}", held)

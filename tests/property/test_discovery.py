@@ -1,0 +1,47 @@
+"""Random engines: never served wrong, never damaged, refused only where no way exists."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.property.check import examine
+
+BLOCK = 25
+"""Engines that a process examines at a time."""
+
+
+def block(kind: str, first: int) -> list[str]:
+    """What is wrong with some engines, by any process."""
+    logging.disable(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as scratch:
+        found = [examine(kind, first + n, Path(scratch) / "engine") for n in range(BLOCK)]
+    return [one for one in found if one]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 200, BLOCK))
+def test_random_loaders_are_followed_right_or_refused(first: int) -> None:
+    assert not "\n\n".join(block("loaders", first))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, 100, BLOCK))
+def test_random_modules_are_followed_right_or_refused(first: int) -> None:
+    assert not "\n\n".join(block("modules", first))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), [("loaders", 20_000), ("modules", 2_000)])
+def test_many_random_engines_are_followed_right_or_refused(kind: str, count: int) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    blocks = range(1000, 1000 + count, BLOCK)
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+        found = [one for faults in pool.map(block, [kind] * len(blocks), blocks) for one in faults]
+    assert not "\n\n".join(found[:10]), f"{len(found)} of {count}"

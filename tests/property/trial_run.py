@@ -1,0 +1,266 @@
+"""One random engine followed through a few versions, with a freshly loaded one as the judge."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from deltachain.delta import TensorDelta
+from deltachain.digest import digest_key
+from deltachain.errors import DeltaChainError, PartialApplyError
+from deltachain.fetch import Fetched
+from deltachain.kernels import host
+from deltachain.names import WIRE_NAMES
+from deltachain.subscribe.classes import agree, orphans
+from deltachain.subscribe.rank import Rank
+from deltachain.subscribe.spool import Spool
+from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
+from tests.property.engine import RandomEngine
+from tests.property.recipe import Recipe
+from tests.property.snapshot import Seen, addresses, differences, look, served
+from tests.property.values import first, later
+
+BUDGET = 1 << 30
+
+
+@dataclass
+class Outcome:
+    """What became of a recipe.
+
+    Attributes:
+        classes: Of each tensor; none where the engine was refused as a whole.
+        refused: Why each tensor was refused, or the engine (by the name of ``*``).
+        wrong: What the live engine held otherwise than a fresh one.
+        damaged: What was not put back.
+        broke: What raised though it must not.
+    """
+
+    classes: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
+    broke: list[str] = field(default_factory=list)
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether it must not be."""
+        return bool(self.wrong or self.damaged or self.broke)
+
+
+@dataclass
+class Stage:
+    """Everything that a run has at hand."""
+
+    recipe: Recipe
+    folder: Path
+    engines: list[RandomEngine]
+    base: dict[str, Tensor]
+    specs: dict[str, TensorSpec]
+    outcome: Outcome
+
+
+def run(recipe: Recipe, folder: Path) -> Outcome:
+    """Let one engine be followed.
+
+    Args:
+        recipe: What the engine is made of.
+        folder: For its files; emptied before and after.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        base = first(recipe)
+        save_file(base, folder / "model.safetensors")
+        aliases = recipe.aliases()
+        specs = {n: _spec(n, t) for n, t in base.items() if n not in aliases}
+        engines = fresh(recipe, base, folder)
+        stage = Stage(recipe, folder, engines, base, specs, Outcome())
+        _follow(stage)
+        return stage.outcome
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fresh(recipe: Recipe, tensors: Mapping[str, Tensor], folder: Path) -> list[RandomEngine]:
+    """Engines that loaded a checkpoint, one a rank."""
+    return [RandomEngine(recipe, rank, folder, tensors) for rank in range(recipe.ranks)]
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, WIRE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+
+def _follow(stage: Stage) -> None:
+    before = [look(engine) for engine in stage.engines]
+    ranks: list[Rank] = []
+    for engine in stage.engines:
+        try:
+            ranks.append(Rank(engine, stage.specs.values(), stage.recipe.aliases()))
+        except DeltaChainError as exc:
+            stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
+            stage.outcome.broke.append(f"attaching raised {exc!r}")
+    for engine, was in zip(stage.engines, before, strict=True):
+        stage.outcome.damaged += _kept(was, look(engine))
+    if len(ranks) < len(stage.engines) or stage.outcome.damaged:
+        return
+    _settle_on_classes(stage, ranks)
+    for engine, was in zip(stage.engines, before, strict=True):
+        stage.outcome.damaged += _kept(was, look(engine))
+    if "*" not in stage.outcome.refused and not stage.outcome.damaged:
+        _Chain(stage, ranks).play()
+
+
+def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
+    """What the leader of a replica does, but that it goes on without what is refused."""
+    reports = [rank.report() for rank in ranks]
+    lost = orphans(stage.specs, reports)
+    for number, rank in enumerate(ranks if lost else ()):
+        reports[number] |= rank.find_unused(lost)
+    agreement = agree(stage.specs.values(), reports)
+    stage.outcome.classes = dict(agreement.classes)
+    stage.outcome.refused = dict(agreement.refused)
+    try:
+        for number, rank in enumerate(ranks):
+            holders = {name: who[number] for name, who in agreement.holders.items()}
+            rank.agree(agreement.classes, holders)
+    except DeltaChainError as exc:
+        stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
+
+
+class _Chain:
+    """A few versions, one after another."""
+
+    def __init__(self, stage: Stage, ranks: list[Rank]) -> None:
+        self.stage, self.ranks = stage, ranks
+        aliases, refused = stage.recipe.aliases(), stage.outcome.refused.keys()
+        self.fixed = frozenset(refused) | {a for a, name in aliases.items() if name in refused}
+        out = ("refused", "unused")
+        self.kept = [n for n in stage.specs if stage.outcome.classes[n] not in out]
+        self.at = [addresses(engine) for engine in stage.engines]
+
+    def play(self) -> None:
+        """There, back, there again by another way, and on."""
+        base, recipe = self.stage.base, self.stage.recipe
+        one = later(recipe, base, 1, self.fixed)
+        two = later(recipe, one, 2, self.fixed)
+        steps = [(1, base, one, False), (1, base, one, True), (2, base, two, False)]
+        for ticket, old, new, back in steps:
+            if self.stage.outcome.is_fault:
+                return
+            if not back:
+                self._stage(ticket, old, new)
+                self._stumble(ticket, old)
+            self._swap(ticket, back=back)
+            self._judge(f"version {ticket}{' taken back' * back}", old if back else new)
+        for rank in self.ranks:
+            if not self.stage.outcome.is_fault and not rank.loads_the_same():
+                self.stage.outcome.wrong.append("loading the same again is not the same")
+        if not self.stage.outcome.is_fault:
+            self._judge("version 2 loaded again", two)
+
+    def _stage(self, ticket: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+        plan = cast("Fetched", _Plan(self.stage.specs, old, new))
+        spool = Spool.write(self.stage.folder / "spool", plan)
+        for rank in self.ranks:
+            rank.stage(ticket, spool.folder, BUDGET)
+
+    def _stumble(self, ticket: int, old: Mapping[str, Tensor]) -> None:
+        """Let a swap fail in the middle, wherever the engine loads anything for it."""
+        if not self.stage.recipe.trips or self.stage.outcome.is_fault:
+            return
+        for rank, engine in zip(self.ranks, self.stage.engines, strict=True):
+            engine.trip = 1 + self.stage.recipe.seed % 3
+            try:
+                rank.swap(ticket, ticket, back=False)
+            except PartialApplyError:
+                engine.trip = -1
+            except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
+                self.stage.outcome.broke.append(f"a swap that failed raised {exc!r}")
+                return
+            engine.trip = -1
+        self._swap(ticket, back=True)
+        self._judge("a swap that failed", old)
+
+    def _swap(self, ticket: int, *, back: bool) -> None:
+        for rank in self.ranks:
+            try:
+                rank.swap(ticket, ticket, back=back)
+            except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
+                self.stage.outcome.broke.append(f"swap raised {exc!r}")
+
+    def _judge(self, when: str, tensors: Mapping[str, Tensor]) -> None:
+        """Hold every rank against a fresh one."""
+        outcome = self.stage.outcome
+        if outcome.broke:
+            return
+        wanted = fresh(self.stage.recipe, tensors, self.stage.folder)
+        for engine, other, at in zip(self.stage.engines, wanted, self.at, strict=True):
+            wrong = differences(served(look(engine)), served(look(other)))
+            outcome.wrong += [f"{when}: {one}" for one in wrong]
+            moved = differences(at, addresses(engine))
+            outcome.damaged += [f"{when}, moved: {one}" for one in moved]
+        if self._digest() != self._wanted(tensors):
+            outcome.wrong.append(f"{when}: the state digest")
+
+    def _digest(self) -> StateDigest | None:
+        """As the leader adds it up; none where holders of the same elements hold different bits."""
+        lanes: dict[str, StateDigest] = {}
+        for rank in self.ranks:
+            for (label, _), digest in rank.state().items():
+                if lanes.setdefault(label, digest) != digest:
+                    return None
+        return sum(lanes.values(), StateDigest())
+
+    def _wanted(self, tensors: Mapping[str, Tensor]) -> StateDigest:
+        return sum(
+            (host.digest(digest_key(self.stage.specs[n]), bits_of(tensors[n])) for n in self.kept),
+            StateDigest(),
+        )
+
+
+def _kept(before: dict[str, Seen], after: dict[str, Seen]) -> list[str]:
+    """What is not what it was, to the object and the bit."""
+    one = {path: seen.kept for path, seen in before.items()}
+    return differences(one, {path: seen.kept for path, seen in after.items()})
+
+
+def bits_of(tensor: Tensor) -> Bits:
+    """Flat bits."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    found: Bits = flat.view(BITS_DTYPES[tensor.element_size()])
+    return found
+
+
+class _Plan:
+    """A plan from one version to another, as the spool asks for it."""
+
+    from_nothing = False
+    nbytes = 0
+
+    def __init__(
+        self, specs: Mapping[str, TensorSpec], old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+    ) -> None:
+        self.specs, self.old, self.new = specs, old, new
+
+    def deltas(self) -> Iterator[TensorDelta]:
+        """Steps, absolute bits and whole tensors by turns."""
+        for number, (name, spec) in enumerate(self.specs.items()):
+            old, new = bits_of(self.old[name]), bits_of(self.new[name])
+            indices = np.flatnonzero(old != new)
+            if not indices.size:
+                continue
+            if number % 3 == 2:
+                yield TensorDelta.dense(spec, new)
+                continue
+            mask = np.arange(indices.size) % 2 == number % 3
+            values = np.where(mask, new[indices], new[indices] - old[indices])
+            yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)

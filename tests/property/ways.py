@@ -1,0 +1,203 @@
+"""Whether a refusal was needless: every way of an engine, tried without a thought of proof.
+
+A way exists if it brings other bits of the tensor, others after those, and the first ones again,
+and each time the engine holds what a fresh one holds. It can be proven if what such a change does
+can be seen in every module that it does something to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from deltachain.subscribe.ways import Way, bring
+from tests.property.engine import RandomEngine
+from tests.property.layers import Layer
+from tests.property.recipe import Recipe
+from tests.property.snapshot import differences, look, served
+from tests.property.values import first, other
+from tests.property.writers import PURE
+
+WAYS: tuple[Way, ...] = ("loaded", "reloaded", "repacked")
+
+
+class Ways:
+    """The ways into one random engine.
+
+    Args:
+        recipe: Of it.
+        folder: That it says it loaded.
+    """
+
+    def __init__(self, recipe: Recipe, folder: Path) -> None:
+        self.recipe, self.folder = recipe, folder
+        self.base = first(recipe)
+        aliases = recipe.aliases()
+        self.names = [name for name in self.base if name not in aliases]
+        self.alias = {name: alias for alias, name in aliases.items()}
+
+    def needless(self, refused: Iterable[str]) -> dict[str, str]:
+        """The ways that refused tensors could have gone.
+
+        None where one of them has no way: an engine is followed as a whole or not at all.
+        """
+        wanted = self.names if "*" in refused else [n for n in refused if n in self.names]
+        found: dict[str, str] = {}
+        for name in wanted:
+            way = self._way(name)
+            if not way:
+                return {}
+            found[name] = way
+        return found
+
+    def _way(self, name: str) -> str:
+        if not any(self.changes[rank][name] for rank in range(self.recipe.ranks)):
+            return "unused" if self._is_seen_unused() else ""
+        if self._is_in_place(name):
+            return "in_place"
+        group = self._group(name)
+        if not all(self._shows(one) for one in group):
+            return ""
+        return next((way for way in WAYS if self._is_right(way, group)), "")
+
+    @cached_property
+    def changes(self) -> list[dict[str, frozenset[str]]]:
+        """The modules of each rank that hold something else when a tensor has other bits."""
+        return [
+            {name: self._modules(rank, name) for name in self.names}
+            for rank in range(self.recipe.ranks)
+        ]
+
+    def _modules(self, rank: int, name: str) -> frozenset[str]:
+        found: set[str] = set()
+        was = served(look(self._engine(rank, self.base)))
+        for turn in (1, 2):
+            now = served(look(self._engine(rank, self._with([name], turn))))
+            found |= {
+                path.split(".")[0]
+                for path in was.keys() | now.keys()
+                if was.get(path) != now.get(path)
+            }
+        return frozenset(found)
+
+    def _shows(self, name: str) -> bool:
+        """Whether every module that a tensor changes can be seen to have changed."""
+        for rank in range(self.recipe.ranks):
+            for turn in (1, 2):
+                one = _visible(self._engine(rank, self.base))
+                two = _visible(self._engine(rank, self._with([name], turn)))
+                seen = {
+                    path.split(".")[0]
+                    for path in one.keys() | two.keys()
+                    if one.get(path) != two.get(path)
+                }
+                if not self.changes[rank][name] <= seen:
+                    return False
+        return True
+
+    def _group(self, name: str) -> list[str]:
+        """Tensors that have a module in common, or are collected together."""
+        names, grown = {name}, True
+        while grown:
+            grown = False
+            for rank in range(self.recipe.ranks):
+                modules = frozenset().union(*(self.changes[rank][one] for one in names))
+                more = {n for n in self.names if self.changes[rank][n] & modules} | self._beside(
+                    names
+                )
+                grown |= not more <= names
+                names |= more
+        return [one for one in self.names if one in names]
+
+    def _beside(self, names: Iterable[str]) -> set[str]:
+        """Tensors of the same layers, used or not."""
+        units = {name.rpartition(".")[0] for name in names}
+        return {name for name in self.names if name.rpartition(".")[0] in units}
+
+    def _is_in_place(self, name: str) -> bool:
+        return all(
+            self._is_pure(self._engine(rank, self.base), rank, name)
+            for rank in range(self.recipe.ranks)
+        )
+
+    def _is_pure(self, engine: RandomEngine, rank: int, name: str) -> bool:
+        paths = set()
+        for path, source in engine.targets[name]:
+            unit = engine.layers_by_path[path].unit
+            paths.add(path)
+            style = unit.bias if source.part == "bias" else "copy"
+            if source.part.startswith("w"):
+                style = unit.styles[int(source.part[1:])]
+            late = source.part == "bias" and unit.bias_late
+            weight = source.part.startswith("w") and (unit.shadow or unit.collect)
+            if style not in PURE or late or weight or unit.stored != unit.live or unit.process:
+                return False
+        return all(
+            path in paths or not engine.layers_by_path[path].unit.process
+            for path in self.changes[rank][name]
+            if path in engine.layers_by_path
+        )
+
+    def _is_right(self, way: Way, group: list[str]) -> bool:
+        return all(self._is_right_on(rank, way, group) for rank in range(self.recipe.ranks))
+
+    def _is_right_on(self, rank: int, way: Way, group: list[str]) -> bool:
+        engine = self._engine(rank, self.base)
+        modules = frozenset().union(*(self.changes[rank][name] for name in group))
+        layers = frozenset(path for path in modules if isinstance(engine.modules()[path], Layer))
+        if not layers:
+            return True
+        for turn in (0, 1, 0, 2):
+            tensors = self._with(group, turn)
+            given = {
+                n: t.clone() for n, t in tensors.items() if n in group or n in self._aliases(group)
+            }
+            try:
+                bring(engine, way, layers, given.items())
+            except Exception:  # noqa: BLE001 - then it is not a way
+                return False
+            wanted = served(look(self._engine(rank, tensors)))
+            if differences(served(look(engine)), wanted):
+                return False
+        return True
+
+    def _is_seen_unused(self) -> bool:
+        """Whether a way to load everything exists, so that what nothing follows can be told."""
+        if any(unit.process for unit in self.recipe.units):
+            return any(self._is_right(way, self.names) for way in WAYS[1:])
+        return any(self._is_right(way, self.names) for way in WAYS)
+
+    def _aliases(self, names: Iterable[str]) -> set[str]:
+        return {self.alias[name] for name in names if name in self.alias}
+
+    def _with(self, names: Iterable[str], turn: int) -> dict[str, Tensor]:
+        """The checkpoint with other bits in some tensors."""
+        found = dict(self.base)
+        for name in names if turn else ():
+            found[name] = other(self.recipe, name, turn)
+            if name in self.alias:
+                found[self.alias[name]] = found[name].clone()
+        return found
+
+    def _engine(self, rank: int, tensors: Mapping[str, Tensor]) -> RandomEngine:
+        return RandomEngine(self.recipe, rank, self.folder, tensors)
+
+
+def _modules_that_differ(one: Mapping[str, object], other: Mapping[str, object]) -> set[str]:
+    paths = one.keys() | other.keys()
+    return {path.split(".")[0] for path in paths if one.get(path) != other.get(path)}
+
+
+def _visible(engine: RandomEngine) -> dict[str, bytes]:
+    """What can be seen of an engine from outside."""
+    found = {**engine.tensors()}
+    for path, output in engine.compute(frozenset(engine.modules())).items():
+        found[f"{path}.()"] = output
+    return {
+        path: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for path, tensor in found.items()
+    }
