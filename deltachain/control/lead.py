@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deltachain.control.gate import Control, aside
+from deltachain.control.refusal import refused
+from deltachain.environment import is_strict
 from deltachain.errors import DeltaChainError
 from deltachain.subscribe.engine import Engine
-from deltachain.subscribe.leader import Leader
+from deltachain.subscribe.leader import REFUSALS, Leader
 from deltachain.subscribe.settings import ReplicaSettings
 
 logger = logging.getLogger(__name__)
@@ -35,14 +37,18 @@ async def lead(
 ) -> Control:
     """Lead the engine of this server along the chain that the environment names, if any.
 
-    Returns once it has caught up, or can not: the server then starts all the same, and the routes
-    say why it follows nothing.
+    Returns once it has caught up, or has to wait: for a store that is away, or a chain that nobody
+    has made yet. Where the engine is refused and the environment asks for it, the server starts all
+    the same, and the routes say why it follows nothing.
 
     Args:
         find: Makes the engine known; may refuse with any :class:`DeltaChainError`.
         is_open: Whether the server listens on the loopback interface alone.
         is_guarded: Whether the engine asks for a key of its own before our routes.
         key: What they ask for where no token is set.
+
+    Raises:
+        SystemExit: The engine is refused; the log says why.
     """
     leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
     try:
@@ -55,6 +61,8 @@ async def lead(
             leader = Leader(settings, engine)
             await aside(Leader.start, leader)
     except DeltaChainError as exc:
-        refusal = str(exc)
+        if is_strict(os.environ) and isinstance(exc, REFUSALS):
+            raise refused(exc) from exc
+        leader, refusal = None, str(exc)
         logger.warning("deltachain follows nothing: %s", exc)
     return Control(leader, refusal, token=token, is_open=is_open, is_guarded=is_guarded)

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from deltachain.control.gate import Allowed, Asked, Control, Kind, NothingAsked, control_of
 from deltachain.control.schemas import (
+    Detail,
     Ready,
     Refused,
     Trouble,
@@ -65,7 +66,7 @@ async def readyz(request: Request) -> PlainTextResponse:
 async def status(control: Allowed, _: NothingAsked) -> Response:
     """What the replica holds, and how."""
     if control.leader is None:
-        raise HTTPException(503, control.refusal)
+        return _follows_nothing(control)
     return _json(control.leader.status())
 
 
@@ -87,7 +88,7 @@ async def ready(control: Allowed, _: NothingAsked) -> Response:
 async def metrics(control: Allowed, _: NothingAsked) -> Response:
     """Figures for Prometheus."""
     if control.leader is None:
-        raise HTTPException(503, control.refusal)
+        return _follows_nothing(control)
     try:
         from deltachain.control.metrics import exposition  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as exc:
@@ -148,12 +149,19 @@ async def _do(
         action(leader)
         return leader.status()
 
+    if control.leader is None:
+        return _follows_nothing(control)
     try:
         found = await control.run(act, request, kind)
     except DeltaChainError as exc:
         error = Trouble(type(exc).__name__, str(exc.args[0]), exc.hint, exc.retryable)
         return _json(Refused(error), _status_of(exc))
     return _json(found)
+
+
+def _follows_nothing(control: Control) -> Response:
+    """Why; answered and not raised, or vLLM logs a traceback for every question."""
+    return _json(Detail(control.refusal), 503)
 
 
 def _status_of(exc: DeltaChainError) -> int:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -20,9 +20,11 @@ from deltachain.errors import (
     BaseMismatchError,
     BrokenChainError,
     ChainError,
+    ConfigError,
     DeltaChainError,
     LeaderReplacedError,
     PoisonedError,
+    TensorMismatchError,
 )
 from deltachain.store import Store
 from deltachain.subscribe.engine import Engine
@@ -38,6 +40,9 @@ from deltachain.subscribe.tally import Tally
 from deltachain.subscribe.target import Held
 from deltachain.threads import started
 from deltachain.types import Version
+
+REFUSALS: Final = (ConfigError, TensorMismatchError)
+"""What no waiting mends: the engine, or how it was started, is not for this chain."""
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +92,17 @@ class Leader:
 
         What goes wrong is logged and kept for ``status``: the engine serves what it loaded, and the
         replica is not ready.
+
+        Raises:
+            ConfigError: The engine is refused, and so that it ends, the settings are strict.
+            TensorMismatchError: The same for its tensors.
         """
         try:
             self.update()
         except DeltaChainError as exc:
+            if self.settings.strict and isinstance(exc, REFUSALS):
+                self.stop()
+                raise
             logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
         if self.settings.follow:
             self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)

@@ -7,6 +7,7 @@ because SGLang loads it in every process it starts.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from importlib.util import find_spec
 from multiprocessing import parent_process
@@ -27,13 +28,21 @@ def register() -> None:
     """Entry point of ``sglang.srt.plugins``: take questions in schedulers, and lead in the server.
 
     SGLang calls it in the main process and in every process that this spawns, and logs what it
-    raises, so that a server would look healthy without it: its status then says why.
+    raises: a server would serve on without it.
+
+    Raises:
+        SystemExit: This is a server that was told to follow a chain, with an SGLang that was not
+            tested.
     """
     if find_spec("sglang") is None:
         return
+    speak()
+    if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
+        from deltachain_sglang.starting import check_start  # noqa: PLC0415
+
+        check_start()
     from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
 
-    speak()
     hook_schedulers()
     # A server may itself be spawned, by what launches many; it has imported its own by then.
     if parent_process() is None or SERVER in sys.modules:

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 from fastapi import APIRouter
@@ -222,6 +223,15 @@ def serve(router: APIRouter, prefix: str) -> None:
                 openapi_extra=route.openapi_extra,
                 tags=route.tags,
             )
+
+
+def end(why: SystemExit) -> NoReturn:
+    """End this server and all of its processes: uvicorn would make a traceback of the reason."""
+    from sglang.srt.utils import kill_process_tree
+
+    kill_process_tree(os.getpid(), include_parent=False)
+    logging.shutdown()
+    os._exit(why.code if isinstance(why.code, int) else 1)
 
 
 def front_ends() -> int:

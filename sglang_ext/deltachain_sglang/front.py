@@ -17,8 +17,10 @@ from fastapi import FastAPI, HTTPException
 
 from deltachain.control.gate import LOOPBACK, Control
 from deltachain.control.lead import Led, lead
+from deltachain.control.refusal import refused
 from deltachain.control.routes import router
-from deltachain.errors import DeltaChainError
+from deltachain.environment import is_strict
+from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_sglang import PREFIX, SCHEME, compat, loading
@@ -48,12 +50,15 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
         host, key = compat.exposure()
-        control = await lead(
-            lambda settings: _engine(loop, settings),
-            key=key,
-            is_open=host in LOOPBACK,
-            is_guarded=bool(key),
-        )
+        try:
+            control = await lead(
+                lambda settings: _engine(loop, settings),
+                key=key,
+                is_open=host in LOOPBACK,
+                is_guarded=bool(key),
+            )
+        except SystemExit as exc:
+            compat.end(exc)
         app.state.deltachain = control
         async with original(app) as state:
             yield state
@@ -116,6 +121,13 @@ async def on_check(
 
 def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Around the start of the server: its other front ends load no plugins, so none would lead."""
-    if compat.front_ends() > 1 and os.environ.get("DELTACHAIN_URL"):
-        logger.error("deltachain follows nothing: start the server with --tokenizer-worker-num 1")
+    count = compat.front_ends()
+    if count > 1 and os.environ.get("DELTACHAIN_URL"):
+        exc = ConfigError(
+            f"this server has {count} tokenizer workers, and they load no routes of deltachain",
+            hint="start it with --tokenizer-worker-num 1",
+        )
+        if is_strict(os.environ):
+            raise refused(exc) from exc
+        logger.error("deltachain follows nothing: %s", exc)
     return original(*args, **kwargs)

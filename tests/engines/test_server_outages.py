@@ -28,6 +28,8 @@ AWAY_S = 30.0
 
 FOLLOWING = {"DELTACHAIN_FOLLOW": "1", "DELTACHAIN_POLL_S": "0.2"}
 
+SERVING_ON = {**FOLLOWING, "DELTACHAIN_STRICT": "0"}
+
 
 @pytest.fixture
 def s3(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Seaweed:
@@ -128,7 +130,7 @@ def test_a_worker_is_killed_in_the_middle_of_a_swap(
 def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path, tp: int) -> None:
     with (
         Trainer(tmp_path / "other", family="llama") as other,
-        serving(trainer, tmp_path, tp, base=other.base, environment=FOLLOWING) as replica,
+        serving(trainer, tmp_path, tp, base=other.base, environment=SERVING_ON) as replica,
     ):
         status = replica.server.status()
         assert (status["version"], status["ready"], status["following"]) == (None, False, False)

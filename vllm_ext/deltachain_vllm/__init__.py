@@ -7,7 +7,9 @@ starts; what needs vLLM, torch or the rest of deltachain is imported when it is 
 from __future__ import annotations
 
 import logging
+import os
 from importlib import import_module
+from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -35,8 +37,15 @@ def register() -> None:
     vLLM calls it in the API server, the engine core and every worker, possibly more than once in
     one process, and does not catch what it raises. So it may be called again, and a vLLM without
     such backends is told of in the log, not by a crash.
+
+    Raises:
+        SystemExit: This is a server that was told to follow a chain, and nobody would lead it.
     """
     speak()
+    if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
+        from deltachain_vllm.starting import check_start  # noqa: PLC0415
+
+        check_start()
     try:
         from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415
             WeightTransferEngineFactory as Factory,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -37,6 +38,33 @@ def check_version() -> str:
             hint=f'pip install "vllm>={_text(FIRST)},<{_text(BEYOND)}", or another deltachain',
         )
     return str(vllm.__version__)
+
+
+def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - vLLM's client
+    """Refuse a server with several engines, or with several processes that take its requests.
+
+    Those come with the engines, unless their number was given: the engines are told of first.
+
+    Args:
+        client: Of the server.
+        arguments: Of its command line.
+
+    Raises:
+        ConfigError: This server has them.
+    """
+    parallel = getattr(getattr(client, "vllm_config", None), "parallel_config", None)
+    engines = getattr(parallel, "data_parallel_size", 1)
+    if engines > 1:
+        raise ConfigError(
+            f"this server has {engines} data-parallel engines, a replica has one",
+            hint=f"start {engines} servers without --data-parallel-size, and a router before them",
+        )
+    front_ends = getattr(arguments, "api_server_count", None) or 1
+    if front_ends > 1:
+        raise ConfigError(
+            f"this server has {front_ends} front ends, a replica has one leader",
+            hint="start it with --api-server-count 1",
+        )
 
 
 def layerwise() -> Any:  # noqa: ANN401 - vLLM's module

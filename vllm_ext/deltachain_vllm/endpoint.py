@@ -15,7 +15,7 @@ from deltachain.control.routes import router
 from deltachain.errors import ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import speak
-from deltachain_vllm.compat import check_version
+from deltachain_vllm.compat import check_layout, check_version
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -54,11 +54,7 @@ def _engine(
 ) -> Led:
     if client is None:
         raise ConfigError("this server has no engine of its own")
-    if (getattr(args, "api_server_count", None) or 1) > 1:
-        raise ConfigError(
-            "this server has several front ends, a replica has one leader",
-            hint="start it with --api-server-count 1",
-        )
+    check_layout(client, args)
     check_version()
     from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
     from deltachain_vllm.server import ServerEngine  # noqa: PLC0415

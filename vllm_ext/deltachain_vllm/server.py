@@ -123,8 +123,3 @@ def _check(client: EngineClient) -> None:
             "the workers of this server know nothing of deltachain",
             hint=f"start it with --worker-extension-cls {EXTENSION}",
         )
-    if parallel.data_parallel_size > 1:
-        raise ConfigError(
-            f"{parallel.data_parallel_size} data-parallel engines behind one server",
-            hint="start a server for each",
-        )

@@ -47,7 +47,9 @@ class VllmServer(Server):
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        if not options.bare:
+        if options.bare:
+            found["DELTACHAIN_STRICT"] = "0"  # somebody beside it leads
+        else:
             found["VLLM_PLUGINS"] = "deltachain,deltachain_http"
         if options.tp > 1:
             found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options.tp)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,10 +15,12 @@ from deltachain.control.gate import Control
 from deltachain_vllm.endpoint import EndpointPlugin
 
 
-async def _started(environment: dict[str, str], **arguments: Any) -> Control:
+async def _started(environment: dict[str, str], engines: int = 1, **arguments: Any) -> Control:
     app = FastAPI()
+    parallel = SimpleNamespace(data_parallel_size=engines)
+    client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
     with mock.patch.dict("os.environ", environment):
-        await EndpointPlugin().init_state(object(), app.state, Namespace(**arguments))
+        await EndpointPlugin().init_state(client, app.state, Namespace(**arguments))
     control: Control = app.state.deltachain
     return control
 
@@ -25,17 +28,27 @@ async def _started(environment: dict[str, str], **arguments: Any) -> Control:
 @pytest.mark.parametrize(
     ("environment", "arguments", "refusal"),
     [
-        ({}, {}, "DELTACHAIN_URL is not set"),
-        ({"DELTACHAIN_URL": "x", "DELTACHAIN_MAX_LAG": "y"}, {}, "not a number"),
-        ({"DELTACHAIN_URL": "x"}, {"api_server_count": 2}, "several front ends"),
+        ({"DELTACHAIN_MAX_LAG": "y"}, {}, "not a number"),
+        ({}, {"api_server_count": 2}, "--api-server-count 1"),
+        ({}, {"engines": 2, "api_server_count": 2}, "2 servers without --data-parallel-size"),
     ],
 )
-def test_what_can_not_be_led_is_told_and_the_server_starts(
+def test_what_can_not_be_led_ends_or_says_why_where_it_was_told_to_serve(
     environment: dict[str, str], arguments: dict[str, Any], refusal: str
 ) -> None:
-    control = asyncio.run(_started(environment, **arguments))
+    named = {"DELTACHAIN_URL": "x", **environment}
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(_started(named, **arguments))
+    assert ended.value.code == 2
+    control = asyncio.run(_started({**named, "DELTACHAIN_STRICT": "0"}, **arguments))
     assert control.leader is None
     assert refusal in control.refusal
+
+
+def test_a_server_that_was_told_of_no_chain_starts() -> None:
+    control = asyncio.run(_started({}))
+    assert control.leader is None
+    assert "DELTACHAIN_URL is not set" in control.refusal
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,22 @@
+"""How a server ends that was told to follow a chain, and can not.
+
+Served on, it would answer with what it loaded, and nothing but a line in its log would say so.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from deltachain.errors import DeltaChainError
+
+logger = logging.getLogger(__name__)
+
+
+def refused(exc: DeltaChainError) -> SystemExit:
+    """Say why a server can not follow its chain; what to raise to end it, without a traceback."""
+    logger.error(
+        "deltachain can not follow the chain, so this server ends: %s\n"
+        "  DELTACHAIN_STRICT=0 lets it serve what it loaded instead",
+        exc,
+    )
+    return SystemExit(exc.exit_code)

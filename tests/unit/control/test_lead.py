@@ -1,0 +1,121 @@
+"""A server that cannot follow ends at its start, or serves on where it was told to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deltachain.control.gate import Control
+from deltachain.control.lead import Led, lead
+from deltachain.errors import ConfigError, EngineVersionError
+from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.testing.sharding import Shape
+from tests.unit.control.replicas import followed
+from tests.unit.subscribe.replicas import Followed
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / "spool"))
+    yield from followed(tmp_path)
+
+
+def started(here: Followed, monkeypatch: pytest.MonkeyPatch, **environment: str) -> Control:
+    """What a server has once its start is over."""
+    for name, value in environment.items():
+        monkeypatch.setenv(f"DELTACHAIN_{name}", value)
+
+    def find(_: ReplicaSettings) -> Led:
+        return Led(here.engine, here.folder / "model")
+
+    return asyncio.run(lead(find, is_open=True, is_guarded=False))
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    """An engine that gives no way to one of its tensors."""
+    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / "stuck" / "spool"))
+    made = Followed(Shape(tp=2, odd=("stuck",)), tmp_path / "stuck")
+    yield made
+    made.close()
+
+
+def store_of(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let URLs name this store."""
+    monkeypatch.setattr(
+        "deltachain.subscribe.subscriber.open_store", lambda *_, **__: followed.faulty
+    )
+
+
+def test_a_tensor_without_a_way_ends_the_server(
+    stuck: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_of(stuck, monkeypatch)
+    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
+        started(stuck, monkeypatch, URL=stuck.store.url)
+    assert ended.value.code == 6
+    assert "so this server ends" in caplog.text
+    assert "stuck" in caplog.text
+    assert "DELTACHAIN_STRICT=0" in caplog.text
+
+
+def test_it_serves_what_it_loaded_where_it_was_told_to(
+    stuck: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_of(stuck, monkeypatch)
+    control = started(stuck, monkeypatch, URL=stuck.store.url, STRICT="0")
+    assert control.leader is not None
+    status = control.leader.status()
+    control.leader.stop()
+    assert (status.ready, status.version) == (False, None)
+    assert status.trouble
+
+
+@pytest.mark.parametrize("refusal", [ConfigError, EngineVersionError])
+def test_an_engine_that_cannot_be_led_ends(
+    monkeypatch: pytest.MonkeyPatch, refusal: type[ConfigError]
+) -> None:
+    def find(_: ReplicaSettings) -> Led:
+        raise refusal("this engine is another")
+
+    monkeypatch.setenv("DELTACHAIN_URL", "memory://nowhere")
+    with pytest.raises(SystemExit) as ended:
+        asyncio.run(lead(find, is_open=True, is_guarded=False))
+    assert ended.value.code == 2
+    monkeypatch.setenv("DELTACHAIN_STRICT", "0")
+    control = asyncio.run(lead(find, is_open=True, is_guarded=False))
+    assert (control.leader, control.refusal) == (None, "this engine is another")
+
+
+def test_a_setting_that_means_nothing_ends_it(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit):
+        started(here, monkeypatch, URL=here.store.url, FOLLOWS="1")
+
+
+def test_a_store_that_is_away_is_waited_for(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_of(here, monkeypatch)
+    here.faulty.down = True
+    control = started(here, monkeypatch, URL=here.store.url)
+    assert control.leader is not None
+    assert not control.leader.status().ready
+    here.faulty.down = False
+    control.leader.update()
+    assert control.leader.status().ready
+    control.leader.stop()
+
+
+def test_a_chain_that_is_not_there_yet_is_waited_for(
+    here: Followed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = started(here, monkeypatch, URL=(tmp_path / "chain").as_uri())
+    assert control.leader is not None
+    assert not control.leader.status().ready
+    control.leader.stop()
