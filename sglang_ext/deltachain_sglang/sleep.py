@@ -13,8 +13,8 @@ from typing import Any
 from fastapi import HTTPException
 
 from deltachain.control.gate import Control
+from deltachain.control.sleep import fall_asleep, wake_up
 from deltachain.errors import DeltaChainError
-from deltachain.subscribe.leader import Leader
 from deltachain_sglang import compat
 
 
@@ -28,7 +28,7 @@ async def on_sleep(
     control = _control()
     if control is not None:
         kinds = compat.kinds(obj.tags)
-        await control.run(lambda leader: _sleep(leader, kinds), None)
+        await control.run(lambda leader: fall_asleep(leader, kinds), None)
     return await original(server, obj, request)
 
 
@@ -44,21 +44,8 @@ async def on_wake(
     if control is not None:
         kinds = compat.kinds(obj.tags)
         with suppress(DeltaChainError, HTTPException):  # what its status then tells
-            await control.run(lambda leader: _wake(leader, kinds), None, "update")
+            await control.run(lambda leader: wake_up(leader, kinds, compat.WEIGHTS), None, "update")
     return found
-
-
-def _sleep(leader: Leader, kinds: frozenset[str]) -> None:
-    with leader.subscriber.alone():  # a swap that is under way ends first
-        leader.released |= kinds
-
-
-def _wake(leader: Leader, kinds: frozenset[str]) -> None:
-    try:
-        if compat.WEIGHTS in kinds & leader.released:
-            leader.scrub()
-    finally:
-        leader.released -= kinds
 
 
 def _control() -> Control | None:

@@ -142,6 +142,17 @@ def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path, t
         assert replica.server.generate([5, 6, 7], 4).spans == ((0, 4, "default"),)
 
 
+def test_a_server_of_another_model_ends(trainer: Trainer, tmp_path: Path) -> None:
+    with (
+        Trainer(tmp_path / "other", family="llama") as other,
+        pytest.raises(RuntimeError, match="the engine loaded another model") as ended,
+        serving(trainer, tmp_path, base=other.base),
+    ):
+        raise AssertionError("it serves")
+    assert "so this server ends" in str(ended.value)
+    assert "Traceback" not in str(ended.value)
+
+
 def test_other_weights_of_the_same_model_are_replaced(trainer: Trainer, tmp_path: Path) -> None:
     trainer.step()
     with (

@@ -16,6 +16,7 @@ from deltachain.errors import ConfigError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain_vllm import speak
 from deltachain_vllm.compat import check_layout, check_version
+from deltachain_vllm.sleep import attach_sleep
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -32,6 +33,7 @@ class EndpointPlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Called once, after the server's own routes are on its ``app``."""
         app.include_router(router, prefix=PREFIX)
+        attach_sleep(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
         """Called once when the engine is up: catch up, before the server takes requests."""

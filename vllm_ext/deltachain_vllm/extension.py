@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from deltachain.subscribe.verbs import RankVerbs, Verdict, verbs_of
+from deltachain.subscribe.verbs import RankVerbs, Verdict, settle, verbs_of
 from deltachain_vllm.model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
@@ -67,6 +67,12 @@ class WorkerExtension:
         """What this rank holds, and whether an update session of vLLM's own is open."""
         found = self._deltachain_do("status", arguments)
         return {**found, "busy": bool(getattr(self, "_weight_update_active", False))}
+
+    def deltachain_settle(self) -> Verdict:
+        """Wait until nothing reads this rank's weights beside the engine: they are released."""
+        worker: Any = self
+        settle(worker.model_runner.get_model())
+        return {"ok": True}
 
     def _deltachain_do(self, verb: str, arguments: dict[str, Any]) -> Verdict:
         worker: Any = self

@@ -27,6 +27,9 @@ class ServerEngine:
     Raises:
         ConfigError: The server was started in a way that deltachain can not work with.
         EngineVersionError: This vLLM was not tested.
+
+    Attributes:
+        asleep: Whether its weights are released.
     """
 
     def __init__(
@@ -39,10 +42,18 @@ class ServerEngine:
         self._in_session = transfer is not None and transfer.backend == BACKEND
         self._client = client
         self._loop = loop
+        self.asleep = False
         self._clear, self._doubted = not settings.keep_cache, False
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every worker; a swap goes through vLLM's own update session where it has one."""
+        """Ask every worker; a swap goes through vLLM's own update session where it has one.
+
+        Raises:
+            PartialApplyError: Somebody else writes; nothing was written.
+            ApplyError: The server has released its weights, or does not answer.
+        """
+        if self.asleep:
+            raise ApplyError("the engine has released its weights", hint="POST /wake_up wakes it")
         in_session = verb == "swap" and self._in_session
         answers: Sequence[Mapping[str, Any]] = self._wait(
             self._swap(arguments) if in_session else self._ask(verb, arguments)
@@ -71,6 +82,11 @@ class ServerEngine:
     def name_version(self, version: int) -> None:
         """Name the version that tokens are made with; no prefix of older ones is left."""
         self._wait(self._name(version))
+
+    def fall_asleep(self) -> None:
+        """Let nothing be read or written from here on, and whoever reads beside the engine end."""
+        self.asleep = True
+        self._wait(self._ask("settle", {}))
 
     async def _ask(self, verb: str, arguments: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
         found: Any = await self._client.collective_rpc(f"deltachain_{verb}", kwargs=arguments)

@@ -173,3 +173,24 @@ def test_an_engine_that_fails_to_load_is_taken_back(
         replica.strikes.unlink()
         assert replica.server.update()["version"] == 2
         assert replica.goes_on_as(2)
+
+
+def test_a_sleeping_replica_is_not_ready_and_is_proven_as_it_wakes(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """A CPU has nothing to release, so that what is lost in its sleep is overwritten by hand."""
+    with serving(trainer, tmp_path) as replica:
+        server = replica.server
+        server.update(trainer.step())
+        assert server.client.post("/sleep?level=2").status_code == 200
+        answer = server.get("ready")
+        assert (answer.status_code, answer.json()["reason"][:6]) == (503, "asleep")
+        trainer.step()
+        refused = error_of(server.post("update"), 409)
+        assert "released its weights" in refused["message"]
+        server.reset()
+        assert server.client.post("/wake_up").status_code == 200
+        assert server.get("ready").status_code == 200
+        server.update()
+        assert replica.holds(2)
+        assert replica.serves(2)
