@@ -39,6 +39,14 @@ class WorkerExtension:
         """Take what all ranks agreed on."""
         return self._deltachain_do("agree", arguments)
 
+    def deltachain_unused(self, *_: Any, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """Find out which tensors that no rank holds change nothing. Blocks the engine."""
+        return self._deltachain_do("unused", arguments)
+
+    def deltachain_unused_state(self, *_: Any, **arguments: Any) -> Verdict:  # noqa: ANN401
+        """The digests of unused tensors, out of the files that the engine loaded."""
+        return self._deltachain_do("unused_state", arguments)
+
     def deltachain_state(self, *_: Any, **arguments: Any) -> Verdict:  # noqa: ANN401
         """Begin to recompute the state digest of the live weights."""
         return self._deltachain_do("state", arguments)
