@@ -81,21 +81,22 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What it computes."""
-        packed = vars(self).get("apply_packed")
+        packed: Packed | None = vars(self).get("apply_packed")
         if packed is None:
             packed = vars(vars(self).get("quant_method", self)).get("kernel")
         bias = self._parameters.get("bias")
         if packed is not None:
             y = packed(x)
             return y if packed.bias is not None or bias is None else y + bias.float()
-        weight = self.weight.float()
+        weight: Tensor = self.weight.float()
         if vars(vars(self).get("quant_method", self)).get("is_packed", False):
             weight = weight.flip(-1)
         if self.unit.layout == "experts":
             return (weight @ x).flatten()
         y = x @ (weight if self.unit.layout == "transposed" else weight.t())
         y = y if bias is None or len(bias) != len(y) else y + bias.float()
-        return y * vars(self).get("scale_number", 1.0)
+        scale: float = vars(self).get("scale_number", 1.0)
+        return y * scale
 
     def region(self, source: Source) -> Region:
         """Where a tensor of the checkpoint goes."""

@@ -145,13 +145,13 @@ def _derive(layer: Layer, method: Method) -> None:
     keep(layer, method, layer.weight.data.float() * 2 + 1)
 
 
-def keep(layer: Layer, method: Method, made: Tensor) -> None:
+def keep(layer: Layer, method: object, made: Tensor) -> None:
     """Put what was derived where some engine would."""
     place = layer.unit.place
     if place == "list":
-        layer.parts = [made, "and more"]
+        vars(layer)["parts"] = [made, "and more"]
     elif place == "dictionary":
-        layer.parts = {"derived": made}  # type: ignore[assignment]
+        vars(layer)["parts"] = {"derived": made}
     elif place == "method":
         vars(method)["derived"] = made
     elif place == "buffer":

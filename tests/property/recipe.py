@@ -200,7 +200,7 @@ def sources(recipe: Recipe, number: int, unit: Unit) -> Iterator[Source]:
     tp = recipe.ranks if unit.only < 0 else 1
     for at, rows in enumerate(unit.rows):
         part = f"w{at}"
-        shape = (rows * (tp if unit.shard == "rows" else 1),)
+        shape: tuple[int, ...] = (rows * (tp if unit.shard == "rows" else 1),)
         shape += (unit.cols * (tp if unit.shard == "cols" else 1),)
         yield Source(f"{prefix}.{part}", part, shape, unit.stored, part in unit.flat)
         if at == 0 and unit.shadow:

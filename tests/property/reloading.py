@@ -68,7 +68,8 @@ def _kernels(engine: RandomEngine, paths: Iterable[str]) -> dict[str, tuple[Any,
 
 def _place(layer: Layer, kernel: tuple[Any, Any]) -> None:
     """Copy what a layer has now into the tensors that it had."""
-    for members, before in zip((layer._parameters, layer._buffers), kernel, strict=True):
+    own: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
+    for members, before in zip(own, kernel, strict=True):
         for name, old in before.items():
             new = members.get(name)
             if (

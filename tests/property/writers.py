@@ -153,7 +153,7 @@ def _once(region: Region, w: Tensor) -> None:
     if not getattr(region.layer, "loader_done", False):
         region.live.copy_(w)
     if not w.is_meta:
-        region.layer.loader_done = True
+        vars(region.layer)["loader_done"] = True
 
 
 def _never_again(region: Region, w: Tensor) -> None:
@@ -161,7 +161,7 @@ def _never_again(region: Region, w: Tensor) -> None:
         raise RuntimeError("this layer has been loaded")
     region.live.copy_(w)
     if not w.is_meta:
-        region.layer.loader_done = True
+        vars(region.layer)["loader_done"] = True
 
 
 def _turn_by_turn(region: Region, w: Tensor) -> None:
@@ -169,7 +169,7 @@ def _turn_by_turn(region: Region, w: Tensor) -> None:
     odd = getattr(region.layer, "loader_odd", False)
     region.live.copy_(w.flip(0) if odd else w)
     if not w.is_meta:
-        region.layer.loader_odd = not odd
+        vars(region.layer)["loader_odd"] = not odd
 
 
 STATEFUL: Final[dict[str, Writer]] = {
