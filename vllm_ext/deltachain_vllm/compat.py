@@ -15,8 +15,9 @@ from deltachain.errors import ConfigError, EngineVersionError
 
 FIRST: Final = (0, 32)
 BEYOND: Final = (0, 34)
-"""The range: from FIRST up to, not including, BEYOND. Of 0.33 there is no build for CPUs: what is used
-of it was imported and read, and no test was run with it.
+"""The range: from FIRST up to, not including, BEYOND.
+
+Of 0.33 there is no build for CPUs: what is used of it was imported and read, no test was run.
 """
 
 PAUSES: Final = ("keep", "wait", "abort")
