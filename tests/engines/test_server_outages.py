@@ -145,7 +145,7 @@ def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path, t
 def test_a_server_of_another_model_ends(trainer: Trainer, tmp_path: Path) -> None:
     with (
         Trainer(tmp_path / "other", family="llama") as other,
-        pytest.raises(RuntimeError, match="the engine loaded another model") as ended,
+        pytest.raises(RuntimeError, match="have no proven way into this engine") as ended,
         serving(trainer, tmp_path, base=other.base),
     ):
         raise AssertionError("it serves")
