@@ -222,8 +222,7 @@ class Trial:
             for value in (0, 1):
                 mine = [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]
                 self._load(mine, {})
-        if len(groups) > 1:
-            self.state.expect_same()
+                self.state.expect_same()
 
     def _judge(self, name: str, group: Group, changed: frozenset[str]) -> str | None:
         """Whether a tensor alone was followed: ``None``; nothing did: empty; or what did not.

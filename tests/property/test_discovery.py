@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.property.check import examine
+from tests.property.check import KINDS, examine
+from tests.property.trial_run import run
 
 BLOCK = 25
 """Engines that a process examines at a time."""
@@ -23,6 +24,17 @@ def block(kind: str, first: int) -> list[str]:
     with tempfile.TemporaryDirectory() as scratch:
         found = [examine(kind, first + n, Path(scratch) / "engine") for n in range(BLOCK)]
     return [one for one in found if one]
+
+
+def test_some_random_loaders_are_never_followed_wrong_nor_damaged(tmp_path: Path) -> None:
+    logging.disable(logging.CRITICAL)
+    try:
+        recipes = {seed: KINDS["loaders"](seed) for seed in range(60)}
+        outcomes = {seed: run(recipe, tmp_path / "engine") for seed, recipe in recipes.items()}
+    finally:
+        logging.disable(logging.NOTSET)
+    assert not {seed for seed, outcome in outcomes.items() if outcome.is_fault}
+    assert sum(not outcome.refused for outcome in outcomes.values()) > 20, "most are followed"
 
 
 @pytest.mark.slow
