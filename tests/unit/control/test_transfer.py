@@ -201,8 +201,9 @@ def test_a_store_that_fails_once_costs_a_version_and_no_more(
 def test_a_store_that_can_not_say_what_became_of_a_version_holds_nobody_up(
     base: Path, tmp_path: Path, store: FaultyStore
 ) -> None:
+    unread = Fault("fail-read", manifest_key(1), times=2)
+    store.add(Fault(lambda: store.add(unread), manifest_key(1)))  # from its put on
     store.add(Fault("lose-reply", manifest_key(1)))
-    store.add(Fault("fail-read", manifest_key(1), times=2))
     engine = Told("a")
     transfer = DeltaChainWeightTransfer(
         "memory://policy", engines=[engine], on_error="warn", dtype="BF16"
