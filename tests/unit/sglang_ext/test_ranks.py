@@ -59,6 +59,7 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     runner = SimpleNamespace(model=model, weight_updater=updater)
     scheduler = Scheduler()
     return SimpleNamespace(
+        offload_tags=set(),
         tp_worker=SimpleNamespace(model_runner=runner),
         scheduler=scheduler,
         is_fully_idle=scheduler.is_fully_idle,
