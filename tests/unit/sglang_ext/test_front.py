@@ -41,7 +41,8 @@ async def _nothing_more() -> Any:
 
 def asked(path: str, headers: dict[str, str]) -> tuple[bool, str]:
     """What SGLang answers to ``/update_weights_from_disk``."""
-    pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
+    given = {"host": "a", **headers}  # as every client of HTTP 1.1 sends it
+    pairs = [(name.encode(), value.encode()) for name, value in given.items()]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": pairs, "server": ("a", 1)}
     request = Request({**scope, "query_string": b"", "scheme": "http"}, _nothing_more)
     told = front.on_update(_never, None, SimpleNamespace(model_path=path), request)
