@@ -212,6 +212,10 @@ class Publisher:
         """Flush, and give everything back. Closing twice is allowed."""
         try:
             self.flush()
+            unsettled, self._unsettled = self._unsettled, None
+            if unsettled is not None and self._failure is not None and self._fenced is None:
+                said = "closed at version %d; what was trained since may not be published: %s"
+                logger.warning(said, self.version, self._failure)
             if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.close()
         finally:

@@ -115,17 +115,19 @@ def test_trainer_whose_writes_go_wrong(
     assert_converged(inner, trainer)
 
 
+@pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("action", [*WRITES, *READS[:-1]])
 def test_trainer_that_starts_while_the_store_goes_wrong(
-    inner: MemoryStore, faulty: FaultyStore, action: Action
+    inner: MemoryStore, faulty: FaultyStore, action: Action, nth: int
 ) -> None:
     first = Trainer(inner, plain_model()).attach()
     for seed in (1, 2):
         first.step(seed)
-    faulty.add(fault(action, nth=2, times=3))
+    # The first write is the start's own, and three that fail cost up to three versions.
+    faulty.add(fault(action, nth=nth, times=3))
     trainer = attached(faulty, first.model)
     trainer.states += first.states
-    for seed in (3, 4, 5):
+    for seed in (3, 4, 5, 6):
         trainer.step(seed)
     trainer.publisher.close()
     assert len(faulty.struck) == 3

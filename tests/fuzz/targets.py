@@ -13,7 +13,13 @@ from deltachain.chain import Chain
 from deltachain.codec import Part
 from deltachain.delta import TensorDelta, fold
 from deltachain.digest import digest_key, object_digest
-from deltachain.errors import BrokenChainError, ConfigError, FormatError, ObjectNotFoundError
+from deltachain.errors import (
+    BrokenChainError,
+    ChainMismatchError,
+    ConfigError,
+    FormatError,
+    ObjectNotFoundError,
+)
 from deltachain.fetch import fetch
 from deltachain.kernels import host
 from deltachain.manifest import (
@@ -59,7 +65,7 @@ def refusing() -> Iterator[None]:
         yield
     except ObjectNotFoundError:
         pass
-    except (FormatError, BrokenChainError) as exc:
+    except (FormatError, BrokenChainError, ChainMismatchError) as exc:
         if not exc.args[0] or not exc.hint:
             raise FindingError("an error that says nothing") from exc
 

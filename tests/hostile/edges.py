@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from deltachain.errors import (
     BaseMismatchError,
+    ChainMismatchError,
     DeltaChainError,
     DigestMismatchError,
     ForkedChainError,
@@ -163,7 +164,6 @@ MANIFESTS: Final[tuple[tuple[Category, str, Edit], ...]] = (
     ("wrong type", "a state that is no text", lambda d: d.update(state=5)),
     ("wrong digest", "a state that is none", lambda d: d.update(state="z" * 32)),
     ("wrong digest", "a state that is short", lambda d: d.update(state="0" * 31)),
-    ("another rule", "of another chain", lambda d: d.update(chain="f" * 32)),
     ("out of range", "of another version", lambda d: d.update(version=3)),
     ("wrong type", "a time that is no number", lambda d: d.update(time="now")),
     ("wrong type", "metadata that are no texts", lambda d: d.update(metadata={"a": 1})),
@@ -173,6 +173,7 @@ HISTORIES: Final[tuple[tuple[Category, str, Edit, type[DeltaChainError]], ...]] 
     ("wrong digest", "another parent", lambda d: d.update(parent="0" * 64), ForkedChainError),
     ("wrong digest", "no parent", lambda d: d.update(parent=""), ForkedChainError),
     ("wrong digest", "another state", lambda d: d.update(state="0" * 32), BaseMismatchError),
+    ("another rule", "of another chain", lambda d: d.update(chain="f" * 32), ChainMismatchError),
 )
 
 RECORDS: Final[tuple[tuple[Category, str, Edit], ...]] = (

@@ -89,6 +89,36 @@ def test_with_warnings_alone_training_goes_on_and_nothing_is_lost(
     assert_head_is(model, 1, store)
 
 
+def test_a_close_says_that_the_last_version_is_missing(
+    attach: Attach, faulty: FaultyStore, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = TinyModel()
+    publisher = attach(model, on=faulty, on_error="warn")
+    publish(publisher, model, 1)
+    faulty.add(Fault("full", "deltas/"))
+    publish(publisher, model, 2)
+    assert max(recompute(store)) == 1
+    assert "closed at" not in caplog.text
+    publisher.close()
+    publisher.close()
+    (said,) = (text for text in caplog.messages if "closed at" in text)
+    assert "closed at version 1; what was trained since may not be published" in said
+    assert "the disk is full: free some space" in said
+
+
+def test_a_close_says_nothing_of_a_failure_that_was_made_up_for(
+    attach: Attach, faulty: FaultyStore, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = TinyModel()
+    publisher = attach(model, on=faulty, on_error="warn")
+    faulty.add(Fault("full", "deltas/"))
+    publish(publisher, model, 1)
+    publish(publisher, model, 2)
+    publisher.close()
+    assert_head_is(model, 1, store)
+    assert "closed at" not in caplog.text
+
+
 def test_an_error_is_raised_once_by_the_next_call(
     attach: Attach, faulty: FaultyStore, store: MemoryStore
 ) -> None:
