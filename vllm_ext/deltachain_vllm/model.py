@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from deltachain.checkpoint import named_folder
 from deltachain.subscribe.members import Members, tensors_in
 from deltachain.subscribe.probe import is_plain, layers_of, processed
+from deltachain_vllm.columns import compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
 from deltachain_vllm.reloading import reload
@@ -82,14 +83,14 @@ class VllmModel:
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :mod:`deltachain_vllm.reloading`."""
-        with self._as_when_loading():
+        with self._as_when_loading(), compared(self.model):
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
         """See :mod:`deltachain_vllm.repacking`."""
         known = dict(self.model.named_modules())
         mine = [name for name in layers if name in known]
-        with self._as_when_loading():
+        with self._as_when_loading(), compared(self.model):
             repack(self.model, mine, partial(self.load, tensors), self.config.model_config.dtype)
 
     @contextmanager

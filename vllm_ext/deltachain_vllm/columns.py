@@ -1,0 +1,115 @@
+"""Packed linear layers, compared with columns of the weights that they were packed from.
+
+What a row with a single one is multiplied to is a column of the weight, bit for bit: all else
+that is added is zero.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import TensorMismatchError
+from deltachain_vllm.compat import linears
+
+COLUMNS: Final = 16
+"""How many columns of a layer are compared. Which ones is another choice each time."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns of a weight before it was packed.
+
+    Attributes:
+        chosen: int64 ``[columns]``, on the device of the weight.
+        width: How many columns there are.
+        values: ``[columns, rows]``, in the dtype of the weight.
+    """
+
+    chosen: Tensor
+    width: int
+    values: Tensor
+
+    def read(self, layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
+        """The same columns, as the packed layer multiplies by them."""
+        count = len(self.chosen)
+        rows = torch.zeros(count, self.width, dtype=self.values.dtype, device=self.values.device)
+        rows[torch.arange(count, device=rows.device), self.chosen] = 1
+        found: Tensor = layer.quant_method.apply(layer, rows, None)
+        return found
+
+
+@contextmanager
+def compared(model: nn.Module) -> Iterator[None]:
+    """Compare what layers are packed into, while this is open, with what they are packed from.
+
+    Layers without a quantised weight alone, and not those that leave their weight to another layer.
+
+    Raises:
+        TensorMismatchError: A layer multiplies by another weight.
+    """
+    names = {layer: name for name, layer in model.named_modules() if _is_plain(layer)}
+    methods: set[Any] = {layer.quant_method for layer in names}
+    taken: dict[nn.Module, Columns] = {}
+    for method in methods:
+        method.process_weights_after_loading = partial(_process, method, taken)
+    try:
+        yield
+    finally:
+        for method in methods:
+            vars(method).pop("process_weights_after_loading", None)
+    for layer, columns in taken.items():
+        _compare(names.get(layer, ""), layer, columns)
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is a linear one, or a head, whose weight is not quantised."""
+    return isinstance(layer, linears()) and "Unquantized" in type(layer.quant_method).__name__
+
+
+def _process(method: Any, taken: dict[nn.Module, Columns], layer: nn.Module) -> None:  # noqa: ANN401
+    """Take columns of a raw weight, then let its method pack it."""
+    columns = _take(getattr(layer, "weight", None))
+    if columns is not None:
+        taken[layer] = columns
+    type(method).process_weights_after_loading(method, layer)
+
+
+def _take(weight: object) -> Columns | None:
+    """Some columns of a weight, where its products are exact."""
+    exact = [torch.bfloat16, torch.float16]
+    if torch.get_float32_matmul_precision() == "highest":
+        exact.append(torch.float32)
+    if not isinstance(weight, Tensor) or weight.is_meta or weight.dtype not in exact:
+        return None
+    if weight.ndim != 2 or not weight.numel() or not weight.isfinite().all():
+        return None
+    width = weight.shape[1]
+    chosen = torch.tensor(_some(width), device=weight.device)
+    return Columns(chosen, width, weight.detach()[:, chosen].T.clone())
+
+
+def _some(width: int) -> Sequence[int]:
+    """Columns to compare, without a draw from anybody's random numbers."""
+    drawn = torch.Generator()
+    drawn.seed()
+    return torch.randperm(width, generator=drawn)[:COLUMNS].tolist()
+
+
+def _compare(name: str, layer: nn.Module, columns: Columns) -> None:
+    try:
+        found = columns.read(layer)
+    except Exception as exc:  # noqa: BLE001 - a layer that was not made to be tried alone
+        logger.debug("%s cannot be compared: %s", name, exc)
+        return
+    if found.shape != columns.values.shape or not torch.equal(found, columns.values):
+        raise TensorMismatchError(f"{name} was packed from another weight than was loaded")
