@@ -14,6 +14,7 @@ from typing import Final
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.subscribe.components import components
 from deltachain.subscribe.finding import Finding
+from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.trial import layer_of, mixed
 from deltachain.subscribe.ways import RELOADS, Way, bring
 
@@ -153,17 +154,13 @@ def _uncovered(finding: Finding) -> frozenset[str]:
     """Live tensors and outputs that no known way leads to."""
     names = [name for name in finding.source.specs if name in finding.broken]
     filled = finding.tied(frozenset().union(*(finding.links(name) for name in names)))
-    covered = {
-        place.live.untyped_storage().data_ptr()
-        for name in finding.in_place()
-        for place in finding.places[name]
-    }
+    holders = Holders(finding.state.tensors.items())
+    places = [place for name in finding.in_place() for place in finding.places[name]]
+    covered = frozenset().union(*(holders.of(place.live) for place in places))
     reached = filled.union(*(finding.links(name) for name in finding.source.specs))
     state = finding.state
     live = frozenset(
-        name
-        for name, tensor in state.tensors.items()
-        if tensor.untyped_storage().data_ptr() not in covered and state.owner[name] not in filled
+        name for name in state.tensors if name not in covered and state.owner[name] not in filled
     )
     numbers = {name for name in state.numbers if layer_of(name, state.modules) not in filled}
     outputs = {f"{layer}()" for layer in state.outputs.keys() - reached}

@@ -15,6 +15,7 @@ from deltachain.names import WIRE_NAMES
 from deltachain.subscribe.classes import ORDER, TensorClass
 from deltachain.subscribe.components import components, distinct
 from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Members, restoring
 from deltachain.subscribe.patch import LiveBits, same_bits, varied
 from deltachain.subscribe.recorder import Recording
@@ -65,7 +66,7 @@ class Finding:
             self.reasons.setdefault(owner[here], reason)
         self.broken.update(owner[here] for here in recording.raised)
         self.together = [frozenset(owner[here] for here in one) for one in recording.together]
-        self.holders: dict[int, frozenset[str]] = _holders(state)
+        self.holders = Holders((state.owner[name], one) for name, one in state.tensors.items())
         self.layers = self._layers()
 
     def require(self, classes: Mapping[str, TensorClass]) -> None:
@@ -217,8 +218,8 @@ class Finding:
                 sharing[_storage(place.live)].append((name, place))
         processed = self.model.processed()
         broken = frozenset().union(*(self.layers.get(name, frozenset()) for name in self.broken))
-        for at, shared in sharing.items():
-            layers = self.holders.get(at, frozenset())
+        for shared in sharing.values():
+            layers = self.holders.of_storage(shared[0][1].live)
             if layers.isdisjoint(processed) or self._shows(shared):
                 continue
             if not layers.isdisjoint(broken) or all(map(self.model.is_plain, layers)):
@@ -234,7 +235,7 @@ class Finding:
         """The layers that must follow a tensor: those it is loaded into or shares memory with."""
         found = self.layers.get(name, frozenset())
         for place in self.places[name]:
-            found |= self.holders.get(_storage(place.live), frozenset())
+            found |= self.holders.of(place.live)
         return found if self.places[name] else self._with_twins(name, found)
 
     def _with_twins(self, name: str, layers: frozenset[str]) -> frozenset[str]:
@@ -246,12 +247,12 @@ class Finding:
         for layer in layers:
             held = [t for n, t in self.state.tensors.items() if self.state.owner[n] == layer]
             if len(held) == 1 and (len(shape) < 2 or held[0].numel() > max(shape)):
-                found |= self.holders[_storage(held[0])]
+                found |= self.holders.of(held[0])
         return frozenset(found)
 
     def tied(self, layers: frozenset[str]) -> frozenset[str]:
         """Layers, and those that have a live tensor in common with one of them."""
-        return layers.union(*(held for held in self.holders.values() if held & layers))
+        return self.holders.tied(layers)
 
     def _layers(self) -> dict[str, frozenset[str]]:
         found: dict[str, frozenset[str]] = defaultdict(frozenset)
@@ -379,14 +380,6 @@ class Finding:
         for name in self.source.specs:
             if name not in self.classes:
                 self.classes[name] = "in_place" if self.places[name] else "absent"
-
-
-def _holders(state: State) -> dict[int, frozenset[str]]:
-    """The layers that hold each live storage."""
-    found: dict[int, set[str]] = defaultdict(set)
-    for name, tensor in state.tensors.items():
-        found[_storage(tensor)].add(state.owner[name])
-    return {at: frozenset(layers) for at, layers in found.items()}
 
 
 def _storage(tensor: Tensor) -> int:

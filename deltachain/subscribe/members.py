@@ -75,6 +75,12 @@ class Members:
         for memory in self._memories.values():
             memory.put_back()
 
+    def have_changed(self) -> bool:
+        """Whether something is gone, new or replaced; bits aside."""
+        return any(box.has_changed() for box in self._boxes.values()) or any(
+            memory.has_moved() for memory in self._memories.values()
+        )
+
     def has_new_state(self) -> bool:
         """Whether something was replaced that may hold what no look at the modules shows."""
         return any(
@@ -163,6 +169,10 @@ class _Box:
         container = self.container
         if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
             container[key] = value
+
+    def has_changed(self) -> bool:
+        """Whether anything else is in it now."""
+        return not _same(_items(self.container), self.items)
 
     def put_back(self) -> None:
         """Have everything in its place again, and nothing else."""
@@ -316,10 +326,13 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
 
 
 def _refill(container: dict[Any, Any], before: dict[Any, Any]) -> None:
-    same = list(container) == list(before) and all(container[k] is v for k, v in before.items())
-    if not same:
+    if not _same(container, before):
         container.clear()
         container.update(before)
+
+
+def _same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    return list(now) == list(before) and all(now[key] is value for key, value in before.items())
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

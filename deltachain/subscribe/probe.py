@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deltachain.subscribe.provenance import Provenance, storage_id
+from deltachain.subscribe.provenance import Provenance
 from deltachain.subscribe.recorder import Load
 
 logger = logging.getLogger(__name__)
+
+Owners: TypeAlias = Callable[[Tensor], frozenset[str]]
+"""The layers that hold an element of a tensor; none for a tensor of nobody."""
 
 
 def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
@@ -76,20 +79,18 @@ def processed(model: nn.Module) -> frozenset[str]:
     )
 
 
-def layers_of(
-    load: Load, names: Mapping[str, Tensor], owner: Mapping[int, str]
-) -> dict[str, frozenset[str]]:
+def layers_of(load: Load, names: Mapping[str, Tensor], owners: Owners) -> dict[str, frozenset[str]]:
     """The layers that each checkpoint tensor is loaded into. No tensor with an owner is written.
 
     Args:
         load: The engine's loader.
         names: Meta tensors in the checkpoint's shapes and dtypes, by name.
-        owner: The layer that each storage of the model belongs to.
+        owners: The layers that hold an element of a tensor.
     """
     found: dict[str, set[str]] = defaultdict(set)
-    if not _try_load(load, names, owner, found):
+    if not _try_load(load, names, owners, found):
         for name in [name for name in names if name not in found]:
-            _try_load(load, {name: names[name]}, owner, found)
+            _try_load(load, {name: names[name]}, owners, found)
     return {name: frozenset(layers) for name, layers in found.items()}
 
 
@@ -97,28 +98,28 @@ class _Watch(TorchDispatchMode):
     """Notes into which layer each meta tensor is copied; nothing of the model is written."""
 
     def __init__(
-        self, inputs: Mapping[str, Tensor], owner: Mapping[int, str], found: dict[str, set[str]]
+        self, inputs: Mapping[str, Tensor], owners: Owners, found: dict[str, set[str]]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.provenance = Provenance(inputs)
-        self.owner, self.found = owner, found
+        self.owners, self.found = owners, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
         """Note a write; let it through where there is nothing to overwrite."""
         del types
         sources = self.provenance.sources((args, kwargs))
         writes = func._schema.is_mutable and args and isinstance(args[0], Tensor)
-        layer = self.owner.get(storage_id(args[0])) if writes else None
-        if layer is not None:
+        layers = self.owners(args[0]) if writes else frozenset()
+        if layers:
             for name in sources:
-                self.found[name].add(layer)
+                self.found[name] |= layers
         elif writes:
             self.provenance.made(args[0], sources)
         from_meta = func is torch.ops.aten.copy_.default and args[1].is_meta
-        if writes and not args[0].is_meta and (from_meta or layer is not None):
+        if writes and not args[0].is_meta and (from_meta or layers):
             return args[0]
         returned = func(*args, **(kwargs or {}))
-        if layer is None:
+        if not layers:
             self.provenance.made(returned, sources)
         return returned
 
@@ -126,12 +127,12 @@ class _Watch(TorchDispatchMode):
 def _try_load(
     load: Load,
     inputs: Mapping[str, Tensor],
-    owner: Mapping[int, str],
+    owners: Owners,
     found: dict[str, set[str]],
 ) -> bool:
     """Load what can be loaded, and say whether all could; a tensor that cannot is in no layer."""
     try:
-        with torch.no_grad(), _Watch(inputs, owner, found):
+        with torch.no_grad(), _Watch(inputs, owners, found):
             load(list(inputs.items()))
     except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer
         logger.debug("no layer for %d tensors: %s", len(inputs), exc)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
+from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import tensors_in
 from deltachain.subscribe.probe import is_plain, layers_of, processed
-from deltachain.subscribe.provenance import storage_id
 from deltachain.subscribe.recorder import live_tensors
 from deltachain_sglang import compat, loading
 from deltachain_sglang.computing import computed
@@ -111,12 +111,8 @@ class SglangModel:
         return self._known[name] & self.modules().keys()
 
     def _layers_here(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        owner = {
-            storage_id(tensor): layer
-            for layer, module in self.modules().items()
-            for _, tensor in tensors_in(module)
-        }
-        return layers_of(self.load, names, owner)
+        held = [(n, t) for n, module in self.modules().items() for _, t in tensors_in(module)]
+        return layers_of(self.load, names, Holders(held).of)
 
     @cached_property
     def _shadow(self) -> Shadow | None:

@@ -8,7 +8,6 @@ model, none of whose tensors or attributes is ever replaced.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
+from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Members, tensors_in
 from deltachain.subscribe.probe import layers_of
-from deltachain.subscribe.provenance import storage_id
 from deltachain_sglang import loading
 
 Tensors: TypeAlias = Iterable[tuple[str, Tensor]]
@@ -41,30 +40,34 @@ class Shadow:
         self._raw, self._dtype, self._device = raw, dtype, device
         self._modules: Modules = dict(raw.named_modules())
         self._live: Modules = dict(live.named_modules())
-        self._holders: dict[int, set[str]] = defaultdict(set)
-        self._paths: dict[int, set[str]] = defaultdict(set)
-        for name, module in self._modules.items():
-            for path, tensor in tensors_in(module):
-                self._holders[storage_id(tensor)].add(name)
-                self._paths[storage_id(tensor)].add(f"{name}.{path}")
+        held = [(n, path, t) for n, m in self._modules.items() for path, t in tensors_in(m)]
+        self._holders = Holders((name, tensor) for name, _, tensor in held)
+        self._paths = Holders((f"{name}.{path}", tensor) for name, path, tensor in held)
+        self._owner = {f"{name}.{path}": name for name, path, _ in held}
+        self._gone = {name: self._nearest(name) for name in self._modules.keys() - self._live}
         self._filled: set[str] = set()
+        self._edited: set[str] = set()
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """The layers that each checkpoint tensor is loaded into, those with tied tensors included.
+        """The live layers that each checkpoint tensor is loaded into, those with ties included.
+
+        Of a layer that SGLang drops once it is loaded, it is the one that had it.
 
         Args:
             names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         """
-        members = Members(self._modules.values())
+        members = {name: Members([module]) for name, module in self._modules.items()}
         try:
-            found = layers_of(self._load, names, {at: str(at) for at in self._holders})
+            found = layers_of(self._load, names, self._paths.of)
+            self._edited |= {name for name, one in members.items() if one.have_changed()}
         finally:
-            members.put_back()
-        for storages in found.values():
-            self._filled.update(*(self._paths[int(at)] for at in storages))
+            for one in members.values():
+                one.put_back()
+        self._filled.update(*found.values())
+        owners = {name: {self._owner[path] for path in paths} for name, paths in found.items()}
         return {
-            name: frozenset().union(*(self._holders[int(at)] for at in storages))
-            for name, storages in found.items()
+            name: frozenset(self._gone.get(layer, layer) for layer in layers)
+            for name, layers in owners.items()
         }
 
     def repack(self, layers: frozenset[str], tensors: Tensors) -> None:
@@ -77,20 +80,29 @@ class Shadow:
         Raises:
             TensorMismatchError: What comes of it is not of the form of what lives.
         """
-        scope = self._scope(layers)
+        wanted = layers | {name for name, holder in self._gone.items() if holder in layers}
+        scope = self._scope(wanted)
         members = Members(scope.values())
         before = {id(tensor) for _, _, tensor in _real(scope)}
         try:
             with torch.no_grad():
-                self._give_memory(layers, scope)
+                self._give_memory(wanted, scope)
                 self._load(tensors)
-                loaded = {name for name, _, tensor in _real(scope) if id(tensor) not in before}
-                loading.process([scope[name] for name in scope if name in loaded], self._device)
-                made = [one for one in _real(scope) if id(one[2]) not in before]
+                kept = {id(module) for module in self._raw.modules()}
+                left = {name: module for name, module in scope.items() if id(module) in kept}
+                loaded = {name for name, _, tensor in _real(left) if id(tensor) not in before}
+                loading.process([left[name] for name in left if name in loaded], self._device)
+                made = [one for one in _real(left) if id(one[2]) not in before]
                 for live, tensor in [self._pair(*one) for one in made]:
                     live.copy_(tensor)
         finally:
             members.put_back()
+
+    def _nearest(self, name: str) -> str:
+        """The nearest module around one that lives."""
+        while name and name not in self._live:
+            name = name.rpartition(".")[0]
+        return name
 
     def _load(self, tensors: Tensors) -> None:
         with loading.in_dtype(self._dtype):
@@ -99,12 +111,11 @@ class Shadow:
     def _scope(self, layers: frozenset[str]) -> Modules:
         """Modules that loading some layers may change.
 
-        These are the blocks that the layers are in, what those are in, and who shares a tensor.
+        These are the blocks that the layers are in, what those are in, who shares a tensor, and
+        those that any load edits.
         """
         blocks = {_block(name) for name in layers}
-        tied = {
-            holder for holders in self._holders.values() if holders & layers for holder in holders
-        }
+        tied = self._holders.tied(layers) | self._edited
         return {
             name: module
             for name, module in self._modules.items()

@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
 from deltachain.subscribe.members import Members, tensors_in
-from deltachain.subscribe.probe import is_plain, layers_of, processed
+from deltachain.subscribe.probe import Owners, is_plain, layers_of, processed
 from deltachain_vllm.columns import compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
@@ -101,11 +101,11 @@ class VllmModel:
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Load meta tensors into a meta copy of every layer, as it was before it was packed."""
-        with self._as_before_loading() as owner, set_current_vllm_config(self.config):
-            return layers_of(self.model.load_weights, names, owner)  # type: ignore[arg-type]
+        with self._as_before_loading() as owners, set_current_vllm_config(self.config):
+            return layers_of(self.model.load_weights, names, owners)  # type: ignore[arg-type]
 
     @contextmanager
-    def _as_before_loading(self) -> Iterator[dict[int, str]]:
+    def _as_before_loading(self) -> Iterator[Owners]:
         """Every layer as it was before loading, most of it on the meta device; whose is what."""
         steps = layerwise()
         kept = Members(self.model.modules())
@@ -118,7 +118,7 @@ class VllmModel:
                         continue
                     own_loader(tensor)
                     owner.setdefault(_storage(tensor), name)
-            yield owner
+            yield lambda tensor: _known(owner, tensor)
         finally:
             kept.put_back()
 
@@ -139,6 +139,12 @@ class VllmModel:
             outputs = {n: computed(m) for n, m in modules.items() if n in layers}
             outputs |= taken_over({n: m for n, m in modules.items() if n in layers}, modules)
         return {name: output for name, output in outputs.items() if output is not None}
+
+
+def _known(owner: Mapping[int, str], tensor: Tensor) -> frozenset[str]:
+    """The layer that a tensor's storage belongs to."""
+    found = owner.get(_storage(tensor))
+    return frozenset() if found is None else frozenset([found])
 
 
 def _storage(tensor: Tensor) -> int:

@@ -54,6 +54,17 @@ def test_every_tensor_is_written_loaded_or_refused(family: str) -> None:
 
 
 @pytest.mark.slow
+def test_experts_that_view_one_storage_are_told_apart() -> None:
+    assert right(Row(**examine(0, "afmoe"))).classes == {"in_place": 44, "loaded": 1}
+
+
+@pytest.mark.slow
+def test_a_layer_that_the_loader_drops_is_made_again_beside_the_model() -> None:
+    row = right(Row(**examine(0, "minicpm3")))
+    assert (row.refused, row.classes) == ("", {"repacked": row.tensors})
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", UNKNOWN)
 def test_what_is_left_out_can_not_be_loaded(family: str) -> None:
     with pytest.raises(UNKNOWN[family]):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
+from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.probe import layers_of
-from deltachain.subscribe.provenance import storage_id
 from deltachain.subscribe.recorder import live_tensors
 
 SIZE = (4, 6)
@@ -63,8 +63,7 @@ class OneLayer(nn.Module):
         raise EngineVersionError("this engine gives no way to do that")
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        owner = {storage_id(tensor): "" for tensor in self.tensors().values()}
-        return layers_of(self.load, names, owner)
+        return layers_of(self.load, names, Holders(("", t) for t in self.tensors().values()).of)
 
     def processed(self) -> frozenset[str]:
         return self.rearranged | ({""} if self.packs else set())

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.subscribe.attach import attach
+from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.probe import layers_of
-from deltachain.subscribe.provenance import storage_id
 from deltachain.subscribe.recorder import live_tensors
 from deltachain.subscribe.source import Source
 
@@ -60,8 +60,8 @@ class _Mixer(nn.Module):
                 self.get_buffer("mixer.unpacked").copy_(tensor)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        owner = {storage_id(t): name.rpartition(".")[0] for name, t in self.tensors().items()}
-        return layers_of(self.load, names, owner)
+        held = [(name.rpartition(".")[0], tensor) for name, tensor in self.tensors().items()]
+        return layers_of(self.load, names, Holders(held).of)
 
     def processed(self) -> frozenset[str]:
         return frozenset({"mixer", "mixer.conv"})
