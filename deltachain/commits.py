@@ -30,7 +30,7 @@ from deltachain.errors import (
 from deltachain.identity import is_same, lost_chain, put_back
 from deltachain.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.manifest import Identity, Manifest, seal, unseal
-from deltachain.manifests import Committed, Manifests
+from deltachain.manifests import Committed, Manifests, misplaced
 from deltachain.store import ObjectInfo, Store
 from deltachain.types import Version
 
@@ -87,6 +87,7 @@ class Commits:
         Raises:
             PublisherFencedError: Another publisher has committed this version, or replaced its
                 parent or the chain.
+            MalformedError: The manifest of another version lies in the place of the parent's.
             StoreWentBackError: The parent is gone.
             BrokenChainError: A manifest of a history that the store has lost lies in the way.
             StoreUnavailableError: The store did not take it; the version is not committed, or it
@@ -197,6 +198,8 @@ class Commits:
                 self._newest_seen = info  # a copy of the store that was put in its place
             return
         other = unseal(data, Manifest, key=key)
+        if other.version != manifest.version - 1:
+            raise misplaced(key, other)
         raise PublisherFencedError(
             f"version {manifest.version} can not follow: the manifest of version "
             f"{manifest.version - 1} was replaced by another publisher (commit "

@@ -40,6 +40,16 @@ class Committed:
         return StateDigest.parse(self.manifest.state)
 
 
+def misplaced(key: str, found: Manifest) -> MalformedError:
+    """The error for a manifest that lies in the place of another one."""
+    return MalformedError(
+        f"{key}: is version {found.version} of chain {found.chain}",
+        key=key,
+        hint="another object was put in its place: put it back from a backup; or remove "
+        f"{key} and every later manifest, and start the publisher again",
+    )
+
+
 class Manifests:
     """The manifests of one chain.
 
@@ -82,12 +92,7 @@ class Manifests:
                 "where a new chain took the place of an old one, replicas join it from nothing",
             )
         if manifest.version != version:
-            raise MalformedError(
-                f"{key}: is version {manifest.version} of chain {manifest.chain}",
-                key=key,
-                hint="another object was put in its place: put it back from a backup; or remove "
-                f"{key} and every later manifest, and start the publisher again",
-            )
+            raise misplaced(key, manifest)
         read_state(manifest.state, key=key)
         self.looks.read(version, found.digest)
         return found

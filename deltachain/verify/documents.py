@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+
 from deltachain import keys
 from deltachain.chain import Chain, Committed
 from deltachain.digest import object_digest
-from deltachain.errors import ChainError, DigestMismatchError, ForkedChainError, MalformedError
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    DigestMismatchError,
+    ForkedChainError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+)
 from deltachain.manifest import EdgeRecord, EdgeSummary, summarise, unseal
+from deltachain.plan import Plan
 from deltachain.types import Version
 
 
@@ -23,6 +35,67 @@ def newest(chain: Chain) -> Version:
     if not known:
         raise ChainError(f"{chain.store.url} has no version yet")
     return max(known)
+
+
+def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
+    """Manifests in their order; the hint of an error says from which on the rest can be proven.
+
+    Raises:
+        BrokenChainError: One is missing, or names another parent.
+        FormatError: One is damaged, or lies in the place of another.
+    """
+    try:
+        yield from chain.history(first, last)
+    except BrokenChainError as exc:
+        version = first if exc.version is None else exc.version
+        lost = version if chain.find(version) is None else version - 1
+        back = f"put {keys.manifest_key(lost)} back from a backup"
+        exc.hint = way_behind(chain, back, lost, last)
+        raise
+    except FormatError as exc:
+        at = keys.version_of(exc.key)
+        if at is not None:
+            exc.hint = way_behind(chain, exc.hint, at, last)
+        raise
+
+
+def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
+    """What to do about a document of a version that is lost: a hint.
+
+    Args:
+        chain: The chain.
+        back: How to bring it back.
+        lost: The version.
+        last: The newest that may be proven.
+    """
+    for version in range(lost + 1, last + 1):
+        with suppress(BrokenChainError, FormatError, ObjectNotFoundError):
+            plan_from_nothing(chain, chain.read(version), [])
+            url = chain.store.url
+            return f"{back}; `deltachain verify {url} --from {version}` proves what lies behind it"
+    return f"{back}; no version behind it can be rebuilt: publish an anchor"
+
+
+def plan_from_nothing(chain: Chain, committed: Committed, avoid: list[EdgeSummary]) -> Plan:
+    """The cheapest way to a version whose documents are all there; ``avoid`` takes the others.
+
+    Raises:
+        BrokenChainError: There is none.
+    """
+    while True:
+        plan = chain.plan(None, committed, avoid=avoid)
+        lost = [edge for edge in plan.edges if not _is_there(chain, edge)]
+        if not lost:
+            return plan
+        avoid += lost
+
+
+def _is_there(chain: Chain, edge: EdgeSummary) -> bool:
+    try:
+        chain.edge(edge)
+    except ObjectNotFoundError:
+        return False
+    return True
 
 
 def edge_records(

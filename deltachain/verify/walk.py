@@ -20,7 +20,10 @@ from deltachain.verify.documents import (
     check_manifest,
     check_record,
     edge_records,
+    history,
     newest,
+    plan_from_nothing,
+    way_behind,
 )
 from deltachain.verify.weights import Weights
 
@@ -97,9 +100,9 @@ def verify(
         raise ChainError(f"version {first} is not committed, head is {end}", version=end)
     for _ in chain.assets():  # each is proven as it is read
         pass
-    walk = _Walk(chain, base, first, edge_records(chain, first, end))
+    walk = _Walk(chain, base, first, end, edge_records(chain, first, end))
     before: Committed | None = None
-    for committed in chain.history(first, end):
+    for committed in history(chain, first, end):
         check_manifest(chain, committed, before)
         yield walk.step(committed)
         before = committed
@@ -114,6 +117,7 @@ class _Walk:
         chain: Read.
         base: Where the base checkpoint lies.
         first: The version to start at.
+        last: The version to end at.
         records: Edges that were added later, of the versions to walk.
 
     Attributes:
@@ -125,11 +129,12 @@ class _Walk:
         chain: Chain,
         base: Path | None,
         first: Version,
+        last: Version,
         records: tuple[tuple[EdgeRecord, EdgeSummary], ...],
     ) -> None:
         self._chain = chain
         self._base = base
-        self._first = first
+        self._first, self._last = first, last
         self._records = records
         self._specs = {spec.name: spec for spec in chain.table.specs()}
         self._weights = Weights(self._specs)
@@ -169,7 +174,7 @@ class _Walk:
             return self._prove(own, write=True)
         while True:
             try:
-                edges = self._chain.plan(None, committed, avoid=gone).edges
+                edges = plan_from_nothing(self._chain, committed, gone).edges
             except BrokenChainError:
                 if self.lost is None:
                     raise
@@ -254,6 +259,7 @@ class _Walk:
         listed = {(edge.version, edge.record): edge for edge in manifest.recent}
         for place, edge in listed.items():
             if edge.version >= self._first and self._known.get(place) != edge:
+                self._check_there(edge, key)
                 raise MalformedError(
                     f"{key}: lists a {edge.kind} to version {edge.version} that is not there so",
                     key=key,
@@ -264,6 +270,17 @@ class _Walk:
             raise MalformedError(
                 f"{key}: its window from {manifest.window_from} leaves out version {absent[0]}",
                 key=key,
+            )
+
+    def _check_there(self, edge: EdgeSummary, key: str) -> None:
+        """The record of an edge that a manifest lists is there, whatever it says."""
+        if edge.record and self._chain.store.find(edge.record) is None:
+            back = f"put {edge.record} back from a backup"
+            raise ObjectNotFoundError(
+                f"{edge.record} is gone, which {key} lists",
+                key=edge.record,
+                url=self._chain.store.url,
+                hint=way_behind(self._chain, back, edge.version, self._last),
             )
 
 

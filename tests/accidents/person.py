@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from deltachain import keys
@@ -117,11 +117,13 @@ class Person:
     Attributes:
         has_backup: Whether there is a copy of the store.
         done: What was done, in order.
+        tried: What was done, and in which words it was asked for.
     """
 
     scene: Scene
     has_backup: bool
     done: list[str]
+    tried: set[tuple[str, str]] = field(default_factory=set)
 
     def act(self) -> str:
         """What is still complained of at the end, for which no hint is left; empty for nothing."""
@@ -135,12 +137,16 @@ class Person:
         return "it goes round in circles: " + ", ".join(self.done)
 
     def _do_one(self, complaints: list[tuple[str, str]]) -> bool:
-        """Do the first thing that any hint asks for and that was not done in vain."""
+        """Do the first thing that any hint asks for and that was not done in vain.
+
+        What was done is done again only where other words ask for it: a hint that stays was no use.
+        """
         for deed in DEEDS:
-            asked = [one for one in self._asked(deed, complaints) if one[0] not in self.done]
+            asked = [it for it in self._asked(deed, complaints) if (it[0], it[2]) not in self.tried]
             for name, who, hint in asked if deed.is_each else asked[:1]:
                 deed.do(self.scene, who, hint)
                 self.done.append(name)
+                self.tried.add((name, hint))
             if asked:
                 return True
         return False

@@ -25,18 +25,12 @@ CORE: Final[tuple[tuple[str, Fate], ...]] = (
     ("a manifest lost behind a yes", "alive"),
 )
 
-OPEN: Final[dict[str, tuple[Fate, ...]]] = {
-    "restored before a manifest's put": ("restarted", "restarted with other weights")
-}
-"""Fates whose way out has not been seen to work."""
-
 
 def cases(kind: str) -> Iterator[tuple[str, Fate]]:
     """All accidents and fates in a folder; elsewhere the likely ones, and each other one once."""
     for number, accident in enumerate(name for name in HAPPENINGS if name not in FAR):
         fates = FATES if kind == "file" or accident in LIKELY else (FATES[number % len(FATES)],)
-        open_for = OPEN.get(accident, ())
-        yield from ((accident, fate) for fate in fates if fate not in open_for)
+        yield from ((accident, fate) for fate in fates)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from deltachain.chain import Chain, Committed
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
+    MalformedError,
     ObjectNotFoundError,
     PublisherFencedError,
     StoreUnavailableError,
@@ -111,6 +112,20 @@ def test_a_commit_over_a_gap_is_never_believed(store: MemoryStore) -> None:
     settled = chain.settle(manifest)
     assert settled is not None
     assert settled == Chain.open(store).read(6)
+
+
+def test_a_parent_in_whose_place_another_version_was_put_fences_nobody(store: MemoryStore) -> None:
+    chain = create(store)
+    made = extend(chain, 6)
+    key = manifest_key(5)
+    data = store.get(key)
+    store.put(key, store.get(manifest_key(4)))
+    with pytest.raises(MalformedError, match=f"{key}: is version 4") as caught:
+        chain.commit(manifest_after(made[-1]))
+    assert f"remove {key} and every later manifest" in caught.value.hint
+    assert "start the publisher again" in caught.value.hint
+    store.put(key, data)
+    assert chain.commit(manifest_after(made[-1])).version == 6
 
 
 def test_a_history_that_another_went_on_with_fences(store: MemoryStore) -> None:

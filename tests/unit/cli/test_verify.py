@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -119,7 +120,7 @@ def test_a_document_never_expires(pushed: Pushed) -> None:
     (record,) = (pushed.url / "edges").glob("*/*")
     record.unlink()
     done = invoke("verify", pushed.url)
-    assert done.code == (5 if head_lists(pushed.url, record) else 0)
+    assert done.code == (3 if head_lists(pushed.url, record) else 0)
 
 
 def head_lists(url: Path, record: Path) -> bool:
@@ -136,6 +137,28 @@ def test_a_manifest_that_is_gone_is_missed_even_when_the_hint_is(pushed: Pushed)
         done = invoke("verify", pushed.url)
         assert done.code == 4
         assert "version 1 is missing" in done.stderr
+
+
+def test_what_lies_behind_a_lost_manifest_is_proven_as_the_hint_says(pushed: Pushed) -> None:
+    (pushed.url / keys.manifest_key(1)).unlink()
+    done = invoke("verify", pushed.url)
+    assert f"put {keys.manifest_key(1)} back from a backup" in " ".join(done.stderr.split())
+    (first,) = re.findall(r"--from (\d+)", done.stderr)
+    report = ok("verify", pushed.url, "--from", first, "--json").document
+    assert report["last"] == 3
+    assert report["not_rebuilt"] == []
+
+
+def test_a_lost_manifest_behind_which_nothing_can_be_rebuilt_asks_for_an_anchor(
+    pushed: Pushed,
+) -> None:
+    (pushed.url / keys.manifest_key(0)).unlink()
+    for record in (pushed.url / "edges").glob("*/*"):
+        record.unlink()
+    done = invoke("verify", pushed.url, "--to", 1)
+    assert done.code == 4
+    assert "no version behind it can be rebuilt: publish an anchor" in " ".join(done.stderr.split())
+    assert "--from" not in done.stderr
 
 
 def test_every_flipped_bit_of_a_manifest_is_found(pushed: Pushed) -> None:
