@@ -18,6 +18,8 @@ from deltachain.subscribe.components import distinct
 from deltachain.subscribe.derived import find_derived
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.finding import Finding
+from deltachain.subscribe.healing import heal
+from deltachain.subscribe.in_place import expect_loaded, refuse_alike, try_in_place
 from deltachain.subscribe.members import undisturbed
 from deltachain.subscribe.recorder import record
 from deltachain.subscribe.source import Source
@@ -78,21 +80,29 @@ def attach(
 
     Raises:
         TensorMismatchError: The engine keeps weights that no tensor is the source of.
+        TensorMismatchError: It computes something else than before, and nothing leads back.
     """
     with undisturbed(model.modules().values(), model.tensors()) as bits:
         recording = record(model.load, source.loaded.values(), model.modules())
-        finding = Finding(model, source, recording, State(model, bits))
-        finding.require(required or {})
-        finding.read_back()
-        finding.find_hidden()
-        finding.expect_loaded()
-        finding.try_in_place()
-        finding.refuse_alike()
-        finding.try_loading()
-        find_derived(finding)
-        finding.try_reloading()
-        finding.conclude()
-        return _attached(finding)
+        state = State(model, bits)
+        try:
+            return _find(Finding(model, source, recording, state), required or {})
+        finally:
+            heal(state, source)
+
+
+def _find(finding: Finding, required: Mapping[str, TensorClass]) -> Attached:
+    finding.require(required)
+    finding.read_back()
+    finding.find_hidden()
+    expect_loaded(finding)
+    try_in_place(finding)
+    refuse_alike(finding)
+    finding.try_loading()
+    find_derived(finding)
+    finding.try_reloading()
+    finding.conclude()
+    return _attached(finding)
 
 
 def attach_again(model: EngineModel, source: Source, before: Attached) -> Attached:

@@ -8,6 +8,7 @@ time, from its own module outwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Final
 
@@ -15,7 +16,8 @@ from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.subscribe.components import components
 from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.holders import Holders
-from deltachain.subscribe.trial import layer_of, mixed
+from deltachain.subscribe.others import mixed
+from deltachain.subscribe.trial import layer_of
 from deltachain.subscribe.ways import RELOADS, Way, bring
 
 NEAR: Final = 512
@@ -37,10 +39,13 @@ def find_derived(finding: Finding) -> None:
     if derived:
         search.ignore_unstable()
         derived = search.affected(finding.source.present) & left
+    search.expect_made(left - derived)
     made = _made_from(finding, search, derived)
     for live, names in made.items():
         for name in names:
             finding.layers[name] = finding.layers.get(name, frozenset()) | {_module(finding, live)}
+            if not live.endswith("()"):
+                finding.made[name] = finding.made.get(name, frozenset()) | {live}
             finding.break_(name, f"the engine derives {live} from it")
 
 
@@ -75,6 +80,8 @@ class _Search:
         self.groups = components(self.links, self.links, finding.together)
         self.unstable: dict[Way, frozenset[str]] = {}
         self.missing: set[Way] = set()
+        self.made_anew: frozenset[str] = frozenset()
+        self.beyond = _beyond(finding)
 
     def ignore_unstable(self) -> None:
         """From now on, ignore what changes also when the engine loads the same bits again."""
@@ -124,6 +131,25 @@ class _Search:
             )
         return frozenset().union(*seen, plain or ())
 
+    def expect_made(self, constants: frozenset[str]) -> None:
+        """Refuse what is the same only because no load was seen to make it again.
+
+        Args:
+            constants: What no load changed.
+
+        Raises:
+            TensorMismatchError: A layer that tensors are loaded into, or that computes from what
+                cannot be seen, was not processed again in any load.
+        """
+        linked = frozenset().union(*self.links.values()) | self.beyond
+        doubtful = linked & self.finding.state.processed
+        for live in sorted(constants):
+            if _module(self.finding, live) in doubtful - self.made_anew:
+                raise TensorMismatchError(
+                    f"the engine's {live} comes from no tensor of the chain, and it cannot "
+                    "be tried whether it is a constant: no load makes it again"
+                )
+
     def _packed(self) -> frozenset[str]:
         """What no known way leads to, in layers that a load alone does not make anew."""
         processed = self.finding.model.processed()
@@ -136,10 +162,14 @@ class _Search:
         state, source = self.finding.state, self.finding.source
         names = [name for group in groups for name in group]
         layers = self.finding.tied(frozenset().union(*(self.links[name] for name in names)))
+        if way == "repacked":
+            layers |= self.beyond
         try:
             bring(state.model, way, layers, mixed(source.clones, names, changed))
             outputs = state.follows(frozenset(state.outputs))
-            found = state.changed() | {f"{layer}()" for layer in outputs & state.outputs.keys()}
+            found = state.changed()
+            self.made_anew |= layers if way == "repacked" else self._processed(found)
+            found |= {f"{layer}()" for layer in outputs & state.outputs.keys()}
             return found - self.unstable.get(way, frozenset())
         except EngineVersionError:
             self.missing.add(way)
@@ -147,7 +177,28 @@ class _Search:
         except Exception:  # noqa: BLE001 - an engine may raise anything
             return None
         finally:
-            state.put_back()
+            state.put_back(partial(bring, state.model, way, layers, source.clones(names)))
+
+    def _processed(self, changed: frozenset[str]) -> frozenset[str]:
+        """Layers with other bits in something that no tensor lies in as it was loaded."""
+        state, read = self.finding.state, self.read
+        return frozenset(
+            state.owner[name] for name in changed & state.tensors.keys() if name not in read
+        )
+
+    @cached_property
+    def read(self) -> frozenset[str]:
+        """Live tensors that checkpoint tensors lie in as they were loaded."""
+        finding = self.finding
+        holders = Holders(finding.state.tensors.items())
+        places = [place for name in finding.read for place in finding.places[name]]
+        return frozenset().union(*(holders.of(place.live) for place in places))
+
+
+def _beyond(finding: Finding) -> frozenset[str]:
+    """Processed layers that compute something, and that no tensor is known to be loaded into."""
+    reached = frozenset().union(*(finding.links(name) for name in finding.source.specs))
+    return (frozenset(finding.state.outputs) & finding.state.processed) - reached
 
 
 def _uncovered(finding: Finding) -> frozenset[str]:

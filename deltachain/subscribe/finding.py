@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +13,12 @@ from deltachain.names import WIRE_NAMES
 from deltachain.subscribe.classes import ORDER, TensorClass
 from deltachain.subscribe.components import components, distinct
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Members, restoring
-from deltachain.subscribe.patch import LiveBits, same_bits, varied
+from deltachain.subscribe.others import other_bits
+from deltachain.subscribe.patch import LiveBits, same_bits
 from deltachain.subscribe.recorder import Recording
 from deltachain.subscribe.source import Source, tensor_of
-from deltachain.subscribe.trial import Outcome, State, Trial, mixed, other_bits
+from deltachain.subscribe.trial import Outcome, State, Trial
 from deltachain.subscribe.ways import RELOADS, Group, Way, bring, modules_in
 from deltachain.subscribe.windows import Place, on_device_of, storage_bits
 
@@ -66,7 +64,8 @@ class Finding:
             self.reasons.setdefault(owner[here], reason)
         self.broken.update(owner[here] for here in recording.raised)
         self.together = [frozenset(owner[here] for here in one) for one in recording.together]
-        self.holders = Holders((state.owner[name], one) for name, one in state.tensors.items())
+        self.holders = state.holders
+        self.made: dict[str, frozenset[str]] = {}
         self.layers = self._layers()
 
     def require(self, classes: Mapping[str, TensorClass]) -> None:
@@ -129,29 +128,6 @@ class Finding:
                 self.break_(name, "it shares live elements with another tensor")
             mine.fill_(True)
 
-    def expect_loaded(self) -> None:
-        """Load others of the tensors that are all alike: they must arrive where they were recorded.
-
-        What is alike reads back well wherever it is, also where another tensor lies over it.
-        """
-        links = {name: self.links(name) for name in self.source.present}
-        alike = [
-            name
-            for name in self.in_place()
-            if links[name].isdisjoint(self.state.processed) and not varied(self.source.bits(name))
-        ]
-        layers = frozenset().union(*(links[name] for name in alike))
-        names = [name for name in links if links[name] & layers]
-        with suppress(Exception):
-            if alike:
-                bring(self.model, "loaded", layers, mixed(self.source.clones, names, alike))
-        for name in alike:
-            new = storage_bits(other_bits(self._tensor(name)))
-            for place in self.places[name]:
-                if not same_bits(place.view, on_device_of(place.live, place.cut(new))):
-                    self.break_(name, "other bits of it do not arrive at its place")
-        self.state.put_back()
-
     def find_hidden(self) -> None:
         """Find layers that cannot be tried and may compute from what cannot be read.
 
@@ -177,59 +153,6 @@ class Finding:
         for name in names:
             for layer in sorted(links[name] & self.hidden):
                 self.break_(name, f"what {layer} computes from cannot be seen")
-
-    def try_in_place(self) -> None:
-        """Write other bits of each tensor alone: its layers must compute from them."""
-        computing = self.state.outputs.keys() & self.state.processed
-        links = {name: self.links(name) & computing for name in self.in_place()}
-        groups = components([name for name in links if links[name]], links, ())
-        for names in zip_longest(*groups):
-            self._try_in_place([name for name in names if name is not None], links)
-
-    def _try_in_place(self, names: list[str], links: Mapping[str, frozenset[str]]) -> None:
-        layers = frozenset().union(*(links[name] for name in names))
-        for name in names:
-            self._write(name, storage_bits(other_bits(self._tensor(name))))
-        found = self.state.follows(layers)
-        for name in names:
-            self._write(name, self.source.bits(name))
-            for layer in sorted(links[name] - found):
-                self.break_(name, f"{layer} computes from a packed copy")
-        left = self.state.follows(layers)
-        for name in names:
-            for layer in sorted(links[name] & left):
-                self.break_(name, f"{layer} does not compute the same again")
-
-    def _write(self, name: str, bits: LiveBits) -> None:
-        for place in self.places[name]:
-            new: Any = on_device_of(place.live, place.cut(bits))
-            place.view[...] = new
-
-    def refuse_alike(self) -> None:
-        """Refuse bits that are all alike where the engine may have rearranged them.
-
-        They read back well however they lie, and loading them again leads back to them. Other bits
-        in the same live storage show what became of it; so does a layer that multiplies by a
-        pattern as it should.
-        """
-        sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
-        for name in self.in_place():
-            for place in self.places[name]:
-                sharing[_storage(place.live)].append((name, place))
-        processed = self.model.processed()
-        broken = frozenset().union(*(self.layers.get(name, frozenset()) for name in self.broken))
-        for shared in sharing.values():
-            layers = self.holders.of_storage(shared[0][1].live)
-            if layers.isdisjoint(processed) or self._shows(shared):
-                continue
-            if not layers.isdisjoint(broken) or all(map(self.model.is_plain, layers)):
-                continue  # what else is in it shows whether loading again is exact; or it computes
-            for name, _ in shared:
-                self.alike.add(name)
-                self.break_(name, "its bits are all alike, and show not where the engine puts each")
-
-    def _shows(self, shared: list[tuple[str, Place]]) -> bool:
-        return any(varied(place.cut(self.source.bits(name))) for name, place in shared)
 
     def links(self, name: str) -> frozenset[str]:
         """The layers that must follow a tensor: those it is loaded into or shares memory with."""
@@ -345,35 +268,59 @@ class Finding:
         refused = dict(outcome.refused)
         self.touched |= outcome.touched if way == "loaded" else frozenset()
         for group in groups:
-            first, idle = group.names[0], outcome.idle.intersection(group.names) - self.shared
-            if first not in refused and idle and way == "reloaded":
-                refused |= self._idle(group, idle)
+            first = group.names[0]
+            silent = self._silent(outcome, group)
+            if first not in refused and silent and way == "reloaded":
+                refused |= self._confirm(group, silent)
             if first not in refused:
+                self.read -= outcome.moved.intersection(group.names)
                 self.classes.update(dict.fromkeys(group.names, way))
                 self.groups.append((way, group))
         return refused
 
-    def _idle(self, group: Group, idle: frozenset[str]) -> Mapping[str, str]:
+    def _silent(self, outcome: Outcome, group: Group) -> frozenset[str]:
+        """Tensors of a group that what is computed does not follow."""
+        return (outcome.idle | outcome.beside).intersection(group.names) - self.shared
+
+    def _confirm(self, group: Group, silent: frozenset[str]) -> Mapping[str, str]:
         """Why a reload may have left out what nothing followed: from nothing, something does."""
         again = self._trial("repacked", [group])
-        found = again.idle.intersection(group.names) - self.shared
-        if again.refused or found != idle:
-            return {group.names[0]: f"nothing follows {min(idle)}"}
+        if again.refused or self._silent(again, group) != silent:
+            return {group.names[0]: f"nothing follows {min(silent)}"}
         return {}
 
     def _trial(self, way: Way, groups: Sequence[Group]) -> Outcome:
         links = {name: self.links(name) for group in groups for name in group.names}
-        visible = {name for name, places in self.places.items() if places}
-        trial = Trial(self.state, way, self.source.clones, links, visible, self.shared)
+        trial = Trial(
+            state=self.state,
+            way=way,
+            weights=self.source.clones,
+            links=links,
+            made=self.made,
+            vectors={name for name in links if len(self.source.specs[name].shape) < 2},
+            visible={name for name, places in self.places.items() if places},
+            shared=self.shared,
+            moved=self._moved,
+        )
         return trial.run(groups)
+
+    def _moved(self, names: Iterable[str]) -> frozenset[str]:
+        """Of some tensors that were loaded with other bits, those that are not in their places."""
+        return frozenset(
+            name
+            for name in self.read.intersection(names)
+            for place in self.places[name]
+            if not same_bits(place.view, on_device_of(place.live, place.cut(self.other(name))))
+        )
 
     def _group(self, names: Sequence[str]) -> Group:
         links = [self.links(name) for name in names]
         layers = self.tied(frozenset().union(*links)) if all(links) else frozenset()
         return Group(tuple(names), layers)
 
-    def _tensor(self, name: str) -> Tensor:
-        return tensor_of(self.source.specs[name], self.source.bits(name))
+    def other(self, name: str) -> LiveBits:
+        """Other bits of a tensor, flat."""
+        return storage_bits(other_bits(tensor_of(self.source.specs[name], self.source.bits(name))))
 
     def conclude(self) -> None:
         """Give everything that is left its class."""

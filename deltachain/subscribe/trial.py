@@ -9,23 +9,20 @@ none of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
-from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Bits, Members, numbers_in
+from deltachain.subscribe.others import Weights, mixed
 from deltachain.subscribe.ways import Group, Way, bring
-
-Weights: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
-"""Makes checkpoint tensors by their names in the chain, anew each time: loaders edit them."""
-
-LARGE: Final = 64.0
-"""Magnitude above which numbers are made smaller, not larger: formats of eight bits end at 240."""
 
 
 class State:
@@ -46,6 +43,7 @@ class State:
         modules = model.modules()
         self.owner = {name: layer_of(name, modules) for name in self.tensors}
         self.modules = modules
+        self.holders = Holders((self.owner[name], one) for name, one in self.tensors.items())
         self._members = Members(modules.values())
         self.numbers = dict(_numbers(modules))
         self.processed = model.processed()
@@ -78,7 +76,7 @@ class State:
 
         What is processed after loading may be computed from a hidden copy; nothing else is.
         """
-        found = set(self._other_outputs(layers))
+        found = set(self.other_outputs(layers))
         shown = self.outputs.keys() & self.processed
         for name, tensor in self.tensors.items():
             layer = self.owner[name]
@@ -97,20 +95,28 @@ class State:
         """
         for name in sorted(self.changed(layers or None)):
             raise TensorMismatchError(f"{name} changed", tensor=name)
-        for layer in sorted(self._other_outputs(layers or frozenset(self.outputs))):
+        for layer in sorted(self.other_outputs(layers or frozenset(self.outputs))):
             raise TensorMismatchError(f"{layer} computes something else", tensor=layer)
 
-    def put_back(self) -> None:
-        """Have the model hold again what it held."""
+    def put_back(self, load: Callable[[], object] | None = None) -> None:
+        """Have the model hold again what it held.
+
+        Args:
+            load: Brings the first bits, and may raise. It is called where what is computed is not
+                what it was: a reload that writes into what nobody can see may undo that.
+        """
         self._members.put_back()
         self.bits.put_back()
+        if load is not None and self.other_outputs(frozenset(self.outputs)):
+            with suppress(Exception):
+                load()
+            self.put_back()
 
-    def _other_outputs(self, layers: frozenset[str]) -> Iterator[str]:
+    def other_outputs(self, layers: frozenset[str]) -> list[str]:
+        """Layers that can be tried and compute something else."""
         wanted = layers & self.outputs.keys()
         now = self._compute(wanted)
-        for layer in wanted:
-            if layer not in now or not _same(now[layer], self.outputs[layer]):
-                yield layer
+        return [n for n in wanted if n not in now or not _same(now[n], self.outputs[n])]
 
     def _compute(self, layers: frozenset[str]) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -127,11 +133,24 @@ class Outcome:
         refused: Why groups cannot be loaded so, by their first tensor; empty where the engine has
             no such way.
         idle: Tensors of the other groups that nothing followed.
+        beside: Tensors of these that a layer holds, and that what it computes does not follow.
+        moved: Tensors that do not lie where they were recorded when others are loaded beside them.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
     touched: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
+    beside: frozenset[str] = frozenset()
+    moved: frozenset[str] = frozenset()
+
+    def __add__(self, other: Outcome) -> Outcome:
+        return Outcome(
+            {**self.refused, **other.refused},
+            self.touched | other.touched,
+            self.idle | other.idle,
+            self.beside | other.beside,
+            self.moved | other.moved,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +162,22 @@ class Trial:
         way: That is tried.
         weights: Of the checkpoint that the model holds.
         links: The layers that must follow each tensor.
+        made: Live tensors and numbers that must follow each tensor.
+        vectors: Tensors of one dimension or none.
         visible: Tensors that live in the model bit by bit.
         shared: Those of them that others may be loaded over.
+        moved: Of some tensors that were loaded with other bits, those that are not in their places.
     """
 
     state: State
     way: Way
     weights: Weights
     links: Mapping[str, frozenset[str]]
+    made: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    vectors: Container[str] = ()
     visible: Container[str] = ()
     shared: Container[str] = ()
+    moved: Callable[[Iterable[str]], frozenset[str]] = lambda _: frozenset()
 
     def run(self, groups: Sequence[Group]) -> Outcome:
         """Try all groups at once, and one by one where something goes wrong."""
@@ -164,7 +189,7 @@ class Trial:
             self._expect_apart(known)
             left = [group for group in groups if not group.layers]
         except Exception:  # noqa: BLE001 - an engine's loader may raise anything
-            self.state.put_back()
+            self._put_back(known)
             outcomes.clear()
         for group in left:
             try:
@@ -172,14 +197,14 @@ class Trial:
             except EngineVersionError:
                 outcomes.append(Outcome({group.names[0]: ""}))
             except Exception as exc:  # noqa: BLE001
-                self.state.put_back()
+                self._put_back([group])
                 told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
                 outcomes.append(Outcome({group.names[0]: f"loading it again fails: {told}"[:200]}))
-        return Outcome(
-            {name: why for one in outcomes for name, why in one.refused.items()},
-            frozenset().union(*(one.touched for one in outcomes)),
-            frozenset().union(*(one.idle for one in outcomes)),
-        )
+        return sum(outcomes, Outcome())
+
+    def _put_back(self, groups: Sequence[Group]) -> None:
+        """Have the model hold what it held; its own loading may reach what cannot be seen."""
+        self.state.put_back(partial(self._load, groups, {}))
 
     def _try(self, groups: Sequence[Group]) -> Outcome:
         """Try groups of known layers together, or a single one; raises where it is not exact."""
@@ -187,27 +212,14 @@ class Trial:
             return Outcome()
         self._load(groups, {})
         self.state.expect_same()
-        refused = {group.names[0]: "" for group in groups}
-        touched: set[str] = set()
-        idle: set[str] = set()
+        seen = _Seen(self, frozenset(group.names[0] for group in groups))
         for names in zip_longest(*(group.names for group in groups)):
             picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
             self._load(picked.values(), picked)
-            changed = self.state.changed()
-            touched |= changed
-            for name, group in picked.items():
-                why = self._judge(name, group, changed)
-                if why is None:
-                    refused.pop(group.names[0], None)
-                elif why:
-                    raise TensorMismatchError(why, tensor=name)
-                else:
-                    idle.add(name)
+            seen.look(picked)
             self._load(picked.values(), {})
             self.state.expect_same()
-        self._expect_repeatable(groups)
-        why_not = {first: f"nothing follows {first}" for first in refused}
-        return Outcome(why_not, frozenset(touched), frozenset(idle))
+        return seen.outcome(self._expect_repeatable(groups))
 
     def _expect_apart(self, groups: Sequence[Group]) -> None:
         """Refuse a loader that does not take a group without each other one.
@@ -224,23 +236,11 @@ class Trial:
                 self._load(mine, {})
                 self.state.expect_same()
 
-    def _judge(self, name: str, group: Group, changed: frozenset[str]) -> str | None:
-        """Whether a tensor alone was followed: ``None``; nothing did: empty; or what did not.
-
-        A tensor that nothing follows stays a member of its group: it may act only beside others,
-        or be overwritten by one of them. A loader alone has nothing that it could act on.
-        """
-        layers = group.layers or frozenset(self.state.modules)
-        found = self.state.follows(layers)
-        held = {self.state.owner[live] for live in changed if live in self.state.owner}
-        if not found & layers and not held & layers:
-            must = name in self.visible or self.way == "loaded"
-            return f"nothing follows {name}" if must and name not in self.shared else ""
-        missing = self.links.get(name, frozenset()) - found
-        return f"{min(missing)} does not follow {name}" if missing else None
-
-    def _expect_repeatable(self, groups: Sequence[Group]) -> None:
+    def _expect_repeatable(self, groups: Sequence[Group]) -> frozenset[str]:
         """Refuse a loader that does another thing with the same bits the next time.
+
+        Returns:
+            Tensors that are not in their places then.
 
         Raises:
             TensorMismatchError: It does.
@@ -250,8 +250,10 @@ class Trial:
         once = State(self.state.model, Bits(self.state.model.tensors()))
         self._load(groups, others)
         once.expect_same()
+        moved = self.moved(others)
         self._load(groups, {})
         self.state.expect_same()
+        return moved
 
     def _load(self, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
         """Load groups, with other bits for some tensors."""
@@ -263,31 +265,84 @@ class Trial:
         bring(self.state.model, self.way, layers, mixed(self.weights, names, others))
 
 
-def mixed(
-    weights: Weights, names: Iterable[str], others: Iterable[str]
-) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint tensors, some of them with other bits in every element."""
-    changed = frozenset(others)
-    for name in names:
-        for here, tensor in weights([name]):
-            yield here, other_bits(tensor) if name in changed else tensor
+class _Seen:
+    """What loading other bits of each tensor alone did.
 
-
-def other_bits(tensor: Tensor) -> Tensor:
-    """A tensor of which every element is another, by more than any rounding.
-
-    Elements that were alike are not: they show where each of them goes.
+    Args:
+        trial: That loads them.
+        groups: The first tensor of each group.
     """
-    if tensor.dtype is torch.bool:
-        return ~tensor
-    seeded = torch.Generator().manual_seed(tensor.numel())
-    power = torch.randint(0, 3, tensor.shape, generator=seeded).to(tensor.device)
-    if not tensor.is_floating_point():
-        return tensor ^ (1 + power).to(tensor.dtype)
-    factor = (2.0 ** (1 + power)).float()
-    wide = tensor.float()
-    scaled = torch.where(wide.abs() > LARGE, wide / factor, wide * factor)
-    return torch.where(wide == 0, factor, scaled).to(tensor.dtype)
+
+    def __init__(self, trial: Trial, groups: frozenset[str]) -> None:
+        self.trial, self.state = trial, trial.state
+        self.left = set(groups)
+        self.touched: set[str] = set()
+        self.idle: set[str] = set()
+        self.beside: dict[str, tuple[Group, frozenset[str]]] = {}
+        self.followed: dict[Group, frozenset[str]] = {}
+
+    def look(self, picked: Mapping[str, Group]) -> None:
+        """Judge tensors of which others were loaded, one of each group.
+
+        Raises:
+            TensorMismatchError: Something did not follow one of them.
+        """
+        changed = self.state.changed()
+        self.touched |= changed
+        for name, group in picked.items():
+            why = self._judge(name, group, changed)
+            if why:
+                raise TensorMismatchError(why, tensor=name)
+
+    def _judge(self, name: str, group: Group, changed: frozenset[str]) -> str:
+        """What did not follow a tensor, in words.
+
+        A tensor that nothing follows stays a member of its group: it may act only beside others,
+        or be overwritten by one of them. A loader alone has nothing that it could act on.
+        """
+        state, trial = self.state, self.trial
+        layers = group.layers or frozenset(state.modules)
+        live = {n for n in changed if n in state.owner and state.owner[n] in layers}
+        holding = frozenset().union(*(state.holders.of(state.tensors[n]) for n in live))
+        links = trial.links.get(name, frozenset())
+        found = state.follows(layers | holding | links)
+        if not found & layers and not live:
+            self.idle.add(name)
+            must = name in trial.visible or trial.way == "loaded"
+            return f"nothing follows {name}" if must and name not in trial.shared else ""
+        left = trial.made.get(name, frozenset()) - changed
+        if left:
+            return f"{min(left)} does not follow {name}"
+        self.left.discard(group.names[0])
+        self.followed[group] = self.followed.get(group, frozenset()) | (found & layers)
+        missing = (links | holding) - found
+        if missing:
+            holders = [state.holders.of(state.tensors[n]) for n in live]
+            alone, shared = (
+                frozenset().union(*(one for one in holders if (len(one) == 1) is single))
+                for single in (True, False)
+            )
+            if not missing <= alone - shared or name not in trial.vectors:
+                return f"{min(missing)} does not follow {name}"
+            self.beside[name] = group, missing
+        return ""
+
+    def outcome(self, moved: frozenset[str]) -> Outcome:
+        """What was seen of all.
+
+        A vector that a layer holds and does not compute from says nothing of how it was loaded; the
+        matrix beside it does.
+
+        Raises:
+            TensorMismatchError: Nothing shows that a layer was made anew.
+        """
+        for name, (group, layers) in self.beside.items():
+            left = layers - self.followed.get(group, frozenset())
+            if left:
+                raise TensorMismatchError(f"{min(left)} does not follow {name}", tensor=name)
+        refused = {first: f"nothing follows {first}" for first in self.left}
+        touched, idle = frozenset(self.touched), frozenset(self.idle)
+        return Outcome(refused, touched, idle, frozenset(self.beside), moved)
 
 
 def _numbers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:

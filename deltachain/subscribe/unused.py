@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from deltachain.errors import TensorMismatchError
+from deltachain.subscribe.healing import heal
 from deltachain.subscribe.members import Bits
+from deltachain.subscribe.others import mixed
 from deltachain.subscribe.source import Source
-from deltachain.subscribe.trial import State, mixed
+from deltachain.subscribe.trial import State
 from deltachain.subscribe.ways import RELOADS, Group, Way, bring
 
 logger = logging.getLogger(__name__)
@@ -30,11 +32,17 @@ def find_unused(
 
     Returns:
         Why each is not known to be unused; empty for one that is.
+
+    Raises:
+        TensorMismatchError: The model computes something else, and nothing leads back.
     """
     wanted = list(names)
-    if not wanted or not _followed(state, source, groups, wanted):
-        return dict.fromkeys(wanted, "")
-    return {name: _followed(state, source, groups, [name]) for name in wanted}
+    try:
+        if not wanted or not _followed(state, source, groups, wanted):
+            return dict.fromkeys(wanted, "")
+        return {name: _followed(state, source, groups, [name]) for name in wanted}
+    finally:
+        heal(state, source)
 
 
 def _followed(
@@ -58,8 +66,8 @@ def _followed(
             continue
         try:
             bring(state.model, way, layers, mixed(source.clones, [*names, *changed], names))
-            if not state.changed():
-                continue  # this way does nothing, and proves nothing
+            if not _is_witness(state):
+                continue
             before = State(state.model, Bits(state.model.tensors()))
             every = [*names, *changed]
             bring(state.model, way, layers, mixed(source.clones, every, every))
@@ -72,3 +80,8 @@ def _followed(
         finally:
             state.put_back()
     return "" if done else "no full load was possible"
+
+
+def _is_witness(state: State) -> bool:
+    """Whether a load did anything: one that did nothing proves nothing."""
+    return bool(state.changed())

@@ -50,6 +50,11 @@ class Outcome:
     broke: list[str] = field(default_factory=list)
 
     @property
+    def is_told(self) -> bool:
+        """Whether it was said that the engine must be restarted."""
+        return "restart the engine" in self.refused.get("*", "")
+
+    @property
     def is_fault(self) -> bool:
         """Whether it must not be."""
         return bool(self.wrong or self.damaged or self.broke)
@@ -109,22 +114,26 @@ def _follow(stage: Stage) -> None:
         except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
             stage.outcome.broke.append(f"attaching raised {exc!r}")
     for engine, was in zip(stage.engines, before, strict=True):
-        stage.outcome.damaged += _kept(was, look(engine))
+        stage.outcome.damaged += _kept(was, look(engine)) if not stage.outcome.is_told else []
     if len(ranks) < len(stage.engines) or stage.outcome.damaged:
         return
     _settle_on_classes(stage, ranks)
     for engine, was in zip(stage.engines, before, strict=True):
-        stage.outcome.damaged += _kept(was, look(engine))
-    if "*" not in stage.outcome.refused and not stage.outcome.damaged:
+        stage.outcome.damaged += _kept(was, look(engine)) if not stage.outcome.is_told else []
+    if not stage.outcome.refused and not stage.outcome.damaged:
         _Chain(stage, ranks).play()
 
 
 def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
-    """What the leader of a replica does, but that it goes on without what is refused."""
+    """What the leader of a replica does: one tensor that is refused refuses the engine."""
     reports = [rank.report() for rank in ranks]
     lost = orphans(stage.specs, reports)
-    for number, rank in enumerate(ranks if lost else ()):
-        reports[number] |= rank.find_unused(lost)
+    try:
+        for number, rank in enumerate(ranks if lost else ()):
+            reports[number] |= rank.find_unused(lost)
+    except DeltaChainError as exc:
+        stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
+        return
     agreement = agree(stage.specs.values(), reports)
     stage.outcome.classes = dict(agreement.classes)
     stage.outcome.refused = dict(agreement.refused)

@@ -36,6 +36,7 @@ class OneLayer(nn.Module):
         self.kernel: Callable[[], Tensor] | None = None
         self.plain = False
         self.rearranged: frozenset[str] = frozenset()
+        self.repacks = False
 
     def modules(self) -> Mapping[str, nn.Module]:  # type: ignore[override]
         return dict(self.named_modules())
@@ -59,8 +60,10 @@ class OneLayer(nn.Module):
             self.pack()
 
     def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        del layers, tensors
-        raise EngineVersionError("this engine gives no way to do that")
+        del layers
+        if not self.repacks:
+            raise EngineVersionError("this engine gives no way to do that")
+        self.load(tensors)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         return layers_of(self.load, names, Holders(("", t) for t in self.tensors().values()).of)

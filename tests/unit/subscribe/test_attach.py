@@ -117,7 +117,7 @@ def test_bits_that_are_all_alike_are_no_proof_where_layers_are_rearranged(one_la
     model.p.data.zero_()
     constant(source)
     assert untouched(model, source).classes == {"w": "in_place"}
-    model.rearranged = frozenset([""])
+    model.rearranged, model.repacks = frozenset([""]), True
     attached = untouched(model, source)
     assert attached.classes == {"w": "refused"}, "loading zeros again leads back to zeros as well"
     assert "all alike" in attached.reasons["w"]
@@ -127,7 +127,7 @@ def test_bits_that_are_all_alike_are_no_proof_where_layers_are_rearranged(one_la
 
 def test_one_bit_that_differs_is_enough(one_layer: Make) -> None:
     model, source = one_layer(PLANNED["copy"])
-    model.rearranged = frozenset([""])
+    model.rearranged, model.repacks = frozenset([""]), True
     bits_of = np.zeros(24, np.uint16)
     bits_of[17] = 0x3F80
     vars(source)["bits"] = lambda _: bits_of

@@ -1,0 +1,36 @@
+"""What a trial left in memory that nobody can see, and so cannot put back."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+from deltachain.errors import TensorMismatchError
+from deltachain.subscribe.source import Source
+from deltachain.subscribe.trial import State
+from deltachain.subscribe.ways import RELOADS, bring
+
+logger = logging.getLogger(__name__)
+
+
+def heal(state: State, source: Source) -> None:
+    """Have the model compute again what it computed; its own loading may be what leads there.
+
+    Args:
+        state: Of the model, which holds it again.
+        source: The checkpoint that it loaded.
+
+    Raises:
+        TensorMismatchError: It computes something else whatever is tried.
+    """
+    layers = frozenset(state.modules)
+    for way in (*RELOADS, "loaded"):
+        state.put_back(partial(bring, state.model, way, layers, source.clones(source.present)))
+    left = state.other_outputs(frozenset(state.outputs))
+    if left:
+        message = (
+            f"{min(left)} computes something else since it was tried to load it again; "
+            "the engine keeps what it computes from where it cannot be put back"
+        )
+        logger.critical("%s: restart the engine", message)
+        raise TensorMismatchError(message, hint="restart the engine; it must not serve as it is")

@@ -1,0 +1,42 @@
+"""Other bits for checkpoint tensors: what follows them shows where each element goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+Weights: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
+"""Makes checkpoint tensors by their names in the chain, anew each time: loaders edit them."""
+
+LARGE: Final = 64.0
+"""Magnitude above which numbers are made smaller, not larger: formats of eight bits end at 240."""
+
+
+def mixed(
+    weights: Weights, names: Iterable[str], others: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Checkpoint tensors, some of them with other bits in every element."""
+    changed = frozenset(others)
+    for name in names:
+        for here, tensor in weights([name]):
+            yield here, other_bits(tensor) if name in changed else tensor
+
+
+def other_bits(tensor: Tensor) -> Tensor:
+    """A tensor of which every element is another, by more than any rounding.
+
+    Elements that were alike are not: they show where each of them goes.
+    """
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    seeded = torch.Generator().manual_seed(tensor.numel())
+    power = torch.randint(0, 3, tensor.shape, generator=seeded).to(tensor.device)
+    if not tensor.is_floating_point():
+        return tensor ^ (1 + power).to(tensor.dtype)
+    factor = (2.0 ** (1 + power)).float()
+    wide = tensor.float()
+    scaled = torch.where(wide.abs() > LARGE, wide / factor, wide * factor)
+    return torch.where(wide == 0, factor, scaled).to(tensor.dtype)
