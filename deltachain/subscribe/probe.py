@@ -13,8 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deltachain.subscribe.members import tensors_in
 from deltachain.subscribe.provenance import Provenance
 from deltachain.subscribe.recorder import Load
 
@@ -79,18 +81,25 @@ def processed(model: nn.Module) -> frozenset[str]:
     )
 
 
-def layers_of(load: Load, names: Mapping[str, Tensor], owners: Owners) -> dict[str, frozenset[str]]:
+def layers_of(
+    load: Load,
+    names: Mapping[str, Tensor],
+    owners: Owners,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> dict[str, frozenset[str]]:
     """The layers that each checkpoint tensor is loaded into. No tensor with an owner is written.
 
     Args:
         load: The engine's loader.
         names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         owners: The layers that hold an element of a tensor.
+        modules: Of the model, by name: those that a loader may give tensors of its own making,
+            which nobody owned before. They keep these.
     """
     found: dict[str, set[str]] = defaultdict(set)
-    if not _try_load(load, names, owners, found):
+    if not _try_load(load, names, owners, modules or {}, found):
         for name in [name for name in names if name not in found]:
-            _try_load(load, {name: names[name]}, owners, found)
+            _try_load(load, {name: names[name]}, owners, modules or {}, found)
     return {name: frozenset(layers) for name, layers in found.items()}
 
 
@@ -123,17 +132,26 @@ class _Watch(TorchDispatchMode):
             self.provenance.made(returned, sources)
         return returned
 
+    def look(self, modules: Mapping[str, nn.Module]) -> None:
+        """Note the layers that hold by now what was made of meta tensors."""
+        for layer, module in modules.items():
+            made = [tensor for _, tensor in tensors_in(module) if not is_lazy(tensor)]
+            for name in self.provenance.sources(made):
+                self.found[name].add(layer)
+
 
 def _try_load(
     load: Load,
     inputs: Mapping[str, Tensor],
     owners: Owners,
+    modules: Mapping[str, nn.Module],
     found: dict[str, set[str]],
 ) -> bool:
     """Load what can be loaded, and say whether all could; a tensor that cannot is in no layer."""
     try:
-        with torch.no_grad(), _Watch(inputs, owners, found):
+        with torch.no_grad(), _Watch(inputs, owners, found) as watch:
             load(list(inputs.items()))
+        watch.look(modules)
     except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer
         logger.debug("no layer for %d tensors: %s", len(inputs), exc)
         return False

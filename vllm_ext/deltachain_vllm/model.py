@@ -102,7 +102,8 @@ class VllmModel:
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Load meta tensors into a meta copy of every layer, as it was before it was packed."""
         with self._as_before_loading() as owners, set_current_vllm_config(self.config):
-            return layers_of(self.model.load_weights, names, owners)  # type: ignore[arg-type]
+            mine = dict(self.model.named_modules())
+            return layers_of(self.model.load_weights, names, owners, mine)  # type: ignore[arg-type]
 
     @contextmanager
     def _as_before_loading(self) -> Iterator[Owners]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.probe import is_plain, output_of, processed
+from deltachain.subscribe.holders import Holders
+from deltachain.subscribe.probe import is_plain, layers_of, output_of, processed
 
 
 class Method:
@@ -84,3 +85,26 @@ def test_layers_with_something_to_do_after_loading_are_known_with_their_parts() 
     assert processed(outer) == {"0.0"}
     outer[0].process_weights_after_loading = lambda _: None
     assert processed(outer) == {"0", "0.0", "0.1"}
+
+
+def test_a_tensor_that_a_loader_registers_is_loaded_into_its_layer() -> None:
+    """As vLLM loads the bias of a head: nothing of it was there before."""
+    head = Linear()
+    owners = Holders([("head", head.weight)]).of
+    del head.bias
+
+    def load(tensors: Any) -> None:
+        for name, tensor in tensors:
+            if name == "weight":
+                head.weight.data.copy_(tensor)
+            elif name == "bias":
+                head.bias = nn.Parameter(torch.empty(4), requires_grad=False)
+                head.bias.data.copy_(tensor)
+
+    names = {
+        "weight": torch.empty(4, 8, device="meta"),
+        "bias": torch.empty(4, device="meta"),
+        "other": torch.empty(4, device="meta"),
+    }
+    into = frozenset({"head"})
+    assert layers_of(load, names, owners, {"head": head}) == {"weight": into, "bias": into}
