@@ -23,7 +23,7 @@ from deltachain.demo.model import make_tokenizer
 from deltachain.demo.oracle import Comparison, compare, dump_bits
 from deltachain.demo.text import documents
 from deltachain.publish import PublishConfig, Publisher
-from tests.engines.families import FAMILIES, with_tokenizer
+from tests.engines.families import named, with_tokenizer
 
 NAMES: Final = ("qwen3", "qwen2", "llama", "gemma3")
 """Families that a chain is trained of."""
@@ -150,7 +150,7 @@ def pretrain(family: str, base: Path, batches: Iterator[Tensor], seed: int) -> N
     """Write a checkpoint whose weights look like trained ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        configuration = FAMILIES[family].configuration()
+        configuration = named(family).configuration()
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             configuration, dtype=torch.float32
         )

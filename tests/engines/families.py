@@ -282,7 +282,7 @@ def make(family: Family | str, folder: Path) -> Path:
     Returns:
         The folder.
     """
-    wanted = _named(family) if isinstance(family, str) else family
+    wanted = named(family) if isinstance(family, str) else family
     maker = getattr(transformers, wanted.auto)
     with torch.random.fork_rng(devices=[]):  # the model draws weights of its own first
         model: PreTrainedModel = maker.from_config(wanted.configuration())
@@ -300,11 +300,14 @@ def make(family: Family | str, folder: Path) -> Path:
         for name in made.keys() - saved.keys():
             if made[name].is_floating_point():
                 _fill(made[name], f"{wanted.name}/{name}")
+            if name.endswith(("_scale", ".scales")):
+                made[name].abs_()  # engines take others for missing
         save_file(made, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     return folder
 
 
-def _named(family: str) -> Family:
+def named(family: str) -> Family:
+    """The family of a name, of this table or of the unusual ones."""
     from tests.engines.unusual import UNUSUAL  # noqa: PLC0415 - it is made of what is in here
 
     return FAMILIES[family] if family in FAMILIES else UNUSUAL[family]

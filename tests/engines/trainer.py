@@ -23,7 +23,7 @@ class Trainer:
     Args:
         folder: Gets the checkpoint, and what is pulled.
         url: Where the chain is made; in the folder when not given.
-        family: One of :data:`tests.engines.chains.NAMES`.
+        family: Any that transformers trains; see :func:`tests.engines.families.named`.
         seed: Decides the first weights and the text.
     """
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.engines.families import FAMILIES, Family
+from tests.engines.quantised import GPTQ, INT8, KEYS_AND_VALUES, to_gptq, to_int8, with_scales
 
 Tensors: TypeAlias = dict[str, Tensor]
 
@@ -33,6 +34,11 @@ def _family(name: str, model_type: str, auto: str = "AutoModelForCausalLM", **mo
     return Family(name, model_type, MappingProxyType({**_WORDS, **more}), auto)
 
 
+def _saying(said: Mapping[str, Any], *parts: str, **more: Any) -> Family:
+    """A family whose published checkpoints say something that transformers does not write."""
+    return replace(_family(*parts, **more), said=MappingProxyType(dict(said)))
+
+
 def _seeing(name: str, model_type: str, text: str, sight: Mapping[str, Any], **more: Any) -> Family:
     """A family that sees, with a language model of a type of its own."""
     config = {"text_config": {"model_type": text, **_TEXT}, "vision_config": dict(sight), **more}
@@ -42,6 +48,13 @@ def _seeing(name: str, model_type: str, text: str, sight: Mapping[str, Any], **m
 def _and(base: str, name: str, edit: Callable[[Tensors], Tensors], **said: Any) -> Family:
     """A family of the other table, with other tensors in its checkpoint."""
     return replace(FAMILIES[base], name=name, edit=edit, said=MappingProxyType(said))
+
+
+def _wide(base: str, name: str) -> Family:
+    """A family with latent attention as wide as that of real ones: kernels know no other width."""
+    wide = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    family = FAMILIES[base]
+    return replace(family, name=name, config=MappingProxyType({**family.config, **wide}))
 
 
 def _layer_again(saved: Tensors, last: int, prefix: str, **more: tuple[int, ...]) -> Tensors:
@@ -75,9 +88,10 @@ def _inv_freq(saved: Tensors) -> Tensors:
     return saved | {name: torch.empty(16, dtype=torch.float32) for name in names}
 
 
-def _kv_scales(saved: Tensors) -> Tensors:
-    names = [f"model.layers.{n}.self_attn.{kind}_scale" for n in range(2) for kind in "kv"]
-    return saved | {name: torch.empty(1, dtype=torch.float32) for name in names}
+def _of_clip(saved: Tensors) -> Tensors:
+    """Named as in checkpoints that others made: transformers leaves out a part of the names."""
+    part = re.compile(r"(vision_tower\.)(?!vision_model\.)")
+    return {part.sub(r"\1vision_model.", name): tensor for name, tensor in saved.items()}
 
 
 def _untied(saved: Tensors) -> Tensors:
@@ -114,11 +128,15 @@ _ALL: Final = (
         ),
         "AutoModelForSpeechSeq2Seq",
     ),
+    # Served on CPUs.
+    _wide("deepseek_v3", "deepseek_v3_wide"),
     # Tensors that nobody loads.
     _and("deepseek_v3", "deepseek_v3_mtp", _mtp, num_nextn_predict_layers=1),
     _and("glm4_moe", "glm4_moe_mtp", _mtp, num_nextn_predict_layers=1),
     _and("llama", "llama_inv_freq", _inv_freq),
-    _and("llama", "llama_kv_scales", _kv_scales),
+    _and("llama", "llama_kv_scales", with_scales, quantization_config=KEYS_AND_VALUES),
+    _and("llama", "llama_int8", to_int8, quantization_config=INT8),
+    _and("llama", "llama_gptq", to_gptq, quantization_config=GPTQ),
     _and("gemma", "gemma_untied", _untied),
     # Constants of the engine.
     _family("gemma3n", "gemma3n_text", head_dim=32, num_hidden_layers=5, num_kv_shared_layers=2,
@@ -134,13 +152,19 @@ _ALL: Final = (
     _family("minicpm3", "minicpm3", num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=64,
             qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
     # Other senses.
-    _seeing("llava", "llava", "llama", {"model_type": "clip_vision_model", **_SIGHT},
-            image_token_index=5),
+    replace(
+        _seeing("llava", "llava", "llama", {"model_type": "clip_vision_model", **_SIGHT},
+                image_token_index=5),
+        edit=_of_clip,
+    ),
     _seeing("mistral3", "mistral3", "mistral", {"model_type": "pixtral", **_SIGHT, "head_dim": 32},
             image_token_index=5),
-    _seeing("gemma3_seeing", "gemma3", "gemma3_text",
-            {"model_type": "siglip_vision_model", **_SIGHT},
-            image_token_index=5, mm_tokens_per_image=4),
+    replace(
+        _seeing("gemma3_seeing", "gemma3", "gemma3_text",
+                {"model_type": "siglip_vision_model", **_SIGHT},
+                image_token_index=5, mm_tokens_per_image=4),
+        edit=_of_clip,
+    ),
     _seeing("idefics3", "idefics3", "llama", {"model_type": "idefics3_vision", **_SIGHT},
             scale_factor=2, image_token_id=5),
     _seeing("internvl", "internvl", "qwen2", {"model_type": "internvl_vision", **_SIGHT},
@@ -159,8 +183,9 @@ _ALL: Final = (
     _family("falcon_mamba", "falcon_mamba", state_size=16),
     _family("flex_olmo", "flex_olmo", num_experts=4, num_experts_per_tok=2),
     _family("glm", "glm", head_dim=32),
-    _family("glm4_moe_lite", "glm4_moe_lite", num_key_value_heads=4, q_lora_rank=64,
-            kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
+    _saying({"first_k_dense_replace": 1}, "glm4_moe_lite", "glm4_moe_lite",
+            num_key_value_heads=4, q_lora_rank=64, kv_lora_rank=64,
+            qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32,
             n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
             moe_intermediate_size=64, n_group=1, topk_group=1),
     _family("gpt_bigcode", "gpt_bigcode", n_embd=128, n_layer=2, n_head=4, n_positions=256),
@@ -171,10 +196,12 @@ _ALL: Final = (
             shared_intermediate_size=64, layer_types=["mamba", "attention"], mamba_n_heads=8,
             mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1),
     _family("hunyuan_dense", "hunyuan_v1_dense", head_dim=32),
-    _family("lfm2", "lfm2", layer_types=["conv", "full_attention"]),
+    _saying({"conv_dim": 128, "block_dim": 128}, "lfm2", "lfm2", block_auto_adjust_ff_dim=False,
+            layer_types=["conv", "full_attention"]),
     _family("lfm2_moe", "lfm2_moe", layer_types=["conv", "full_attention"], num_experts=4,
             num_experts_per_tok=2, moe_intermediate_size=64, num_dense_layers=1),
-    _family("minimax_m2", "minimax_m2", head_dim=32, num_local_experts=4, num_experts_per_tok=2),
+    _saying({"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}, "minimax_m2",
+            "minimax_m2", head_dim=32, num_local_experts=4, num_experts_per_tok=2),
     _family("ministral3", "ministral3", head_dim=32),
     _family("olmo", "olmo"),
     _family("olmo_hybrid", "olmo_hybrid", num_hidden_layers=4),
@@ -186,7 +213,8 @@ _ALL: Final = (
     _family("roberta", "roberta", "AutoModelForSequenceClassification"),
     _family("bert", "bert", "AutoModelForSequenceClassification"),
     _family("jais2", "jais2", head_dim=32),
-    _family("afmoe", "afmoe", head_dim=32, num_experts=4, num_experts_per_tok=2,
+    _saying({"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1}, "afmoe",
+            "afmoe", head_dim=32, num_experts=4, num_experts_per_tok=2,
             moe_intermediate_size=64, num_dense_layers=1),
     _family("solar_open", "solar_open", head_dim=32, n_routed_experts=4, num_experts_per_tok=2,
             moe_intermediate_size=64),

@@ -35,7 +35,8 @@ def _with_others(output: Tensor | None, layer: nn.Module, used: tuple[str, ...])
     """An output, and what a plain layer keeps for others, as a gate does for its router."""
     if output is None or "Unquantized" not in type(getattr(layer, "quant_method", None)).__name__:
         return output
-    others = [p for n, p in layer._parameters.items() if p is not None and not n.startswith(used)]
+    held = {**layer._parameters, **layer._buffers}
+    others = [t for n, t in held.items() if t is not None and not n.startswith(used)]
     return torch.cat([t.detach().reshape(-1).float() for t in (output, *others)])
 
 
