@@ -24,6 +24,9 @@ GOES_ON = ("keep", "retract", "in_place")
 STALE = "in_place"
 """The mode in which they go on with what older weights left in the cache."""
 
+EXPERTS = ("qwen3_moe", "deepseek_v3_wide")
+"""Families with experts, one of them with latent attention, that stock engines serve on a CPU."""
+
 LENGTH = 64
 """Tokens of a request of the load."""
 
@@ -171,6 +174,29 @@ def test_thirty_versions_arrive_under_load(
         assert any(len(answer.spans) > 1 for _, answer in seen.generated)
     else:
         assert all(len(answer.spans) == 1 for _, answer in seen.generated)
+
+
+def of_experts(folder: Path, family: str, tp: int, versions: int) -> None:
+    """Let versions of a family with experts arrive under load, on stock layers."""
+    with (
+        Trainer(folder, family=family) as trainer,
+        start(trainer.base, folder / "server", trainer.url, tp=tp, requests=16) as server,
+    ):
+        assert "refused" not in server.status()["classes"]
+        trial = Trial(trainer, server, push=True)
+        seen = checked(trial, versions, finish={"length"})
+    assert any(len(answer.spans) > 1 for _, answer in seen.generated)
+
+
+def test_versions_of_experts_arrive_under_load(tmp_path: Path) -> None:
+    of_experts(tmp_path, "qwen3_moe", 1, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_thirty_versions_of_experts_arrive_under_load(family: str, tp: int, tmp_path: Path) -> None:
+    of_experts(tmp_path, family, tp, 30)
 
 
 @pytest.mark.slow
