@@ -12,6 +12,7 @@ from typing import Final, Literal, Self, TypeAlias, get_args
 from deltachain.control.client import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.subscribe.replica_status import ReplicaStatus
+from deltachain.threads import started
 from deltachain.types import Version
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
@@ -95,8 +96,8 @@ class Fleet:
         self._untold: set[str] = set()
         self._trouble: dict[str, str] = {}
         self._closed = False
-        for url in self.clients:
-            Thread(target=self._run, args=(url,), name=f"deltachain-{url}", daemon=True).start()
+        self._served: set[str] = set()
+        self._serve()
 
     def announce(
         self,
@@ -121,6 +122,7 @@ class Fleet:
         """
         if wait not in get_args(Wait):
             raise ConfigError(f"wait={wait!r}: expected one of {get_args(Wait)}")
+        self._serve()
         start, count = time.monotonic(), len(self.clients)
         wanted = {"all": count, "quorum": count // 2 + 1, "any": 1, "none": 0}[wait]
         wanted = min(wanted, count)
@@ -150,6 +152,8 @@ class Fleet:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            for url in self.clients.keys() - self._served:
+                self.clients[url].close()
 
     def __enter__(self) -> Self:
         return self
@@ -161,6 +165,18 @@ class Fleet:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _serve(self) -> None:
+        """Start the threads that are not there yet; each ends with the fleet."""
+        with self._changed:
+            for url in self.clients.keys() - self._served:
+                thread = Thread(target=self._run, args=(url,), name=f"deltachain-{url}")
+                thread.daemon = True
+                if started(thread):
+                    self._served.add(url)
+                    self._trouble.pop(url, None)
+                else:
+                    self._trouble[url] = "not told: this process could not start another thread"
 
     def _run(self, url: str) -> None:
         """Bring one replica to what is wanted, again and again; in a thread of its own."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future, wait
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
@@ -15,6 +15,7 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from deltachain.store.retry import Deadline
+from deltachain.threads import Pool
 
 RANGE_NBYTES: Final = 8 << 20
 """Bytes asked for at a time: some of them fill a link, and a cut costs little."""
@@ -100,7 +101,7 @@ def read_rest(opened: Opened, start: int, view: memoryview, reopen: Open, limit:
 
 
 def read_ranges(
-    opened: Opened, nbytes: int, reopen: Open, limit: Deadline, pool: Executor
+    opened: Opened, nbytes: int, reopen: Open, limit: Deadline, pool: Pool
 ) -> memoryview:
     """Read a whole object into one buffer, in several ranges at a time.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
@@ -36,6 +35,7 @@ from deltachain.store.ranges import (
 )
 from deltachain.store.retry import Deadline
 from deltachain.store.s3_bucket import Bucket
+from deltachain.threads import Pool
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
 
@@ -80,7 +80,6 @@ class S3Store:
         self, bucket: str, prefix: str = "", options: Mapping[str, Any] | None = None
     ) -> None:
         self._bucket = Bucket(bucket, f"{prefix}/" if prefix else "", options or {})
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="deltachain-s3")
 
     @property
     def url(self) -> str:
@@ -113,11 +112,9 @@ class S3Store:
         def attempt() -> Buffer:
             # Its size comes with the first range: before memory is taken for it.
             opened = self._bucket.open_range(key, 0, min(nbytes, RANGE_NBYTES), deadline)
-            with closing(opened.body):
+            with closing(opened.body), Pool(_THREADS, "deltachain-s3") as pool:
                 check_nbytes(key, self.url, expected=nbytes, actual=opened.nbytes)
-                return read_ranges(
-                    opened, nbytes, self._reopen(key, deadline), deadline, self._pool
-                )
+                return read_ranges(opened, nbytes, self._reopen(key, deadline), deadline, pool)
 
         return _of_one_content(attempt, deadline)
 
@@ -171,8 +168,10 @@ class S3Store:
 
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
         """Look several objects up, several at a time; see ``Store``."""
-        found = self._pool.map(self.find, [check_key(key) for key in dict.fromkeys(keys)])
-        return {info.key: info for info in found if info is not None}
+        wanted = [check_key(key) for key in dict.fromkeys(keys)]
+        with Pool(_THREADS, "deltachain-s3") as pool:
+            found = [info for info in pool.map(self.find, wanted) if info is not None]
+        return {info.key: info for info in found}
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix``, in order; see ``Store``.
@@ -186,8 +185,7 @@ class S3Store:
         self._bucket.delete(key, self._bucket.deadline(check_key(key)))
 
     def close(self) -> None:
-        """Give connections and threads back."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Give connections back."""
         self._bucket.close()
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:

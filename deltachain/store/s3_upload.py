@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
@@ -13,6 +13,7 @@ from deltachain.store.s3_answers import whole, wrote_nothing
 from deltachain.store.s3_body import Upload
 from deltachain.store.s3_calls import Calls, StatusError, once
 from deltachain.store.s3_client import Client
+from deltachain.threads import Pool
 
 PART_NBYTES: Final = 16 << 20
 """Bytes of one part, and of the largest object that is put by one request."""
@@ -110,13 +111,17 @@ class Uploader:
             told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
             return {"PartNumber": number, **told}
 
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="deltachain-upload") as pool:
-            sending = [pool.submit(send, start) for start in range(0, view.nbytes, nbytes)]
+        with Pool(_THREADS, "deltachain-upload") as pool:
+            sending: list[Future[dict[str, Any]]] = []
             try:
+                for start in range(0, view.nbytes, nbytes):
+                    sending.append(pool.submit(send, start))
+                    if sending[-1].done():  # at once, where there is no thread: it may have failed
+                        sending[-1].result()
                 return [each.result() for each in sending]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            finally:
+                for each in sending:  # what was not begun when one failed
+                    each.cancel()
 
     def _complete(
         self,

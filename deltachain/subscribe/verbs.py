@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
@@ -31,6 +31,7 @@ from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.rank import Rank
 from deltachain.subscribe.settings import spool_folder
 from deltachain.subscribe.spool import check_probe
+from deltachain.threads import Pool
 from deltachain.types import StateDigest, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class RankVerbs:
         self._last: Verdict = {}
         self._leader = ""
         self._jobs: dict[int, Future[Verdict]] = {}
-        self._thread = ThreadPoolExecutor(1, "deltachain-stage")
+        self._thread = Pool(1, "deltachain-stage")
 
     @property
     def rank(self) -> Rank:

@@ -33,7 +33,7 @@ HARMLESS: Final = frozenset(
 LASTING: Final = frozenset(
     {"first manifest gone", "a manifest in the middle gone", "the manifest before the head gone"}
     | {"a manifest replaced by an older one", "old manifests and edges gone"}
-    | {"all objects but the newest gone", "edges gone"}
+    | {"all objects but the newest gone", "edges gone", "an anchor's record lost behind a yes"}
 )
 """Accidents after which a document may stay lost where nobody has a copy of it."""
 

@@ -14,7 +14,8 @@ from torch import Tensor, distributed
 from deltachain.chain import Chain
 from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
-from deltachain.errors import RankError, StoreUnavailableError
+from deltachain.errors import RankError, StoreUnavailableError, StoreWentBackError
+from deltachain.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.testing.faults import Fault, FaultyStore
@@ -85,6 +86,44 @@ def misses_one(rank: int, url: str, folder: str) -> None:
             distributed.barrier()
         check(rank, publisher.version, model, url, folder)
     assert publisher.version == 3
+
+
+def store_goes_back(rank: int, url: str, folder: str) -> None:
+    """The store loses its newest versions: all ranks say so, and go on once they are back."""
+    model = LAYOUTS["rows"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
+    store = open_store(url)
+    newest = [manifest_key(version) for version in (2, 3, 4)]
+    with Publisher(config).attach(model) as publisher:
+        for number in range(4):
+            train_step("rows", model, optimizer, number)
+            future = publisher.publish(step=number)
+            assert future.result(60).version == number + 1
+        lost = {key: store.get(key) for key in newest}
+        distributed.barrier()
+        if rank == 0:
+            for key in newest:
+                store.delete(key)
+        distributed.barrier()
+        there = [info.key for info in store.list("manifests/")]
+        train_step("rows", model, optimizer, 4)
+        error = publisher.publish(step=4).exception(60)
+        assert isinstance(error, StoreWentBackError), error
+        assert "start this publisher again" in error.hint
+        with pytest.raises(StoreWentBackError):
+            publisher.flush()
+        distributed.barrier()
+        assert [info.key for info in store.list("manifests/")] == there
+        distributed.barrier()
+        if rank == 0:
+            for key, data in lost.items():
+                store.put(key, data)
+        distributed.barrier()
+        train_step("rows", model, optimizer, 5)
+        assert publisher.publish(step=5).result(60).version == 5
+        check(rank, 5, model, url, folder)
 
 
 def covers(rank: int, url: str, folder: str) -> None:

@@ -79,3 +79,7 @@ def test_a_rank_that_misses_a_publish_is_in_step_at_the_next(tmp_path: Path) -> 
 
 def test_versions_that_cover_several_steps_are_of_one_step_on_all_ranks(tmp_path: Path) -> None:
     run("tests.ranks.apart:covers", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+
+
+def test_a_store_that_went_back_stops_all_ranks_until_it_is_as_it_was(tmp_path: Path) -> None:
+    run("tests.ranks.apart:store_goes_back", 2, (tmp_path / "chain").as_uri(), str(tmp_path))

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
 
+from deltachain.control.fleet import Fleet
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import MemoryStore
+from deltachain.store import MemoryStore, open_store, s3_bucket, s3_upload
 from deltachain.subscribe import Subscriber
 from deltachain.testing.models import TinyModel, bits_of, replica_of, same, train_
+from deltachain.testing.seaweed import Seaweed
+from deltachain.testing.sharding import Shape
 from deltachain.threads import Pool
+from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.subscribe.replicas import Followed
+
+
+@contextmanager
+def threads_used_up() -> Iterator[None]:
+    """No thread can be started: none has room for a stack of this size."""
+    threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        threading.stack_size(0)
 
 
 @pytest.fixture
 def no_threads() -> Iterator[None]:
-    """No thread can be started: none has room for a stack of this size."""
-    threading.stack_size(1 << 46)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        threading.Thread(target=print).start()
-    yield
-    threading.stack_size(0)
+    with threads_used_up():
+        yield
 
 
 def test_work_is_done_side_by_side() -> None:
@@ -79,3 +94,43 @@ def test_versions_are_published_and_followed_without_threads(
             if receipt.version == 2:
                 stop.set()
     assert same(replica.bits(), bits_of(model))
+
+
+def test_s3_reads_and_writes_without_threads(
+    s3_url: Callable[[], str], seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (s3_upload, s3_bucket):
+        monkeypatch.setattr(module, "PART_NBYTES", 5 << 20)
+    store = open_store(s3_url(), seaweed.options)
+    large = bytes(range(256)) * (12 << 12)  # of three parts, and two ranges
+    with threads_used_up():
+        store.put("large", large)
+        assert store.read("large", nbytes=len(large)) == large
+        assert set(store.find_all(["large", "absent"])) == {"large"}
+    store.close()
+
+
+def test_a_rank_stages_without_threads(tmp_path: Path) -> None:
+    here = Followed(Shape(tp=2), tmp_path)
+    try:
+        here.publish(1)
+        with threads_used_up():
+            here.subscribe().update()
+        assert here.holds(1)
+    finally:
+        here.close()
+
+
+def test_a_fleet_without_threads_says_so_and_tells_all_once_there_are_some(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        here = stack.enter_context(contextmanager(followed)(tmp_path))
+        leader = stack.enter_context(contextmanager(leader_of)(here))
+        url = stack.enter_context(served(app_of(leader, is_open=True)))
+        with threads_used_up():
+            fleet = Fleet([url])
+            announced = fleet.announce(1, deadline=0.1)
+        assert announced.stragglers == (url,)
+        assert "could not start another thread" in announced.trouble[url]
+        assert fleet.announce(1).enough
+        fleet.close()
+        fleet.close()
