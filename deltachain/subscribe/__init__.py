@@ -1,5 +1,9 @@
 """The replica's side: plan, fetch, prove, swap."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.folder import FolderTarget
 from deltachain.subscribe.patch import Patch
@@ -8,7 +12,9 @@ from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.target import Held, Prepared, Target
-from deltachain.subscribe.tensors import TensorTarget
+
+if TYPE_CHECKING:
+    from deltachain.subscribe.tensors import TensorTarget as TensorTarget
 
 __all__ = [
     "ApplyReceipt",
@@ -23,3 +29,11 @@ __all__ = [
     "Target",
     "TensorTarget",
 ]
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, imported with torch when it is used
+    if name != "TensorTarget":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deltachain.subscribe.tensors import TensorTarget  # noqa: PLC0415
+
+    return TensorTarget

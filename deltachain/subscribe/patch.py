@@ -1,23 +1,26 @@
 """What a swap writes into one tensor, and what takes it back.
 
 A patch is computed from live bits while the target is in use, and writes nothing. It exists for
-bits on the host (numpy) and on a device (torch); where the bits are decides which.
+bits on the host (numpy) and for tensors (torch, in :mod:`deltachain.subscribe.tensor_patch`); what
+the bits are decides which. Folders are followed without torch: only tensors import it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, TypeAlias
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from deltachain.delta import TensorDelta
 from deltachain.digest import digest_key
-from deltachain.kernels import device, host
+from deltachain.kernels import host
 from deltachain.types import StateDigest, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PEEK: Final = 4096
 """Elements that are looked at first for two that differ; they nearly always tell."""
@@ -69,17 +72,13 @@ class Patch:
 
 def prepare(live: LiveBits, delta: TensorDelta) -> Patch:
     """Compute a patch from live bits and a delta; nothing is written."""
-    return _on_device(live, delta) if isinstance(live, Tensor) else _on_host(live, delta)
+    return _on_host(live, delta) if isinstance(live, np.ndarray) else _torch().prepare(live, delta)
 
 
 def write(live: LiveBits, patch: Patch) -> None:
     """Write a patch into live bits, in place."""
-    if isinstance(live, Tensor):
-        new = _to_device(patch.new, live.device)
-        if patch.indices is None:
-            live.copy_(new)
-        else:
-            device.scatter_(live, _to_device(patch.indices, live.device), new)
+    if not isinstance(live, np.ndarray):
+        _torch().write(live, patch)
     elif patch.indices is None:
         live[:] = patch.new
     else:
@@ -88,8 +87,10 @@ def write(live: LiveBits, patch: Patch) -> None:
 
 def state_of(spec: TensorSpec, live: LiveBits) -> StateDigest:
     """Contribution of live bits to the state digest."""
-    key = digest_key(spec)
-    return device.digest(key, live) if isinstance(live, Tensor) else host.digest(key, live)
+    if isinstance(live, np.ndarray):
+        return host.digest(digest_key(spec), live)
+    found: StateDigest = _torch().state_of(spec, live)
+    return found
 
 
 def varied(bits: LiveBits) -> bool:
@@ -100,11 +101,11 @@ def varied(bits: LiveBits) -> bool:
 
 def same_bits(one: LiveBits, other: LiveBits) -> bool:
     """Whether two live tensors hold the same bits."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return (
-        isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and bool((one == other).all())
-    )
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return bool((one == other).all())
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return False
+    return one.equal(other)
 
 
 def _on_host(live: npt.NDArray[Any], delta: TensorDelta) -> Patch:
@@ -120,25 +121,8 @@ def _on_host(live: npt.NDArray[Any], delta: TensorDelta) -> Patch:
     return Patch(spec=delta.spec, indices=delta.indices, old=old, new=new, change=change)
 
 
-def _on_device(live: Tensor, delta: TensorDelta) -> Patch:
-    key, where = digest_key(delta.spec), live.device
-    values = _to_device(delta.values, where)
-    if delta.indices is None:
-        old = live.clone()
-        change = device.digest(key, values) - device.digest(key, old)
-        return Patch(spec=delta.spec, indices=None, old=old, new=values, change=change)
-    indices = _to_device(delta.indices, where)
-    mask = delta.absolute
-    absolute = bool(mask) if mask.ndim == 0 else _to_device(mask, where)
-    old = device.gather(live, indices)
-    new = device.new_bits(old, values, absolute)
-    change = device.digest_at(key, indices, new) - device.digest_at(key, indices, old)
-    return Patch(spec=delta.spec, indices=indices, old=old, new=new, change=change)
+def _torch() -> ModuleType:
+    """What does the same for tensors; imported where the first tensor comes."""
+    from deltachain.subscribe import tensor_patch  # noqa: PLC0415
 
-
-def _to_device(array: LiveBits, where: torch.device) -> Tensor:
-    if isinstance(array, Tensor):
-        return array.to(where)
-    if array.dtype in (np.uint16, np.uint32, np.uint64):
-        array = array.view(f"<i{array.itemsize}")
-    return torch.from_numpy(np.require(array, requirements="W")).to(where)
+    return tensor_patch

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeAlias
-
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from deltachain.subscribe.folder import FolderTarget
 from deltachain.subscribe.target import Target
-from deltachain.subscribe.tensors import TensorTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]"
 
 
 def as_target(thing: TargetLike) -> Target:
     """The target that a module, a dict of tensors or a path stands for."""
-    if isinstance(thing, nn.Module | Mapping):
+    if isinstance(thing, str | os.PathLike):
+        return FolderTarget(Path(thing))
+    torch = sys.modules.get("torch")  # imported already where there is a module
+    if isinstance(thing, Mapping) or (torch is not None and isinstance(thing, torch.nn.Module)):
+        from deltachain.subscribe.tensors import TensorTarget  # noqa: PLC0415
+
         return TensorTarget(thing)
-    return FolderTarget(Path(thing)) if isinstance(thing, str | os.PathLike) else thing
+    return cast("Target", thing)

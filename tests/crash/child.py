@@ -1,15 +1,14 @@
 """One process of a crash test: it publishes or follows until it kills itself.
 
-Run as a script with one argument, the JSON of what to do.
+A fork server runs :func:`run_job` in a process of its own.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,12 @@ def die_in(module: str, name: str, nth: int, when: str) -> None:
     setattr(home, name, deadly)
 
 
-if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
+def run_job(job: dict[str, Any], environment: Mapping[str, str], printed: Path) -> None:
+    """Publish or follow, with the environment of the test and not that of the fork server."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with printed.open("w", encoding="utf-8") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     role = publish if job.pop("role") == "publish" else follow
     role(**job)

@@ -1,36 +1,33 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
+from tests.crash.child import run_job
 from tests.crash.places import KINDS, Place, open_place
 
-CHILD = Path(__file__).with_name("child.py")
+PROCESSES: Final = get_context("forkserver")
+"""Has what children import imported once: torch alone takes longer than what a child does."""
+
+PROCESSES.set_forkserver_preload(["tests.crash.child"])
 
 
 @pytest.fixture
-def killed() -> Callable[..., None]:
+def killed(tmp_path: Path) -> Callable[..., None]:
     """Run a process that must end by SIGKILL, and by nothing else."""
+    printed = tmp_path / "printed-by-the-child"
 
     def run(**job: Any) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        done = subprocess.run(
-            [sys.executable, CHILD, json.dumps(job)],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-        assert done.returncode == -signal.SIGKILL, done.stderr
+        child = PROCESSES.Process(target=run_job, args=(job, dict(os.environ), printed))
+        child.start()
+        child.join(300)
+        assert child.exitcode == -signal.SIGKILL, printed.read_text(encoding="utf-8")
 
     return run
 
