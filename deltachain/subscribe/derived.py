@@ -8,7 +8,7 @@ time, from its own module outwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import partial
 from itertools import zip_longest
 from typing import Final
 
@@ -16,6 +16,7 @@ from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.subscribe.components import components
 from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.holders import Holders
+from deltachain.subscribe.members import digest_of
 from deltachain.subscribe.others import mixed
 from deltachain.subscribe.trial import layer_of
 from deltachain.subscribe.ways import RELOADS, Way, bring
@@ -142,13 +143,40 @@ class _Search:
                 cannot be seen, was not processed again in any load.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
-        doubtful = linked & self.finding.state.processed
-        for live in sorted(constants):
-            if _module(self.finding, live) in doubtful - self.made_anew:
+        doubtful = (linked & self.finding.state.processed) - self.made_anew
+        doubts = sorted(live for live in constants if _module(self.finding, live) in doubtful)
+        layers = self._processed() if doubts else frozenset()
+        for live in doubts:
+            if _module(self.finding, live) not in layers:
                 raise TensorMismatchError(
-                    f"the engine's {live} comes from no tensor of the chain, and it cannot "
-                    "be tried whether it is a constant: no load makes it again"
+                    f"the engine's {live} comes from no tensor of the chain, and it cannot be "
+                    "tried whether it is a constant: no load makes it again"
                 )
+
+    def _processed(self) -> frozenset[str]:
+        """Layers that a reload leaves otherwise than a load alone does."""
+        loaded, reloaded = self._left_by("loaded"), self._left_by("reloaded")
+        return frozenset(
+            self.finding.state.owner[name]
+            for name in loaded.keys() | reloaded
+            if loaded.get(name) != reloaded.get(name)
+        )
+
+    def _left_by(self, way: Way) -> Mapping[str, bytes]:
+        """Digests of what live tensors hold when all is loaded with other bits, where that changed.
+
+        None where the engine cannot.
+        """
+        state, source = self.finding.state, self.finding.source
+        load = partial(bring, state.model, way, frozenset())
+        try:
+            load(mixed(source.clones, source.present, source.present))
+            changed = state.changed() & state.tensors.keys()
+            return {name: digest_of(state.tensors[name]) for name in changed}
+        except Exception:  # noqa: BLE001 - an engine may raise anything
+            return {}
+        finally:
+            state.put_back(partial(load, source.clones(source.present)))
 
     def _packed(self) -> frozenset[str]:
         """What no known way leads to, in layers that a load alone does not make anew."""
@@ -168,7 +196,7 @@ class _Search:
             bring(state.model, way, layers, mixed(source.clones, names, changed))
             outputs = state.follows(frozenset(state.outputs))
             found = state.changed()
-            self.made_anew |= layers if way == "repacked" else self._processed(found)
+            self.made_anew |= layers if way == "repacked" else frozenset()
             found |= {f"{layer}()" for layer in outputs & state.outputs.keys()}
             return found - self.unstable.get(way, frozenset())
         except EngineVersionError:
@@ -178,21 +206,6 @@ class _Search:
             return None
         finally:
             state.put_back(partial(bring, state.model, way, layers, source.clones(names)))
-
-    def _processed(self, changed: frozenset[str]) -> frozenset[str]:
-        """Layers with other bits in something that no tensor lies in as it was loaded."""
-        state, read = self.finding.state, self.read
-        return frozenset(
-            state.owner[name] for name in changed & state.tensors.keys() if name not in read
-        )
-
-    @cached_property
-    def read(self) -> frozenset[str]:
-        """Live tensors that checkpoint tensors lie in as they were loaded."""
-        finding = self.finding
-        holders = Holders(finding.state.tensors.items())
-        places = [place for name in finding.read for place in finding.places[name]]
-        return frozenset().union(*(holders.of(place.live) for place in places))
 
 
 def _beyond(finding: Finding) -> frozenset[str]:

@@ -15,7 +15,7 @@ from deltachain.subscribe.components import components, distinct
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.members import Members, restoring
 from deltachain.subscribe.others import other_bits
-from deltachain.subscribe.patch import LiveBits, same_bits
+from deltachain.subscribe.patch import LiveBits, same_bits, varied
 from deltachain.subscribe.recorder import Recording
 from deltachain.subscribe.source import Source, tensor_of
 from deltachain.subscribe.trial import Outcome, State, Trial
@@ -66,6 +66,7 @@ class Finding:
         self.together = [frozenset(owner[here] for here in one) for one in recording.together]
         self.holders = state.holders
         self.made: dict[str, frozenset[str]] = {}
+        self.flat = frozenset(n for n in source.present if not varied(source.bits(n)))
         self.layers = self._layers()
 
     def require(self, classes: Mapping[str, TensorClass]) -> None:
@@ -270,6 +271,9 @@ class Finding:
         for group in groups:
             first = group.names[0]
             silent = self._silent(outcome, group)
+            blank = [n for n in outcome.idle & silent & self.flat if self.source.specs[n].numel > 1]
+            if first not in refused and blank:
+                refused[first] = f"nothing follows {min(blank)}, which is all alike"
             if first not in refused and silent and way == "reloaded":
                 refused |= self._confirm(group, silent)
             if first not in refused:
@@ -301,6 +305,7 @@ class Finding:
             visible={name for name, places in self.places.items() if places},
             shared=self.shared,
             moved=self._moved,
+            lost=self._lost,
         )
         return trial.run(groups)
 
@@ -311,6 +316,21 @@ class Finding:
             for name in self.read.intersection(names)
             for place in self.places[name]
             if not same_bits(place.view, on_device_of(place.live, place.cut(self.other(name))))
+        )
+
+    def _lost(self, loaded: Iterable[str]) -> frozenset[str]:
+        """Tensors that are all alike and written in place, and that loading others wrote over.
+
+        Of others the bits would show it when the first ones are loaded again.
+        """
+        alike = self.flat.difference(loaded).intersection(self.in_place())
+        return frozenset(
+            name
+            for name in alike
+            for place in self.places[name]
+            if not same_bits(
+                place.view, on_device_of(place.live, place.cut(self.source.bits(name)))
+            )
         )
 
     def _group(self, names: Sequence[str]) -> Group:

@@ -28,7 +28,7 @@ def expect_loaded(finding: Finding) -> None:
     alike = [
         name
         for name in finding.in_place()
-        if links[name].isdisjoint(state.processed) and not varied(source.bits(name))
+        if links[name].isdisjoint(state.processed) and name in finding.flat
     ]
     layers = frozenset().union(*(links[name] for name in alike))
     names = [name for name in links if links[name] & layers]
@@ -117,12 +117,11 @@ def _hidden_alike(finding: Finding) -> list[str]:
     links = {
         n: finding.links(n) & processed for n in source.present if len(source.specs[n].shape) > 1
     }
-    is_alike = {name: not varied(source.bits(name)) for name in links}
-    shown = frozenset().union(*(links[name] for name in links if not is_alike[name]))
+    shown = frozenset().union(*(links[name] for name in links if name not in finding.flat))
     return [
         name
         for name in links
-        if is_alike[name]
+        if name in finding.flat
         and name not in kept
         and not links[name] <= shown
         and not all(map(finding.model.is_plain, links[name]))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import blake2b
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
@@ -28,6 +29,11 @@ ACTS: Final = "process_weights_after_loading"
 
 SIMPLE: Final = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
 """Values that hold no weights."""
+
+LEAVES: Final = frozenset(
+    (*SIMPLE, type(None), Tensor, nn.Parameter, type, FunctionType, ModuleType)
+)
+"""Types of most things that modules hold: no containers, and nothing that has attributes."""
 
 CONFIGURATION: Final = "Config"
 """Objects of classes with this suffix say how a model is made, and hold no weights."""
@@ -115,6 +121,8 @@ class Members:
         if id(box) in seen:
             return
         seen.add(id(box))
+        if not box.items and not now:
+            return
         found = _items(now)
         for key, before in box.items.items():
             inner = self._boxes.get(id(_container(before)))
@@ -263,11 +271,11 @@ def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
     paths = {id(vars(module)): ""}
     for container in _containers(module):
         prefix = paths[id(container)]
-        for key, value in _items(container).items():
+        for key, value in _items(container).items() if container else ():
             path = f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, float):
                 yield path, value
-            else:
+            elif type(value) not in LEAVES:
                 paths.setdefault(id(_container(value)), path)
 
 
@@ -275,6 +283,11 @@ def storage_of(tensor: Tensor) -> Tensor:
     """All bytes of the storage that a tensor is in, as one flat tensor."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage())
+
+
+def digest_of(tensor: Tensor) -> bytes:
+    """What tells the bits of tensors of one form apart."""
+    return blake2b(_bytes(tensor.detach().to("cpu")).numpy().tobytes()).digest()
 
 
 def _containers(module: nn.Module) -> Iterator[Any]:
@@ -286,7 +299,9 @@ def _containers(module: nn.Module) -> Iterator[Any]:
         yield container
         if depth > NESTED:
             continue
-        for value in _items(container).values():
+        for value in _values(container):
+            if type(value) in LEAVES:
+                continue
             inner = _container(value)
             here = follows or hasattr(type(value), ACTS)
             is_object = inner is not None and inner is not value
@@ -298,6 +313,8 @@ def _containers(module: nn.Module) -> Iterator[Any]:
 
 def _container(value: Any) -> Any:  # noqa: ANN401
     """The container that something is, or keeps its attributes in; ``None`` for anything else."""
+    if type(value) in LEAVES:
+        return None
     if isinstance(value, dict | list | tuple | set):
         return value
     is_plain = not isinstance(value, nn.Module | Tensor | type | ModuleType | FunctionType)
@@ -323,6 +340,10 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
     if isinstance(container, list | tuple):
         return dict(enumerate(container))
     return {id(value): value for value in container}
+
+
+def _values(container: Any) -> Iterable[Any]:  # noqa: ANN401
+    return tuple(container.values() if isinstance(container, dict) else container)
 
 
 def _refill(container: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -167,6 +167,7 @@ class Trial:
         visible: Tensors that live in the model bit by bit.
         shared: Those of them that others may be loaded over.
         moved: Of some tensors that were loaded with other bits, those that are not in their places.
+        lost: Tensors that are written in place and do not lie there, some others aside.
     """
 
     state: State
@@ -178,6 +179,7 @@ class Trial:
     visible: Container[str] = ()
     shared: Container[str] = ()
     moved: Callable[[Iterable[str]], frozenset[str]] = lambda _: frozenset()
+    lost: Callable[[Iterable[str]], frozenset[str]] = lambda _: frozenset()
 
     def run(self, groups: Sequence[Group]) -> Outcome:
         """Try all groups at once, and one by one where something goes wrong."""
@@ -289,6 +291,8 @@ class _Seen:
         """
         changed = self.state.changed()
         self.touched |= changed
+        for name in sorted(self.trial.lost(picked)):
+            raise TensorMismatchError(f"it overwrites {name}", tensor=name)
         for name, group in picked.items():
             why = self._judge(name, group, changed)
             if why:

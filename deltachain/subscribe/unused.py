@@ -66,8 +66,8 @@ def _followed(
             continue
         try:
             bring(state.model, way, layers, mixed(source.clones, [*names, *changed], names))
-            if not _is_witness(state):
-                continue
+            if not state.changed():
+                continue  # this way does nothing, and proves nothing
             before = State(state.model, Bits(state.model.tensors()))
             every = [*names, *changed]
             bring(state.model, way, layers, mixed(source.clones, every, every))
@@ -80,8 +80,3 @@ def _followed(
         finally:
             state.put_back()
     return "" if done else "no full load was possible"
-
-
-def _is_witness(state: State) -> bool:
-    """Whether a load did anything: one that did nothing proves nothing."""
-    return bool(state.changed())

@@ -8,6 +8,7 @@ from typing import Final
 
 from tests.property.generate import loaders, modules, smaller
 from tests.property.recipe import Recipe
+from tests.property.refusals import unexplained
 from tests.property.trial_run import Outcome, run
 from tests.property.ways import Ways
 
@@ -39,19 +40,10 @@ def is_bad(recipe: Recipe, outcome: Outcome, folder: Path) -> bool:
 
 
 def needless(recipe: Recipe, outcome: Outcome, folder: Path) -> dict[str, str]:
-    """Ways that were there for what was refused."""
-    if not outcome.refused or outcome.is_fault or is_excused(recipe):
+    """Ways that were there for what was refused, and not for a reason that is known."""
+    if outcome.is_fault or not unexplained(outcome.refused):
         return {}
     return Ways(recipe, folder).needless(outcome.refused)
-
-
-def is_excused(recipe: Recipe) -> bool:
-    """Whether a refusal is known to be one that no proof can prevent."""
-    return any(excuse(recipe) for excuse in EXCUSES.values())
-
-
-EXCUSES: Final[dict[str, Callable[[Recipe], bool]]] = {}
-"""Features with which engines are refused though a way exists, each with the reason."""
 
 
 def _same_fault(outcome: Outcome, recipe: Recipe, folder: Path) -> bool:

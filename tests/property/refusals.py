@@ -1,0 +1,45 @@
+"""Kinds of refusal that are known to hit engines for which a way exists, each with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+KNOWN: Final[Mapping[str, str]] = {
+    "the one that is loaded last would win": (
+        "two tensors are written to one place; they could be loaded as one group, in their order"
+    ),
+    "nor would loading them again": (
+        "what is all alike in a layer that is rearranged shows not where its elements go"
+    ),
+    "which is all alike": "it may be left out by a reload that leaves the same bits there",
+    "nothing follows": (
+        "a reload may have left it out, and there is no load from nothing that confirms it"
+    ),
+    "does not follow": (
+        "a layer that keeps a copy of it in an old kernel looks the same, where no load from "
+        "nothing tells them apart"
+    ),
+    "no load makes it again": "a reload that does not process the layer again looks the same",
+    "it cannot be tried whether it is a constant": "no load of everything is possible",
+    "it is not known which tensors": (
+        "loading one tensor alone does not bring what is derived from several; the layers of a "
+        "tensor that the loader registers or looks at are not known"
+    ),
+    "no layer of it is known": "a loader that looks at bits, or registers what it loads into",
+    "the engine dropped its tensor": (
+        "a tensor that the loader registers is gone when its layer is loaded without it"
+    ),
+    "the engine keeps it nowhere, but": (
+        "a full load is not exact, or not possible, for the sake of other tensors"
+    ),
+    "were not loaded": "a loader that wants all tensors at once, of which some have no group",
+    "changed": "the loader adds up or alternates: only raw layers are loaded right",
+    "a kernel is missing": "the engine's other way raises, and this one needs to be confirmed",
+}
+"""By what their reasons have in common."""
+
+
+def unexplained(refused: Mapping[str, str]) -> dict[str, str]:
+    """Refusals of no known kind."""
+    return {n: why for n, why in refused.items() if not any(part in why for part in KNOWN)}

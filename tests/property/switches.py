@@ -1,0 +1,147 @@
+"""Every check of discovery, each with a switch; what is tried without one shows what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import pytest
+from torch import Tensor
+
+from deltachain.subscribe import attach, finding, others
+from deltachain.subscribe.derived import _Search, find_derived
+from deltachain.subscribe.finding import Finding
+from deltachain.subscribe.holders import Holders
+from deltachain.subscribe.members import Members
+from deltachain.subscribe.trial import State, Trial, _Seen
+from deltachain.subscribe.ways import Group
+from tests.property.check import KINDS
+from tests.property.recipe import Recipe, Unit
+
+Switch: TypeAlias = Callable[[pytest.MonkeyPatch], None]
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """In the place of what raises, changes or tells."""
+
+
+def _none(*_: object, **__: object) -> frozenset[str]:
+    """In the place of what finds."""
+    return frozenset()
+
+
+def _off(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(owner, name, _nothing)
+
+
+def _empty(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(owner, name, _none)
+
+
+def _own_change(patch: pytest.MonkeyPatch) -> None:
+    """A tensor that nothing follows is loaded all the same."""
+
+    def judge(seen: _Seen, name: str, group: Group, changed: frozenset[str]) -> str:
+        del name, changed
+        seen.left.discard(group.names[0])
+        return ""
+
+    patch.setattr(_Seen, "_judge", judge)
+
+
+def _alone(patch: pytest.MonkeyPatch) -> None:
+    """What follows a tensor's neighbours is taken to follow the tensor."""
+    load = Trial._load
+
+    def together(trial: Trial, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
+        groups = list(groups)
+        load(trial, groups, {n: g for g in groups for n in g.names} if others else others)
+
+    patch.setattr(Trial, "_load", together)
+
+
+def _where(patch: pytest.MonkeyPatch) -> None:
+    """Other bits that show only that something arrived, as bits that are alike stay alike."""
+
+    def alike(tensor: Tensor) -> Tensor:
+        return tensor * 2 + 1 if tensor.is_floating_point() else tensor ^ 1
+
+    patch.setattr(others, "other_bits", alike)
+    patch.setattr(finding, "other_bits", alike)
+
+
+def _alike(patch: pytest.MonkeyPatch) -> None:
+    """What is all alike is not looked after: neither that it arrives, nor that it stays."""
+    patch.setattr(attach, "expect_loaded", _nothing)
+    patch.setattr(Finding, "_lost", _none)
+
+
+def _ties(patch: pytest.MonkeyPatch) -> None:
+    """Layers that share elements are not known to."""
+    patch.setattr(Holders, "of", _none)
+    patch.setattr(Holders, "tied", lambda _, names: names)
+
+
+def _read_back(patch: pytest.MonkeyPatch) -> None:
+    """Live bits are not compared with those of the checkpoint."""
+    patch.setattr(finding, "same_bits", lambda *_: True)
+
+
+def _made(patch: pytest.MonkeyPatch) -> None:
+    """What is derived need not follow the way that is taken."""
+
+    def find(found: Finding) -> None:
+        find_derived(found)
+        found.made.clear()
+
+    patch.setattr(attach, "find_derived", find)
+
+
+def _confirmed(patch: pytest.MonkeyPatch) -> None:
+    """What a reload leaves out is taken to be of no use."""
+    patch.setattr(Finding, "_confirm", lambda *_: {})
+
+
+def loaders(seed: int) -> Recipe:
+    """An engine nothing of which is changed after loading."""
+    return KINDS["loaders"](seed)
+
+
+def modules(seed: int) -> Recipe:
+    """An engine with layers that are packed, tied, derived."""
+    return KINDS["modules"](seed)
+
+
+HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
+"""Computes from a copy, and cannot be tried; random engines of the kind can."""
+
+FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
+    "its own change is followed": (_own_change, loaders(945)),
+    "the change back is followed": (partial(_off, State, "expect_same"), loaders(6)),
+    "members are put back": (partial(_off, Members, "put_back"), loaders(0)),
+    "what is derived is found": (partial(_off, attach, "find_derived"), modules(76)),
+}
+"""Switches, and an engine that is then followed wrong or damaged, by what they switch off."""
+
+MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
+    "a neighbour's change proves nothing": (_alone, modules(2499)),
+    "other bits show where they go": (_where, loaders(23)),
+    "groups are loaded apart": (partial(_off, Trial, "_expect_apart"), loaders(86)),
+    "loading is repeatable": (partial(_empty, Trial, "_expect_repeatable"), loaders(23)),
+    "live bits are read back": (_read_back, modules(1065)),
+    "what is alike keeps its place": (_alike, loaders(4155)),
+    "layers compute from it": (partial(_off, attach, "try_in_place"), modules(219)),
+    "what is alike shows nothing": (partial(_off, attach, "refuse_alike"), modules(116)),
+    "what hides is refused": (partial(_off, Finding, "find_hidden"), HIDDEN),
+    "ties are followed": (_ties, modules(1848)),
+    "what is derived follows": (_made, modules(194)),
+    "a constant was made again": (partial(_off, _Search, "expect_made"), modules(255)),
+    "what a reload leaves out is confirmed": (_confirmed, modules(994)),
+    "what is read after a swap can be": (partial(_empty, Finding, "_moved"), modules(107)),
+    "what hides is healed": (partial(_off, attach, "heal"), modules(1798)),
+}
+"""The same of those that take longer."""
+
+SETTLE: Final = partial(_off, Members, "settle")
+"""Tensors do not keep their places: engines are refused that can be followed."""
