@@ -41,6 +41,7 @@ def find_derived(finding: Finding) -> None:
         search.ignore_unstable()
         derived = search.affected(finding.source.present) & left
     search.expect_made(left - derived)
+    search.expect_stable(left - derived)
     made = _made_from(finding, search, derived)
     for live, names in made.items():
         for name in names:
@@ -88,7 +89,21 @@ class _Search:
         """From now on, ignore what changes also when the engine loads the same bits again."""
         for way in (*RELOADS, "loaded"):
             found = self._load(way, self.groups, frozenset())
-            self.unstable[way] = found or frozenset()
+            if found is not None:
+                self.unstable[way] = found
+
+    def expect_stable(self, constants: frozenset[str]) -> None:
+        """Refuse what seems to follow nothing because no load leaves it as it was.
+
+        Raises:
+            TensorMismatchError: It changes in every way, also when the same bits are loaded again.
+        """
+        ways = iter(self.unstable.values())
+        for live in sorted(constants.intersection(next(ways, frozenset()), *ways)):
+            raise TensorMismatchError(
+                f"the engine's {live} comes from no tensor of the chain, and changes whenever the "
+                "engine loads the same again"
+            )
 
     def left_behind(self) -> frozenset[str]:
         """Live tensors that stay as they are when layers are reloaded, and not when repacked.

@@ -137,6 +137,10 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "ties are followed": (_ties, modules(1848)),
     "what is derived follows": (_made, modules(194)),
     "a constant was made again": (partial(_off, _Search, "expect_made"), modules(255)),
+    "a constant stays when the same is loaded": (
+        partial(_off, _Search, "expect_stable"),
+        loaders(207),
+    ),
     "what a reload leaves out is confirmed": (_confirmed, modules(994)),
     "what is read after a swap can be": (partial(_empty, Finding, "_moved"), modules(107)),
     "what hides is healed": (partial(_off, attach, "heal"), modules(1798)),
