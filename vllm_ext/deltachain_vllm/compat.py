@@ -113,9 +113,10 @@ def allow_tiles() -> None:
 def own_loader(tensor: Any) -> None:  # noqa: ANN401 - with attributes of vLLM's
     """Give a tensor the loader that a reload put its own in front of.
 
-    vLLM takes it away where something was loaded. Left there, it drops whatever it is given.
+    vLLM takes it away where something was loaded. Left there, it drops whatever it is given. It is
+    put before functions only: a loader without a name, such as a partial one, is a tensor's own.
     """
-    if hasattr(tensor, "weight_loader"):
+    if hasattr(getattr(tensor, "weight_loader", None), "__name__"):
         loader = layerwise()._get_original_loader(tensor)
         if loader is not tensor.weight_loader:
             tensor.weight_loader = loader

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
+from deltachain_vllm.compat import own_loader
 from tests.engines.two_ranks import two_ranks
 from tests.engines.vllm.repacked import examine
 
@@ -57,3 +60,11 @@ def test_both_ranks_of_two() -> None:
     for rank in two_ranks("tests.engines.vllm.repacked:examine_two", *FIRST, *REST, deadline_s=900):
         for found in rank.values():
             expect_no_difference(found)
+
+
+def test_a_loader_without_a_name_stays_that_of_its_tensor() -> None:
+    """MiniMax-M2 has such loaders; vLLM's reload raises over them."""
+    tensor: Any = torch.nn.Parameter(torch.zeros(2))
+    tensor.weight_loader = loader = partial(print, "loaded")
+    own_loader(tensor)
+    assert tensor.weight_loader is loader
