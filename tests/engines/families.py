@@ -307,10 +307,11 @@ def make(family: Family | str, folder: Path) -> Path:
 
 
 def named(family: str) -> Family:
-    """The family of a name, of this table or of the unusual ones."""
-    from tests.engines.unusual import UNUSUAL  # noqa: PLC0415 - it is made of what is in here
+    """The family of a name, of this table or of the others."""
+    from tests.engines.more import MORE  # noqa: PLC0415 - they are made of what is in here
+    from tests.engines.unusual import UNUSUAL  # noqa: PLC0415
 
-    return FAMILIES[family] if family in FAMILIES else UNUSUAL[family]
+    return {**FAMILIES, **UNUSUAL, **MORE}[family]
 
 
 def _fill(tensor: Tensor, key: str) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, cast
 
 import numpy as np
@@ -100,7 +101,7 @@ def _examine(family: str, how: Any) -> Row:
 def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
     rank, tp = how["rank"], how["tp"]
     specs = dict(Checkpoint(before).specs)
-    engine = _engine()
+    engine = engine_fresh()
     with engine.load_in_context(before, **how) as (config, model):
         at_first = copied(live(model))
         try:
@@ -109,23 +110,18 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
             refused, report = "", mine.report()
         except DeltaChainError as exc:
             refused, report = str(exc.args[0]), {}
-        reports = _gather(report, tp)
+        reports = gather(report, tp)
         if not all(reports):
             wrong = differences(at_first, copied(live(model)))
             return _row(family, specs, None, wrong=wrong, refused=refused or "another rank refused")
-        lost = orphans(specs, reports)
-        if lost:
-            more = _gather(mine.find_unused(lost), tp)
-            reports = [{**one, **other} for one, other in zip(reports, more, strict=True)]
-        agreement = agree(specs.values(), reports)
-        after = _changed(specs, agreement, before, scratch / "after")
-        mine.agree(agreement.classes, {n: who[rank] for n, who in agreement.holders.items()})
-        spool = Spool.write(scratch / "spool", _Change(specs, agreement, before, after).fetched())
+        agreement = attached(mine, specs, rank, tp)
+        after = changed(specs, agreement, before, scratch / "after")
+        spool = Spool.write(scratch / "spool", Change(specs, agreement, before, after).fetched())
         mine.stage(1, spool.folder, 1 << 30)
         at_first |= computed(known, model, how)
         mine.swap(1, 1, back=False)
         now = copied(live(model)) | computed(known, model, how)
-        digest = _digest(mine, specs, agreement, after, tp)
+        digest = has_digest(mine, specs, agreement, after, tp)
         mine.swap(1, 0, back=True)
         undone_wrong = differences(at_first, copied(live(model)) | computed(known, model, how))
         del mine
@@ -133,6 +129,18 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
         fresh = copied(live(model)) | computed(engine.known(config, model), model, how)
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
+
+
+def attached(mine: Rank, specs: Mapping[str, TensorSpec], number: int, tp: int) -> Agreement:
+    """What a rank and the others agree on; it is told."""
+    reports = gather(mine.report(), tp)
+    lost = orphans(specs, reports)
+    if lost:
+        more = gather(mine.find_unused(lost), tp)
+        reports = [{**one, **other} for one, other in zip(reports, more, strict=True)]
+    agreement = agree(specs.values(), reports)
+    mine.agree(agreement.classes, {n: who[number] for n, who in agreement.holders.items()})
+    return agreement
 
 
 def computed(known: EngineModel, model: nn.Module, how: Any) -> dict[str, Tensor]:
@@ -143,12 +151,12 @@ def computed(known: EngineModel, model: nn.Module, how: Any) -> dict[str, Tensor
     return {f"{name}()": output for name, output in copied(known.compute(layers)).items()}
 
 
-def _engine() -> Any:
+def engine_fresh() -> ModuleType:
     """How checkpoints are loaded by the engine that is installed here."""
     return import_module(f"tests.engines.{ENGINE}.fresh")
 
 
-class _Change:
+class Change:
     """A plan that leads from one checkpoint to another, as the spool asks for it."""
 
     from_nothing = False
@@ -180,8 +188,8 @@ class _Change:
                 yield TensorDelta.dense(spec, new)
 
 
-def _changed(
-    specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path
+def changed(
+    specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path, seed: int = 0
 ) -> Path:
     """The checkpoint with random elements changed, in bits where they are written as bits."""
     old = Checkpoint(before)
@@ -191,7 +199,7 @@ def _changed(
         was = old.bits(spec.name).copy()
         if kind == "refused":
             return was
-        random = np.random.default_rng([len(spec.name), spec.numel, sum(spec.name.encode())])
+        random = np.random.default_rng([seed, spec.numel, *spec.name.encode()])
         at = random.permutation(spec.numel)[: max(1, int(SHARE * spec.numel))]
         patterns = random.integers(0, 1 << 8 * spec.itemsize, at.size, np.uint64)
         was[at] = patterns.astype(was.dtype)
@@ -210,20 +218,20 @@ def _changed(
     return after
 
 
-def _digest(
+def has_digest(
     rank: Rank, specs: Mapping[str, TensorSpec], agreement: Agreement, after: Path, tp: int
 ) -> bool:
     """Whether the ranks' state digests add up to that of the changed checkpoint."""
     found = {label: str(digest) for label, digest in rank.state().items()}
     lanes: dict[str, str] = {}
-    for one in _gather(found, tp):
+    for one in gather(found, tp):
         lanes.update(one)
     total = sum((StateDigest.parse(digest) for digest in lanes.values()), StateDigest())
     kept = [name for name in specs if agreement.classes[name] not in ("refused", "unused")]
     return total == Checkpoint(after).state(kept)
 
 
-def _gather(mine: Any, tp: int) -> list[Any]:
+def gather(mine: Any, tp: int) -> list[Any]:
     if tp == 1:
         return [mine]
     found: list[Any] = [None] * tp

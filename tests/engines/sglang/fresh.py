@@ -69,6 +69,7 @@ def load_in_context(
     """
     del plain_linears
     _bring_up(checkpoint, tp, rank)
+    model: nn.Module
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -81,14 +82,28 @@ def load_in_context(
     load = LoadConfig()
     made = get_model_loader(load_config=load, model_config=config)
     if processed:
-        yield config, made.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+        with _filled():
+            model = made.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+        yield config, model
         return
     with set_default_torch_dtype(torch.bfloat16):
         quantisation = loader._get_quantization_config(config, load)
-        model: nn.Module = loader._initialize_model(config, load, quantisation)
+        model = loader._initialize_model(config, load, quantisation)
         weights = made._get_all_weights(config, model)
         loader.DefaultModelLoader.load_weights_only(model, weights, torch.device("cpu"))
     yield config, model
+
+
+@contextmanager
+def _filled() -> Iterator[None]:
+    """Have new memory filled with NaN, and draws begin anew: what is not loaded is always alike."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=True)
 
 
 def known(config: Any, model: nn.Module) -> EngineModel:
