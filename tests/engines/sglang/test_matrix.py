@@ -46,12 +46,14 @@ STRANGE: Final = {
     "flex_olmo": ValueError,
     "glm": ValueError,
     "hunyuan_dense": KeyError,
+    "llama_gptq": AttributeError,  # kernels for CPUs, which no registry has
+    "llama_int8": AssertionError,
     "minimax_m2": AttributeError,
     "olmo_hybrid": ValueError,
     "zamba2": ValueError,
     "qwen3_5": ValueError,
 }
-"""Of the other table."""
+"""Of the other table: SGLang has no code for them, or reads settings that others have."""
 
 WHOLE: Final = "whisper"
 """SGLang's loader of it takes nothing but the whole checkpoint."""
@@ -64,8 +66,16 @@ SEEN: Final = (
     "internlm2",
     "sdar",
     "gemma2_sequences",
+    "qwen2_sequences",
+    "qwen3_sequences",
     "qwen3_bare",
     "mistral_bare",
+    "mellum",
+    "dots1",
+    "granite_swa",
+    "persimmon",
+    "qwen2_5_vl",
+    "glm4v",
 )
 """Of those that no other table names: SGLang loads these on a CPU."""
 
