@@ -35,6 +35,7 @@ KNOWN: Final[Mapping[str, str]] = {
     ),
     "were not loaded": "a loader that wants all tensors at once, of which some have no group",
     "changed": "the loader adds up or alternates: only raw layers are loaded right",
+    "no engine": "its loader raises as the engine starts",
     "a kernel is missing": "the engine's other way raises, and this one needs to be confirmed",
 }
 """By what their reasons have in common."""

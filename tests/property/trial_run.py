@@ -86,7 +86,10 @@ def run(recipe: Recipe, folder: Path) -> Outcome:
         save_file(base, folder / "model.safetensors")
         aliases = recipe.aliases()
         specs = {n: _spec(n, t) for n, t in base.items() if n not in aliases}
-        engines = fresh(recipe, base, folder)
+        try:
+            engines = fresh(recipe, base, folder)
+        except RuntimeError as exc:
+            return Outcome(refused={"*": f"no engine: {exc}"})
         stage = Stage(recipe, folder, engines, base, specs, Outcome())
         _follow(stage)
         return stage.outcome
