@@ -57,7 +57,7 @@ def remove(scene: Scene, who: str, hint: str) -> None:
     assert found
     first = keys.version_of(found[1])
     gone = [] if first is None else [v for v in scene.shelf().leaves if v >= first]
-    scene.delete([found[1], *map(keys.manifest_key, gone)])
+    scene.delete({found[1], *map(keys.manifest_key, gone)})
 
 
 def restart_trainer(scene: Scene, who: str, hint: str) -> None:
