@@ -54,6 +54,17 @@ def test_torch_free_modules_load_no_torch() -> None:
     assert run_python(code).strip() == "False"
 
 
+def test_plain_modules_are_attached_without_transformers(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch, deltachain\n"
+        f"config = deltachain.PublishConfig(url={str(tmp_path)!r})\n"
+        "with deltachain.Publisher(config).attach(torch.nn.Linear(2, 2)) as publisher:\n"
+        "    publisher.publish(step=1)\n"
+        "print('transformers' in sys.modules)"
+    )
+    assert run_python(code).strip() == "False"
+
+
 def test_no_file_is_above_400_lines() -> None:
     files = [path for source in SOURCES for path in (ROOT / source).rglob("*.py")]
     lengths = {str(path.relative_to(ROOT)): path.read_bytes().count(b"\n") for path in files}

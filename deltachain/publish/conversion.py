@@ -8,9 +8,10 @@ weights.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -88,18 +89,17 @@ def as_saved(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str,
 
 def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
     """The model that knows how it is saved, out of its wrappers."""
-    try:
-        from transformers import PreTrainedModel  # noqa: PLC0415 - only where it is there anyway
-    except ImportError:
-        return None
-    while not isinstance(model, PreTrainedModel):
+    transformers = sys.modules.get("transformers.modeling_utils")
+    if transformers is None:
+        return None  # a model of it would have imported it
+    while not isinstance(model, transformers.PreTrainedModel):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
             return None
         model = inner
     if getattr(model, "_weight_conversions", None) is None and any(map(_is_fsdp, model.modules())):
-        return _twin(model)
-    return model
+        return _twin(cast("PreTrainedModel", model))
+    return cast("PreTrainedModel", model)
 
 
 def _is_fsdp(module: nn.Module) -> bool:

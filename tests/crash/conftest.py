@@ -15,7 +15,7 @@ from tests.crash.places import KINDS, Place, open_place
 PROCESSES: Final = get_context("forkserver")
 """Has what children import imported once: torch alone takes longer than what a child does."""
 
-PROCESSES.set_forkserver_preload(["tests.crash.child"])
+PROCESSES.set_forkserver_preload(["tests.crash.child", "numba"])
 
 
 @pytest.fixture
