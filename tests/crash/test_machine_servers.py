@@ -13,6 +13,7 @@ from tests.crash.places import Place
 from tests.crash.test_machine import Machine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["s3", "hf"], indirect=True)
 def test_anything_in_any_order_on_a_server(place: Place) -> None:
     numbers = itertools.count()
@@ -21,7 +22,7 @@ def test_anything_in_any_order_on_a_server(place: Place) -> None:
         fresh = staticmethod(lambda: open_store(place.url(str(next(numbers)))))
 
     chosen = settings(
-        max_examples=4,
+        max_examples=16,
         stateful_step_count=15,
         deadline=None,
         derandomize=True,

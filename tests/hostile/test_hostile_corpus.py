@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from filelock import FileLock
 
 from tests.hostile.case import ORDERED, Case, Category, Level
 from tests.hostile.corpus import CORPUS
@@ -24,8 +25,23 @@ Outcomes = dict[tuple[str, str], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Outcomes:
-    """What became of every case: all of them met one process, with its memory bounded."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What became of every case: all of them met one process, with its memory bounded.
+
+    Processes that share the tests share its answers too.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    answers = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "hostile.jsonl"
+    with FileLock(answers.with_suffix(".lock")):
+        if not answers.exists():
+            answers.write_text(_present(), encoding="utf-8")
+    lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+    found = {(line["id"], line["kind"]): line for line in lines}
+    assert len(lines) == len(KINDS) * (len(CORPUS) + len(SCENES))
+    return found
+
+
+def _present() -> str:
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.present"],
         cwd=ROOT,
@@ -36,10 +52,7 @@ def outcomes() -> Outcomes:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    found = {(line["id"], line["kind"]): line for line in lines}
-    assert len(lines) == len(KINDS) * (len(CORPUS) + len(SCENES))
-    return found
+    return done.stdout
 
 
 @pytest.mark.parametrize("scene", SCENES)

@@ -46,7 +46,7 @@ def test_help_and_version_load_nothing_heavy(args: list[str]) -> None:
     assert python(code).strip() == "set()"
 
 
-def test_looking_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) -> None:
+def test_looking_following_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) -> None:
     old, new = (write_checkpoint(tmp_path / name, pushed.states[n]) for n, name in enumerate("ab"))
     commands = [
         ["log", pushed.url],
@@ -54,9 +54,13 @@ def test_looking_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) 
         ["verify", pushed.url],
         ["diff", old, new, "--out", tmp_path / "d"],
         ["patch", old, tmp_path / "d", "--out", tmp_path / "c"],
+        ["pull", pushed.url, "--out", tmp_path / "pulled"],
+        ["follow", "--once", pushed.url, "--out", tmp_path / "followed"],
+        ["fleet", "--help"],
+        ["agent", "--help"],
     ]
     code = (
-        "import sys\n"
+        "import sys, deltachain.control\n"
         "sys.modules['torch'] = None\n"
         "from typer.main import get_command\n"
         "from deltachain.cli.app import app\n"
@@ -64,6 +68,8 @@ def test_looking_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) 
         "    assert not get_command(app).main(args, standalone_mode=False), args\n"
     )
     python(code)
+    for folder in ("pulled", "followed"):
+        assert same(read_checkpoint(tmp_path / folder), pushed.states[-1])
 
 
 def test_a_missing_extra_is_named() -> None:
@@ -71,7 +77,7 @@ def test_a_missing_extra_is_named() -> None:
         "import sys\n"
         "sys.modules['torch'] = None\n"
         "from deltachain.cli import main\n"
-        "sys.argv = ['deltachain', 'pull', 'x', '--out', 'y']\n"
+        "sys.argv = ['deltachain', 'push', 'x', 'y']\n"
         "main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
