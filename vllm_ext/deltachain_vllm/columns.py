@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain_vllm.compat import linears
+from deltachain_vllm.computing import WIDTHS
 
 COLUMNS: Final = 16
 """How many columns of a layer are compared. Which ones is another choice each time."""
@@ -69,6 +70,35 @@ def compared(model: nn.Module) -> Iterator[None]:
             vars(method).pop("process_weights_after_loading", None)
     for layer, columns in taken.items():
         _compare(names.get(layer, ""), layer, columns)
+
+
+def is_compared(layer: Any) -> bool:  # noqa: ANN401 - a layer of vLLM
+    """Whether a layer multiplies by a packed weight alone, and adds its bias, any bits of it.
+
+    What it is packed from is compared whenever it is loaded, so it is not left to chance where the
+    packing puts each element.
+    """
+    if not _is_plain(layer):
+        return False
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    width = next((getattr(layer, name) for name in WIDTHS if hasattr(layer, name)), 0)
+    saved = [(one, one.detach().clone()) for one in (weight, bias) if isinstance(one, Tensor)]
+    rows = torch.ones(1, width, dtype=weight.dtype, device=weight.device)
+    try:
+        product: Tensor = layer.quant_method.apply(layer, rows, None)
+        weight.data.add_(1)
+        if not torch.equal(layer.quant_method.apply(layer, rows, None), product):
+            return False
+        if bias is None:
+            return True
+        bias.data.copy_(torch.arange(bias.numel(), device=bias.device).remainder(241))
+        added = layer.quant_method.apply(layer, torch.zeros_like(rows), bias)
+        return bool(torch.equal(added.view(-1).float(), bias.data.float()))
+    except Exception:  # noqa: BLE001 - a layer that cannot be tried is not believed
+        return False
+    finally:
+        for one, before in saved:
+            one.data.copy_(before)
 
 
 def _is_plain(layer: nn.Module) -> bool:

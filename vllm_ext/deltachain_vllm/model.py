@@ -16,7 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from deltachain.checkpoint import named_folder
 from deltachain.subscribe.members import Members, tensors_in
 from deltachain.subscribe.probe import Owners, is_plain, layers_of, processed
-from deltachain_vllm.columns import compared
+from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
 from deltachain_vllm.reloading import reload
@@ -131,7 +131,7 @@ class VllmModel:
         """See :class:`EngineModel`; linear layers alone."""
         found = self.model.get_submodule(layer)
         with set_current_vllm_config(self.config), torch.no_grad():
-            return isinstance(found, linears()) and is_plain(found)
+            return isinstance(found, linears()) and (is_plain(found) or is_compared(found))
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         """See :mod:`deltachain_vllm.computing`."""

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.publish import PublishConfig
 from deltachain.push import push
 from deltachain.store import open_store
@@ -95,11 +97,14 @@ def test_names_of_a_model_that_takes_adapters(tmp_path: Path) -> None:
     assert seen["scrubbed"] == [True] * 3
 
 
-def test_experts_that_a_cpu_packs_are_refused_by_name(tmp_path: Path) -> None:
+def test_experts_that_are_all_alike_are_refused_by_name(tmp_path: Path) -> None:
+    """Packed zeros do not show where the packing puts each of them."""
     base = make("qwen3_moe", tmp_path / "base")
     after = make("qwen3_moe", tmp_path / "after")
-    weights = load_file(after / "model.safetensors")
-    save_file({n: -t for n, t in weights.items()}, after / "model.safetensors", {"format": "pt"})
+    weights = load_file(base / WEIGHTS_FILE)
+    alike = {n: torch.zeros_like(t) if "experts" in n else t for n, t in weights.items()}
+    save_file(alike, base / WEIGHTS_FILE, {"format": "pt"})
+    save_file({n: -t for n, t in alike.items()}, after / WEIGHTS_FILE, {"format": "pt"})
     url = (tmp_path / "chain").as_uri()
     for folder in (base, after):
         push(open_store(url), folder, PublishConfig(url=url))

@@ -48,7 +48,7 @@ def test_help_and_version_load_nothing_heavy(args: list[str]) -> None:
 
 def test_looking_following_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) -> None:
     old, new = (write_checkpoint(tmp_path / name, pushed.states[n]) for n, name in enumerate("ab"))
-    commands = [
+    commands: list[list[object]] = [
         ["log", pushed.url],
         ["inspect", pushed.url, "--all"],
         ["verify", pushed.url],
