@@ -29,9 +29,9 @@ examples: venv venv-vllm venv-sglang  ## run every example
 	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
-# Three processes on two cores: many tests wait for a server or for a child. Each has its own servers.
-test: venv  ## the tests that need no GPU: eight minutes
-	$(BIN)/pytest -n 3 --dist worksteal
+# Two processes: most tests wait for a server or for a child. Each has servers of its own.
+test: venv  ## the tests that need no GPU: a quarter of an hour
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-long: examples  ## the tests that take minutes, and the examples
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist"

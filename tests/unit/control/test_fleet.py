@@ -44,17 +44,20 @@ def test_all_hold_it_before_the_trainer_goes_on(heres: list[tuple[Followed, Lead
             assert fleet.announce(2).waited_s < 1  # known already
 
 
-@pytest.mark.parametrize(("wait", "enough"), [("all", False), ("quorum", True), ("any", True)])
+@pytest.mark.parametrize(
+    ("wait", "enough", "deadline"),
+    [("all", False, 3.0), ("quorum", True, 30.0), ("any", True, 30.0)],
+)
 def test_the_trainer_is_not_held_past_the_deadline(
-    heres: list[tuple[Followed, Leader]], wait: str, enough: bool
+    heres: list[tuple[Followed, Leader]], wait: str, enough: bool, deadline: float
 ) -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(served(app_of(one, is_open=True))) for _, one in heres[:2]]
         fleet = stack.enter_context(Fleet([*urls, GONE]))
         start = time.monotonic()
-        announced = fleet.announce(1, wait=wait, deadline=3.0)  # type: ignore[arg-type]
+        announced = fleet.announce(1, wait=wait, deadline=deadline)  # type: ignore[arg-type]
         assert announced.enough is enough
-        assert time.monotonic() - start < 5.0
+        assert time.monotonic() - start < deadline + 2.0
         assert GONE in announced.stragglers
         if wait == "all":
             assert "did not answer" in announced.trouble[GONE]
