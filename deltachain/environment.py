@@ -71,7 +71,7 @@ def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 
 
 
 def is_strict(environment: Mapping[str, str]) -> bool:
-    """Whether a server that can not follow its chain should end at its start.
+    """Whether a server that cannot follow its chain should end at its start.
 
     So it should where a chain is named, unless ``STRICT`` says no; also where something else in the
     environment means nothing.
@@ -148,7 +148,7 @@ def _line(text: str) -> str:
 VARIABLES: Final[Mapping[str, Variable]] = {
     "URL": Variable("the chain that a server follows", _line),
     "FOLLOW": Variable("whether it applies versions as they are committed", _switch),
-    "STRICT": Variable("whether a server that can not follow ends at its start", _switch),
+    "STRICT": Variable("whether a server that cannot follow ends at its start", _switch),
     "PAUSE": Variable("what becomes of running requests in a swap", _line),
     "KEEP_CACHE": Variable("whether cached prefixes outlive a swap", _switch),
     "TOKEN": Variable("what callers of the routes must know", _line),

@@ -1,4 +1,4 @@
-"""How a server ends that was told to follow a chain, and can not.
+"""How a server ends that was told to follow a chain, and cannot.
 
 Served on, it would answer with what it loaded, and nothing but a line in its log would say so.
 """
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def refused(exc: DeltaChainError) -> SystemExit:
-    """Say why a server can not follow its chain; what to raise to end it, without a traceback."""
+    """Say why a server cannot follow its chain; what to raise to end it, without a traceback."""
     logger.error(
-        "deltachain can not follow the chain, so this server ends: %s\n"
+        "deltachain cannot follow the chain, so this server ends: %s\n"
         "  DELTACHAIN_STRICT=0 lets it serve what it loaded instead",
         exc,
     )

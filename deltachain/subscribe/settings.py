@@ -22,7 +22,7 @@ class ReplicaSettings:
     Attributes:
         subscribe: ``URL``, and ``BASE``, ``POLL_S``, ``STAGE_BUDGET`` where given.
         follow: ``FOLLOW``: whether it applies versions as they are committed.
-        strict: ``STRICT``: whether a server that can not follow ends at its start.
+        strict: ``STRICT``: whether a server that cannot follow ends at its start.
         pause: ``PAUSE``: what becomes of running requests; the engine knows its modes.
         keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
         token: ``TOKEN``: what callers of the control routes must know; empty for none.

@@ -63,3 +63,11 @@ def test_layers_packed_from_another_weight_are_refused(
     monkeypatch.undo()
     bring(weights())
     assert "process_weights_after_loading" not in vars(wrong.quant_method)
+
+
+def test_weights_too_small_for_a_product_are_no_other_weights(engine: Any) -> None:
+    """CPUs flush subnormal numbers of bfloat16 to zero as they multiply."""
+    tiny = [(name, torch.full_like(t, 1e-39)) for name, t in weights()]
+    assert all(tensor.any() for _, tensor in tiny)
+    engine.reload(tiny)
+    engine.reload(weights())
