@@ -91,7 +91,7 @@ class Leader:
         """Catch up with the head, then follow if that is asked for.
 
         What goes wrong is logged and kept for ``status``: the engine serves what it loaded, and the
-        replica is not ready.
+        replica is not ready. An engine that is refused follows nothing: it would be refused again.
 
         Raises:
             ConfigError: The engine is refused, and so that it ends, the settings are strict.
@@ -100,11 +100,13 @@ class Leader:
         try:
             self.update()
         except DeltaChainError as exc:
-            if self.settings.strict and isinstance(exc, REFUSALS):
-                self.stop()
-                raise
+            if isinstance(exc, REFUSALS):
+                if self.settings.strict:
+                    self.stop()
+                    raise
+                self._ended = f"following ended: {exc}"
             logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
-        if self.settings.follow:
+        if self.settings.follow and not self._ended:
             self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
             if not started(self._thread):
                 self._thread = None

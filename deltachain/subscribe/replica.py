@@ -118,7 +118,8 @@ class ReplicaTarget:
                 f"{len(refused)} of {len(specs)} tensors have no proven way into this engine; "
                 f"{first!r}: {why}",
                 tensor=first,
-                hint="nothing was written; the engine serves what it loaded",
+                hint="nothing was written; start the engine with the model of this chain, or, if "
+                "that is what it loaded, report its architecture",
             )
         holders = [
             {name: list(labels[number]) for name, labels in agreement.holders.items()}

@@ -134,10 +134,10 @@ def test_another_model_at_the_url_is_refused(trainer: Trainer, tmp_path: Path, t
     ):
         status = replica.server.status()
         assert (status["version"], status["ready"], status["following"]) == (None, False, False)
-        assert "the engine loaded another model" in status["trouble"]
+        assert "have no proven way into this engine" in status["trouble"]
         error = error_of(replica.server.post("update"), 409)
         assert error["type"] == "TensorMismatchError"
-        assert error["hint"] == "the target is not the model of this chain"
+        assert "start the engine with the model of this chain" in error["hint"]
         assert replica.has(other.base)
         assert replica.server.generate([5, 6, 7], 4).spans == ((0, 4, "default"),)
 

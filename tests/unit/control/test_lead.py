@@ -67,11 +67,11 @@ def test_it_serves_what_it_loaded_where_it_was_told_to(
     stuck: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store_of(stuck, monkeypatch)
-    control = started(stuck, monkeypatch, URL=stuck.store.url, STRICT="0")
+    control = started(stuck, monkeypatch, URL=stuck.store.url, STRICT="0", FOLLOW="1")
     assert control.leader is not None
     status = control.leader.status()
     control.leader.stop()
-    assert (status.ready, status.version) == (False, None)
+    assert (status.ready, status.version, status.following) == (False, None, False)
     assert status.trouble
 
 
