@@ -39,7 +39,7 @@ def register() -> None:
     such backends is told of in the log, not by a crash.
 
     Raises:
-        SystemExit: This is a server that was told to follow a chain, and nobody would lead it.
+        SystemExit: This is a server that was told to follow a chain, and that would have no leader.
     """
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:

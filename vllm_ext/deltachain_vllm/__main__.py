@@ -29,8 +29,8 @@ def main(
     """Lead a vLLM server along the chain at DELTACHAIN_URL.
 
     The server has that variable too, DELTACHAIN_STRICT=0, --worker-extension-cls
-    deltachain_vllm.WorkerExtension, and VLLM_SERVER_DEV_MODE=1, whose routes are open to whoever
-    reaches them.
+    deltachain_vllm.WorkerExtension, and VLLM_SERVER_DEV_MODE=1, whose routes are open to every
+    client that reaches them.
 
     Example: `python -m deltachain_vllm http://127.0.0.1:8000`
     """

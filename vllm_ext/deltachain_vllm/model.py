@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from deltachain.checkpoint import named_folder
 from deltachain.subscribe.members import Members, tensors_in
 from deltachain.subscribe.probe import Owners, is_plain, layers_of, processed
+from deltachain.subscribe.provenance import storage_id
 from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
@@ -118,7 +119,7 @@ class VllmModel:
                     if tensor is None:
                         continue
                     own_loader(tensor)
-                    owner.setdefault(_storage(tensor), name)
+                    owner.setdefault(storage_id(tensor), name)
             yield lambda tensor: _known(owner, tensor)
         finally:
             kept.put_back()
@@ -144,9 +145,5 @@ class VllmModel:
 
 def _known(owner: Mapping[int, str], tensor: Tensor) -> frozenset[str]:
     """The layer that a tensor's storage belongs to."""
-    found = owner.get(_storage(tensor))
+    found = owner.get(storage_id(tensor))
     return frozenset() if found is None else frozenset([found])
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -84,7 +84,7 @@ class ServerEngine:
         self._wait(self._name(version))
 
     def fall_asleep(self) -> None:
-        """Let nothing be read or written from here on, and whoever reads beside the engine end."""
+        """Read and write nothing from here on; wait for what reads beside the engine."""
         self.asleep = True
         self._wait(self._ask("settle", {}))
 

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_start() -> None:
-    """End a server that was told to follow a chain, and in which nobody would lead.
+    """End a server that was told to follow a chain, and that would start without a leader.
 
     Raises:
         SystemExit: The log says why.
