@@ -180,13 +180,19 @@ class UnsupportedFormatError(FormatError):
 class MalformedError(FormatError):
     """The object violates FORMAT.md."""
 
-    default_hint = "the object is corrupt or hostile; it was not used"
+    default_hint = (
+        "the object is damaged and was not used; if it stays so, "
+        "put it back from a backup or publish an anchor"
+    )
 
 
 class DigestMismatchError(FormatError):
     """The bytes do not have the digest that names them."""
 
-    default_hint = "the object is corrupt; if refetching does not help, publish an anchor"
+    default_hint = (
+        "the object is damaged and was not used; if it stays so, "
+        "put it back from a backup or publish an anchor"
+    )
 
     def __init__(
         self, message: str, *, expected: str, actual: str, key: str = "", hint: str = ""
@@ -219,6 +225,12 @@ class TensorMismatchError(ApplyError):
     """A tensor is unknown to the target, or has another shape or dtype; nothing was written."""
 
     default_hint = "the target is not the model of this chain"
+
+
+class EngineDamagedError(TensorMismatchError):
+    """An engine computes something else since ways into its weights were tried; it must not serve."""
+
+    default_hint = "restart the engine; it must not serve as it is"
 
 
 class PartialApplyError(ApplyError):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from deltachain.control.gate import Control, aside
 from deltachain.control.refusal import refused
 from deltachain.environment import is_strict
-from deltachain.errors import DeltaChainError
+from deltachain.errors import DeltaChainError, EngineDamagedError
 from deltachain.subscribe.engine import Engine
 from deltachain.subscribe.leader import REFUSALS, Leader
 from deltachain.subscribe.settings import ReplicaSettings
@@ -48,7 +48,7 @@ async def lead(
         key: What they ask for where no token is set.
 
     Raises:
-        SystemExit: The engine is refused; the log says why.
+        SystemExit: The engine is refused, or damaged; the log says why.
     """
     leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
     try:
@@ -61,7 +61,8 @@ async def lead(
             leader = Leader(settings, engine)
             await aside(Leader.start, leader)
     except DeltaChainError as exc:
-        if is_strict(os.environ) and isinstance(exc, REFUSALS):
+        is_damaged = isinstance(exc, EngineDamagedError)
+        if is_damaged or (is_strict(os.environ) and isinstance(exc, REFUSALS)):
             raise refused(exc) from exc
         leader, refusal = None, str(exc)
         logger.warning("deltachain follows nothing: %s", exc)

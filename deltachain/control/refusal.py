@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import logging
 
-from deltachain.errors import DeltaChainError
+from deltachain.errors import DeltaChainError, EngineDamagedError
 
 logger = logging.getLogger(__name__)
 
 
 def refused(exc: DeltaChainError) -> SystemExit:
     """Say why a server cannot follow its chain; what to raise to end it, without a traceback."""
-    logger.error(
-        "deltachain cannot follow the chain, so this server ends: %s\n"
-        "  DELTACHAIN_STRICT=0 lets it serve what it loaded instead",
-        exc,
-    )
+    can_serve = not isinstance(exc, EngineDamagedError)
+    way_out = "\n  DELTACHAIN_STRICT=0 lets it serve what it loaded instead" * can_serve
+    logger.error("deltachain cannot follow the chain, so this server ends: %s%s", exc, way_out)
     return SystemExit(exc.exit_code)

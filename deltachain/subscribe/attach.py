@@ -80,7 +80,7 @@ def attach(
 
     Raises:
         TensorMismatchError: The engine keeps weights that no tensor is the source of.
-        TensorMismatchError: It computes something else than before, and nothing leads back.
+        EngineDamagedError: It computes something else than before, and nothing leads back.
     """
     with undisturbed(model.modules().values(), model.tensors()) as bits:
         recording = record(model.load, source.loaded.values(), model.modules())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from functools import partial
 
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import EngineDamagedError
 from deltachain.subscribe.source import Source
 from deltachain.subscribe.trial import State
 from deltachain.subscribe.ways import RELOADS, bring
@@ -21,7 +21,7 @@ def heal(state: State, source: Source) -> None:
         source: The checkpoint that it loaded.
 
     Raises:
-        TensorMismatchError: It computes something else whatever is tried.
+        EngineDamagedError: It computes something else whatever is tried.
     """
     layers, tried = frozenset(state.modules), frozenset(state.outputs)
     state.put_back()
@@ -36,4 +36,4 @@ def heal(state: State, source: Source) -> None:
             "the engine keeps what it computes from where it cannot be put back"
         )
         logger.critical("%s: restart the engine", message)
-        raise TensorMismatchError(message, hint="restart the engine; it must not serve as it is")
+        raise EngineDamagedError(message)

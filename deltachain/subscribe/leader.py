@@ -22,6 +22,7 @@ from deltachain.errors import (
     ChainError,
     ConfigError,
     DeltaChainError,
+    EngineDamagedError,
     LeaderReplacedError,
     PoisonedError,
     TensorMismatchError,
@@ -96,12 +97,13 @@ class Leader:
         Raises:
             ConfigError: The engine is refused, and so that it ends, the settings are strict.
             TensorMismatchError: The same for its tensors.
+            EngineDamagedError: It must not serve, whatever the settings are.
         """
         try:
             self.update()
         except DeltaChainError as exc:
             if isinstance(exc, REFUSALS):
-                if self.settings.strict:
+                if self.settings.strict or isinstance(exc, EngineDamagedError):
                     self.stop()
                     raise
                 self._ended = f"following ended: {exc}"
@@ -339,7 +341,7 @@ class Leader:
             self._ended = str(exc.args[0])
             return
         with self.subscriber.alone():  # nobody heals it, or swaps, between the look and the word
-            if self.subscriber.poisoned:
+            if self.subscriber.poisoned or isinstance(exc, EngineDamagedError):
                 try:
                     self.target.stop_serving()
                 except ApplyError as failed:  # healing is tried all the same, and then this again

@@ -36,7 +36,7 @@ from deltachain.subscribe.spool import Spool, shown
 from deltachain.subscribe.target import Held, Prepared
 from deltachain.subscribe.ticket import Alive, Ticket
 from deltachain.subscribe.unused_state import UnusedState, unused_state
-from deltachain.subscribe.verbs import effect_of, error_of
+from deltachain.subscribe.verbs import effect_of, error_of, raise_refusal
 from deltachain.types import StateDigest, TensorSpec, Version
 
 POLL_S: Final = (0.002, 0.05)
@@ -95,6 +95,7 @@ class ReplicaTarget:
         Raises:
             ConfigError: A rank does not see the folder of spools.
             TensorMismatchError: Some tensor has no way into this engine, or is of another model.
+            EngineDamagedError: A rank must not serve.
         """
         self._specs = specs
         rows = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs.values()]
@@ -312,11 +313,9 @@ class ReplicaTarget:
         return all(again[rank]["ok"] for rank in ranks)
 
     def _ask(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
-        """Every rank's answer; the first refusal is raised."""
+        """Every rank's answer; a refusal is raised."""
         verdicts = self._answers(verb, **arguments)
-        for verdict in verdicts:
-            if not verdict["ok"]:
-                raise error_of(verdict)
+        raise_refusal(verdicts)
         return verdicts
 
     def _answers(self, verb: str, **arguments: Any) -> Verdicts:  # noqa: ANN401
@@ -347,10 +346,9 @@ class ReplicaTarget:
             if taken > STAGE_S:
                 raise ApplyError(f"some rank did not stage within {STAGE_S:.0f} s", version=version)
             time.sleep(min(max(POLL_SHARE * taken, least), longest))
-        for _, verdict in sorted(answers.items()):
-            if not verdict["ok"]:
-                raise error_of(verdict, version=version)
-        return [verdict for _, verdict in sorted(answers.items())]
+        found = [verdict for _, verdict in sorted(answers.items())]
+        raise_refusal(found, version=version)
+        return found
 
 
 def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:

@@ -34,7 +34,7 @@ def find_unused(
         Why each is not known to be unused; empty for one that is.
 
     Raises:
-        TensorMismatchError: The model computes something else, and nothing leads back.
+        EngineDamagedError: The model computes something else, and nothing leads back.
     """
     wanted = list(names)
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -24,6 +24,7 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     DigestMismatchError,
+    EngineDamagedError,
     LeaderReplacedError,
 )
 from deltachain.subscribe.engine import EngineModel
@@ -262,6 +263,18 @@ def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> Delta
     if isinstance(kind, type) and issubclass(kind, DeltaChainError):
         return kind(message, hint=hint)
     return ApplyError(message, version=version, hint=hint)
+
+
+def raise_refusal(verdicts: Sequence[Mapping[str, Any]], *, version: int | None = None) -> None:
+    """Raise what the first of the ranks refused with, if any did.
+
+    Raises:
+        EngineDamagedError: A rank must not serve; before anything that others refused with.
+        DeltaChainError: As :func:`error_of` has it.
+    """
+    errors = [error_of(verdict, version=version) for verdict in verdicts if not verdict["ok"]]
+    for error in sorted(errors, key=lambda error: not isinstance(error, EngineDamagedError)):
+        raise error
 
 
 def effect_of(lanes: list[Any]) -> Effect:

@@ -19,6 +19,9 @@ from torch._C._distributed_c10d import TCPStore
 HOST: Final = "127.0.0.1"
 DEADLINE_S: Final = 180.0
 
+PRELOADED: Final = ("tests.ranks.trials", "tests.ranks.transformers_trials", "numba")
+"""Modules that ranks find imported: they are forked from a process that has started no thread."""
+
 
 def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
     """Call ``module:function`` with the rank and arguments on every rank.
@@ -32,11 +35,14 @@ def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
     Raises:
         AssertionError: A rank failed, as its output says, or took too long.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
     # As torchrun has it: the store is none of the ranks', so it outlives each of them.
     meeting = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     processes = [
-        context.Process(target=_rank, args=(function, rank, ranks, meeting.port, arguments))
+        context.Process(
+            target=_rank, args=(dict(os.environ), function, rank, ranks, meeting.port, arguments)
+        )
         for rank in range(ranks)
     ]
     for process in processes:
@@ -58,7 +64,16 @@ def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
             process.join()
 
 
-def _rank(function: str, rank: int, ranks: int, port: int, arguments: tuple[Any, ...]) -> None:
+def _rank(
+    environ: dict[str, str],
+    function: str,
+    rank: int,
+    ranks: int,
+    port: int,
+    arguments: tuple[Any, ...],
+) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     module, _, name = function.partition(":")

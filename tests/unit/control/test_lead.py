@@ -11,7 +11,7 @@ import pytest
 
 from deltachain.control.gate import Control
 from deltachain.control.lead import Led, lead
-from deltachain.errors import ConfigError, EngineVersionError
+from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
 from deltachain.subscribe.settings import ReplicaSettings
 from deltachain.testing.sharding import Shape
 from tests.unit.control.replicas import followed
@@ -73,6 +73,46 @@ def test_it_serves_what_it_loaded_where_it_was_told_to(
     control.leader.stop()
     assert (status.ready, status.version, status.following) == (False, None, False)
     assert status.trouble
+
+
+@pytest.fixture
+def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 finds that nothing leads back from what was tried on it."""
+    ranks = iter((0, 1))
+
+    def heal(*_: object) -> None:
+        if next(ranks, 0):
+            raise EngineDamagedError("a layer computes something else")
+
+    monkeypatch.setattr("deltachain.subscribe.attach.heal", heal)
+
+
+@pytest.mark.usefixtures("damaged")
+def test_a_damaged_engine_ends_whatever_it_was_told(
+    stuck: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_of(stuck, monkeypatch)
+    with pytest.raises(SystemExit) as ended:
+        started(stuck, monkeypatch, URL=stuck.store.url, STRICT="0")
+    assert ended.value.code == 6
+    assert "rank 1: a layer computes something else" in caplog.text
+    assert "DELTACHAIN_STRICT" not in caplog.text
+
+
+@pytest.mark.usefixtures("damaged")
+def test_an_engine_that_is_damaged_later_generates_nothing(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store_of(here, monkeypatch)
+    here.faulty.down = True
+    control = started(here, monkeypatch, URL=here.store.url, STRICT="0")
+    here.faulty.down = False
+    assert control.leader is not None
+    assert not here.engine.paused
+    with pytest.raises(EngineDamagedError):
+        control.leader.update()
+    assert here.engine.paused
+    control.leader.stop()
 
 
 @pytest.mark.parametrize("refusal", [ConfigError, EngineVersionError])

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import EngineDamagedError
 from deltachain.subscribe.attach import attach
 from deltachain.subscribe.source import Source
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
@@ -59,5 +59,5 @@ def test_an_engine_that_cannot_undo_it_must_be_restarted(tmp_path: Path) -> None
             memory.fill_(7)
 
     model, _ = failing(tmp_path, spoil)
-    with pytest.raises(TensorMismatchError, match="restart the engine"):
+    with pytest.raises(EngineDamagedError, match="restart the engine"):
         attach(model, source_of(model))

@@ -14,12 +14,14 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
     ApplyError,
     ConfigError,
+    EngineDamagedError,
     EngineVersionError,
     PartialApplyError,
     PoisonedError,
+    TensorMismatchError,
 )
 from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.verbs import REMEMBERED, VERBS, RankVerbs, error_of
+from deltachain.subscribe.verbs import REMEMBERED, VERBS, RankVerbs, error_of, raise_refusal
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import Shape, save, trained
 
@@ -230,6 +232,19 @@ def of_every_kind() -> list[str]:
 def test_every_error_of_the_tree_can_be_told(kind: str) -> None:
     error = error_of({"ok": False, "rank": 0, "error": kind, "message": "no"})
     assert isinstance(error, errors.DeltaChainError)
+
+
+def test_a_damaged_rank_speaks_before_others() -> None:
+    kinds = ["TensorMismatchError", "EngineDamagedError", "PoisonedError"]
+    refusals = [
+        {"ok": False, "rank": rank, "error": kind, "message": "no"}
+        for rank, kind in enumerate(kinds, 1)
+    ]
+    with pytest.raises(EngineDamagedError, match="rank 2"):
+        raise_refusal([{"ok": True, "rank": 0}, *refusals])
+    with pytest.raises(TensorMismatchError, match="rank 1"):
+        raise_refusal([refusals[0], refusals[2]])
+    raise_refusal([{"ok": True, "rank": 0}])
 
 
 def test_only_the_leader_that_attached_last_is_obeyed(rank: RankVerbs, model: FakeModel) -> None:
