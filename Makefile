@@ -30,7 +30,7 @@ examples: venv venv-vllm venv-sglang  ## run every example
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Two processes: most tests wait for a server or for a child. Each has servers of its own.
-test: venv  ## the tests that need no GPU: a quarter of an hour
+test: venv  ## the tests that need no GPU: eight minutes
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-long: examples  ## the tests that take minutes, and the examples

@@ -22,6 +22,9 @@ os.environ["HF_HOME"] = _HOME
 os.environ["HF_XET_TELEMETRY_ENABLED"] = "0"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+# Read when torch is imported. Tests run in as many processes as there are cores, and threads of
+# OpenMP that wait for one another on cores that others use take a hundred times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _NUMBERS = itertools.count()
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.accidents.case import FATES, Case, Fate
 from tests.accidents.happenings import FAR, HAPPENINGS, LIKELY
-from tests.crash.places import Place, open_place
+from tests.crash.places import KINDS, Place, open_place
 
 CORE: Final[tuple[tuple[str, Fate], ...]] = (
     ("nothing", "alive"),
@@ -53,7 +53,7 @@ def test_the_likeliest(accident: str, fate: Fate, tmp_path: Path, followers: Pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "accident", "fate"),
-    [("file", *case) for case in cases("file")],
+    [(kind, *case) for kind in KINDS for case in cases(kind)],
     indirect=["place"],
 )
 def test_all(place: Place, accident: str, fate: Fate, followers: Path) -> None:
@@ -69,7 +69,7 @@ def test_all_with_a_backup(accident: str, fate: Fate, tmp_path: Path, followers:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fate", FATES)
-@pytest.mark.parametrize("place", ["file"], indirect=True)
+@pytest.mark.parametrize("place", KINDS, indirect=True)
 @pytest.mark.parametrize("accident", FAR)
 def test_a_thousand_versions(place: Place, accident: str, fate: Fate, followers: Path) -> None:
     assert Case(place.url(), followers, accident, fate, versions=1010).run() == []

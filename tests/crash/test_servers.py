@@ -149,6 +149,7 @@ class Following:
         self.subscriber.close()
 
 
+@pytest.mark.slow
 def test_a_server_dies_again_and_again(place: Place, killer: Killer, tmp_path: Path) -> None:
     """At any moment of anything; trainer and followers go on, and nothing is lost."""
     url, model = place.url(), model_of(2)

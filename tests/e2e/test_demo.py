@@ -19,7 +19,9 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
 
 
-@pytest.mark.parametrize("store", ["file", pytest.param("s3", marks=pytest.mark.slow), "hf"])
+@pytest.mark.parametrize(
+    "store", ["file", *(pytest.param(store, marks=pytest.mark.slow) for store in ("s3", "hf"))]
+)
 def test_the_demo_ends_with_no_mismatching_bit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], store: str
 ) -> None:

@@ -222,7 +222,7 @@ def has_digest(
     rank: Rank, specs: Mapping[str, TensorSpec], agreement: Agreement, after: Path, tp: int
 ) -> bool:
     """Whether the ranks' state digests add up to that of the changed checkpoint."""
-    found = {label: str(digest) for label, digest in rank.state().items()}
+    found = {label: str(digest) for (label, _), digest in rank.state().items()}
     lanes: dict[str, str] = {}
     for one in gather(found, tp):
         lanes.update(one)

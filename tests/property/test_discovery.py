@@ -6,7 +6,9 @@ import logging
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -18,11 +20,13 @@ from tests.property.trial_run import run
 COUNTS = {"loaders": 20_000, "modules": 2_000}
 """Engines of each kind in the longest of these tests."""
 
+SOME = 300
+"""Loaders in the shortest."""
+
 BLOCK = 25
 """Engines that a process examines at a time."""
 
-
-SHARE = 500
+SHARE = 1000
 """Engines of one case of the many."""
 
 MANY = [(kind, 1000 + at) for kind, count in COUNTS.items() for at in range(0, count, SHARE)]
@@ -32,6 +36,9 @@ LEAST: Final = {"loaders": 0.6, "modules": 0.2}
 """Share of the engines that is followed, at least: who refuses everything is never wrong either."""
 
 
+TELLS: Final = "python -m tests.property loaders|modules SEED tells more"
+
+
 class Tally(NamedTuple):
     """Of some engines: seeds of those that are followed wrong or damaged; how many are followed."""
 
@@ -39,10 +46,19 @@ class Tally(NamedTuple):
     followed: int
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Nothing is logged: engines fail on purpose."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def tally(kind: str, first: int) -> Tally:
     """What becomes of some engines, by any process."""
-    logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as scratch:
+    with quiet(), tempfile.TemporaryDirectory() as scratch:
         seeds = range(first, first + BLOCK)
         found = {seed: run(KINDS[kind](seed), Path(scratch) / "engine") for seed in seeds}
     return Tally(
@@ -53,21 +69,16 @@ def tally(kind: str, first: int) -> Tally:
 
 def block(kind: str, first: int) -> list[str]:
     """What is wrong with some engines, by any process."""
-    logging.disable(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as scratch:
+    with quiet(), tempfile.TemporaryDirectory() as scratch:
         found = [examine(kind, first + n, Path(scratch) / "engine") for n in range(BLOCK)]
     return [one for one in found if one]
 
 
-def test_some_random_loaders_are_never_followed_wrong_nor_damaged(tmp_path: Path) -> None:
-    logging.disable(logging.CRITICAL)
-    try:
-        recipes = {seed: KINDS["loaders"](seed) for seed in range(60)}
-        outcomes = {seed: run(recipe, tmp_path / "engine") for seed, recipe in recipes.items()}
-    finally:
-        logging.disable(logging.NOTSET)
-    assert not {seed for seed, outcome in outcomes.items() if outcome.is_fault}
-    assert sum(not outcome.refused for outcome in outcomes.values()) > 20, "most are followed"
+@pytest.mark.parametrize("first", range(0, SOME, BLOCK))
+def test_some_random_loaders_are_never_followed_wrong_nor_damaged(first: int) -> None:
+    found = tally("loaders", first)
+    assert not found.faults, TELLS
+    assert found.followed >= LEAST["loaders"] * BLOCK
 
 
 @pytest.mark.slow
@@ -90,5 +101,5 @@ def test_many_random_engines_are_never_followed_wrong_nor_damaged(kind: str, fir
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
         found = list(pool.map(tally, [kind] * len(blocks), blocks))
     faults = [seed for one in found for seed in one.faults]
-    assert not faults, f"python -m tests.property {kind} SEED tells more"
+    assert not faults, TELLS
     assert sum(one.followed for one in found) > LEAST[kind] * SHARE

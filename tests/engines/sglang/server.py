@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,10 +36,11 @@ class SglangServer(Server):
 
     def variables(self, options: Options) -> dict[str, str]:
         """Of its environment."""
-        found = {"SGLANG_USE_CPU_ENGINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        if options.tp > 1:
-            found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options.tp)))
-        return found
+        return {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": _cores(options.tp),
+        }
 
     def generate(self, prompt: Sequence[int], length: int) -> Generated:
         """Greedy tokens after a prompt, and the versions that they were made with."""
@@ -132,3 +134,10 @@ class SglangServer(Server):
 def _body(prompt: Sequence[int], length: int) -> dict[str, object]:
     sampling = {"temperature": 0, "max_new_tokens": length, "ignore_eos": True}
     return {"input_ids": list(prompt), "sampling_params": sampling}
+
+
+def _cores(ranks: int) -> str:
+    """A core for each rank; servers of two processes that test side by side begin with another."""
+    first = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    count = os.cpu_count() or 1
+    return "|".join(str((first + rank) % count) for rank in range(ranks))

@@ -43,6 +43,8 @@ class VllmServer(Server):
     def variables(self, options: Options) -> dict[str, str]:
         """Of its environment."""
         found = {
+            # Ranks bound to one core wait for one another where a client has that core.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -51,8 +53,6 @@ class VllmServer(Server):
             found["DELTACHAIN_STRICT"] = "0"  # somebody beside it leads
         else:
             found["VLLM_PLUGINS"] = "deltachain,deltachain_http"
-        if options.tp > 1:
-            found["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(options.tp)))
         if options.dev:
             found["VLLM_SERVER_DEV_MODE"] = "1"
         return found

@@ -108,10 +108,10 @@ def test_an_engine_that_is_damaged_later_generates_nothing(
     control = started(here, monkeypatch, URL=here.store.url, STRICT="0")
     here.faulty.down = False
     assert control.leader is not None
-    assert not here.engine.paused
+    assert not here.engine.is_paused()
     with pytest.raises(EngineDamagedError):
         control.leader.update()
-    assert here.engine.paused
+    assert here.engine.is_paused()
     control.leader.stop()
 
 
