@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -14,13 +14,13 @@ from deltachain.subscribe.classes import ORDER, TensorClass
 from deltachain.subscribe.components import components, distinct
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.members import Members, restoring
-from deltachain.subscribe.others import other_bits
-from deltachain.subscribe.patch import LiveBits, same_bits, varied
+from deltachain.subscribe.patch import varied
 from deltachain.subscribe.recorder import Recording
-from deltachain.subscribe.source import Source, tensor_of
+from deltachain.subscribe.rest import Rest, lies
+from deltachain.subscribe.source import Source
 from deltachain.subscribe.trial import Outcome, State, Trial
 from deltachain.subscribe.ways import RELOADS, Group, Way, bring, modules_in
-from deltachain.subscribe.windows import Place, on_device_of, storage_bits
+from deltachain.subscribe.windows import Place
 
 
 class Finding:
@@ -102,9 +102,7 @@ class Finding:
                 if dtype != spec.dtype:
                     self.read.discard(name)
                     self.reasons.setdefault(name, f"the engine serves it as {dtype}")
-                elif not same_bits(
-                    place.view, on_device_of(place.live, place.cut(self.source.bits(name)))
-                ):
+                elif not lies([place], self.source.bits(name)):
                     self.read.discard(name)
                     self.break_(name, "the engine changed its bits after loading")
                 sharing[_storage(place.live)].append((name, place))
@@ -305,7 +303,7 @@ class Finding:
             visible={name for name, places in self.places.items() if places},
             shared=self.shared,
             moved=self._moved,
-            lost=self._lost,
+            rest=self._rest(links),
         )
         return trial.run(groups)
 
@@ -314,33 +312,22 @@ class Finding:
         return frozenset(
             name
             for name in self.read.intersection(names)
-            for place in self.places[name]
-            if not same_bits(place.view, on_device_of(place.live, place.cut(self.other(name))))
+            if not lies(self.places[name], self.source.other(name))
         )
 
-    def _lost(self, loaded: Iterable[str]) -> frozenset[str]:
-        """Tensors that are all alike and written in place, and that loading others wrote over.
-
-        Of others the bits would show it when the first ones are loaded again.
-        """
-        alike = self.flat.difference(loaded).intersection(self.in_place())
-        return frozenset(
-            name
-            for name in alike
-            for place in self.places[name]
-            if not same_bits(
-                place.view, on_device_of(place.live, place.cut(self.source.bits(name)))
-            )
+    def _rest(self, loaded: Container[str]) -> Rest:
+        """What is known to have a way, beside some tensors."""
+        return Rest(
+            self.model,
+            self.source,
+            {name: self.places[name] for name in self.in_place() if name not in loaded},
+            [one for one in self.groups if not any(name in loaded for name in one[1].names)],
         )
 
     def _group(self, names: Sequence[str]) -> Group:
         links = [self.links(name) for name in names]
         layers = self.tied(frozenset().union(*links)) if all(links) else frozenset()
         return Group(tuple(names), layers)
-
-    def other(self, name: str) -> LiveBits:
-        """Other bits of a tensor, flat."""
-        return storage_bits(other_bits(tensor_of(self.source.specs[name], self.source.bits(name))))
 
     def conclude(self) -> None:
         """Give everything that is left its class."""

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import zip_longest
-from typing import Any
 
 from deltachain.subscribe.components import components
 from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.others import mixed
-from deltachain.subscribe.patch import LiveBits, same_bits, varied
+from deltachain.subscribe.patch import varied
+from deltachain.subscribe.rest import lies, write
 from deltachain.subscribe.ways import bring
-from deltachain.subscribe.windows import Place, on_device_of
+from deltachain.subscribe.windows import Place
 
 ALIKE = "its bits are all alike, and show not where the engine puts each"
 
@@ -36,10 +36,8 @@ def expect_loaded(finding: Finding) -> None:
         if alike:
             bring(finding.model, "loaded", layers, mixed(source.clones, names, alike))
     for name in alike:
-        new = finding.other(name)
-        for place in finding.places[name]:
-            if not same_bits(place.view, on_device_of(place.live, place.cut(new))):
-                finding.break_(name, "other bits of it do not arrive at its place")
+        if not lies(finding.places[name], source.other(name)):
+            finding.break_(name, "other bits of it do not arrive at its place")
     state.put_back()
 
 
@@ -56,22 +54,16 @@ def try_in_place(finding: Finding) -> None:
 def _try(finding: Finding, names: list[str], links: Mapping[str, frozenset[str]]) -> None:
     state, layers = finding.state, frozenset().union(*(links[name] for name in names))
     for name in names:
-        _write(finding, name, finding.other(name))
+        write(finding.places[name], finding.source.other(name))
     found = state.follows(layers)
     for name in names:
-        _write(finding, name, finding.source.bits(name))
+        write(finding.places[name], finding.source.bits(name))
         for layer in sorted(links[name] - found):
             finding.break_(name, f"{layer} computes from a packed copy")
     left = state.follows(layers)
     for name in names:
         for layer in sorted(links[name] & left):
             finding.break_(name, f"{layer} does not compute the same again")
-
-
-def _write(finding: Finding, name: str, bits: LiveBits) -> None:
-    for place in finding.places[name]:
-        new: Any = on_device_of(place.live, place.cut(bits))
-        place.view[...] = new
 
 
 def refuse_alike(finding: Finding) -> None:

@@ -12,7 +12,9 @@ from torch import Tensor
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.names import TORCH_DTYPES
+from deltachain.subscribe.others import other_bits
 from deltachain.subscribe.patch import LiveBits
+from deltachain.subscribe.windows import storage_bits
 from deltachain.types import TensorSpec
 
 
@@ -65,6 +67,10 @@ class Source:
     def bits(self, name: str) -> LiveBits:
         """Flat bits of a tensor of the chain, as the checkpoint has it."""
         return self.checkpoint.bits(self.names[name][0])
+
+    def other(self, name: str) -> LiveBits:
+        """Other bits of a tensor, flat."""
+        return storage_bits(other_bits(tensor_of(self.specs[name], self.bits(name))))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
         """Flat bits of a tensor, for keeping and changing."""

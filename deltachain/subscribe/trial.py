@@ -9,7 +9,7 @@ none of that.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -22,6 +22,7 @@ from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Bits, Members, numbers_in
 from deltachain.subscribe.others import Weights, mixed
+from deltachain.subscribe.rest import Rest
 from deltachain.subscribe.ways import Group, Way, bring
 
 
@@ -68,7 +69,12 @@ class State:
             )
         ) | frozenset(
             {name for name in now if name not in self.tensors}
-            | {name for name, number in self.numbers.items() if numbers.get(name) != number}
+            | {
+                name
+                for name, number in self.numbers.items()
+                if numbers.get(name) != number
+                and (layers is None or layer_of(name, self.modules) in layers)
+            }
         )
 
     def follows(self, layers: frozenset[str]) -> frozenset[str]:
@@ -167,7 +173,7 @@ class Trial:
         visible: Tensors that live in the model bit by bit.
         shared: Those of them that others may be loaded over.
         moved: Of some tensors that were loaded with other bits, those that are not in their places.
-        lost: Tensors that are written in place and do not lie there, some others aside.
+        rest: What has a way and is not loaded.
     """
 
     state: State
@@ -179,30 +185,40 @@ class Trial:
     visible: Container[str] = ()
     shared: Container[str] = ()
     moved: Callable[[Iterable[str]], frozenset[str]] = lambda _: frozenset()
-    lost: Callable[[Iterable[str]], frozenset[str]] = lambda _: frozenset()
+    rest: Rest | None = None
 
     def run(self, groups: Sequence[Group]) -> Outcome:
         """Try all groups at once, and one by one where something goes wrong."""
         known = [group for group in groups if group.layers]
-        left = list(groups)
+        left = [group for group in groups if not group.layers]
         outcomes = []
         try:
             outcomes.append(self._try(known))
-            self._expect_apart(known)
-            left = [group for group in groups if not group.layers]
         except Exception:  # noqa: BLE001 - an engine's loader may raise anything
             self._put_back(known)
-            outcomes.clear()
+            left = list(groups)
         for group in left:
-            try:
+            with self._refusing([group], outcomes):
                 outcomes.append(self._try([group]))
-            except EngineVersionError:
-                outcomes.append(Outcome({group.names[0]: ""}))
-            except Exception as exc:  # noqa: BLE001
-                self._put_back([group])
-                told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
-                outcomes.append(Outcome({group.names[0]: f"loading it again fails: {told}"[:200]}))
+        refused = sum(outcomes, Outcome()).refused
+        done = [group for group in groups if group.names[0] not in refused]
+        if left and len(done) > 1:
+            with self._refusing(done, outcomes):
+                self._expect_apart(done)
         return sum(outcomes, Outcome())
+
+    @contextmanager
+    def _refusing(self, groups: Sequence[Group], outcomes: list[Outcome]) -> Iterator[None]:
+        """Have the model hold what it held where something is raised, and note why."""
+        try:
+            yield
+        except EngineVersionError:
+            outcomes.append(Outcome({group.names[0]: "" for group in groups}))
+        except Exception as exc:  # noqa: BLE001
+            self._put_back(groups)
+            told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
+            why = f"loading it again fails: {told}"[:200]
+            outcomes.append(Outcome({group.names[0]: why for group in groups}))
 
     def _put_back(self, groups: Sequence[Group]) -> None:
         """Have the model hold what it held; its own loading may reach what cannot be seen."""
@@ -221,41 +237,50 @@ class Trial:
             seen.look(picked)
             self._load(picked.values(), {})
             self.state.expect_same()
-        return seen.outcome(self._expect_repeatable(groups))
+        return seen.outcome(self._expect_apart(groups))
 
-    def _expect_apart(self, groups: Sequence[Group]) -> None:
-        """Refuse a loader that does not take a group without each other one.
+    def _expect_apart(self, groups: Sequence[Group]) -> frozenset[str]:
+        """Refuse a loader that changes what it is not given, or does another thing the next time.
 
-        A swap loads those that changed. Groups are told apart by the digits of their numbers.
-
-        Raises:
-            TensorMismatchError: It loads something else.
-            Exception: Whatever it raises.
-        """
-        for digit in range((len(groups) - 1).bit_length()):
-            for value in (0, 1):
-                mine = [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]
-                self._load(mine, {})
-                self.state.expect_same()
-
-    def _expect_repeatable(self, groups: Sequence[Group]) -> frozenset[str]:
-        """Refuse a loader that does another thing with the same bits the next time.
+        Everything holds other bits meanwhile. A swap loads the groups that changed, so each must
+        be taken without each other one: they are told apart by the digits of their numbers.
 
         Returns:
-            Tensors that are not in their places then.
+            Tensors that were loaded and are not in their places.
 
         Raises:
             TensorMismatchError: It does.
+            Exception: Whatever it raises.
         """
         others = {name: group for group in groups for name in group.names}
-        self._load(groups, others)
+        self._expect_kept(groups, others)
         once = State(self.state.model, Bits(self.state.model.tensors()))
         self._load(groups, others)
         once.expect_same()
         moved = self.moved(others)
+        for half in halves(groups):
+            self._load(half, others)
+            once.expect_same()
         self._load(groups, {})
+        if self.rest is not None:
+            self.rest.write(other=False)
         self.state.expect_same()
         return moved
+
+    def _expect_kept(self, groups: Sequence[Group], others: Mapping[str, Group]) -> None:
+        """Load groups with other bits beside other bits of everything else, which must stay."""
+        if self.rest is None:
+            self._load(groups, others)
+            return
+        self.rest.write(other=True)
+        mine = frozenset().union(*(group.layers for group in groups))
+        beside = frozenset(self.state.modules) - mine if all(g.layers for g in groups) else None
+        before = State(self.state.model, Bits(self.state.model.tensors()), beside or frozenset())
+        self._load(groups, others)
+        if beside:
+            before.expect_same(beside)
+        for name in sorted(self.rest.lost()):
+            raise TensorMismatchError(f"it overwrites {name}", tensor=name)
 
     def _load(self, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
         """Load groups, with other bits for some tensors."""
@@ -291,8 +316,6 @@ class _Seen:
         """
         changed = self.state.changed()
         self.touched |= changed
-        for name in sorted(self.trial.lost(picked)):
-            raise TensorMismatchError(f"it overwrites {name}", tensor=name)
         for name, group in picked.items():
             why = self._judge(name, group, changed)
             if why:
@@ -347,6 +370,13 @@ class _Seen:
         refused = {first: f"nothing follows {first}" for first in self.left}
         touched, idle = frozenset(self.touched), frozenset(self.idle)
         return Outcome(refused, touched, idle, frozenset(self.beside), moved)
+
+
+def halves(groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Some of the groups at a time, so that any two are apart once; none where there is one."""
+    for digit in range((len(groups) - 1).bit_length()):
+        for value in (0, 1):
+            yield [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]
 
 
 def _numbers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:

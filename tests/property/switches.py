@@ -9,11 +9,12 @@ from typing import Any, Final, TypeAlias
 import pytest
 from torch import Tensor
 
-from deltachain.subscribe import attach, finding, others
+from deltachain.subscribe import attach, finding, others, source, trial
 from deltachain.subscribe.derived import _Search, find_derived
 from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Members
+from deltachain.subscribe.rest import Rest
 from deltachain.subscribe.trial import State, Trial, _Seen
 from deltachain.subscribe.ways import Group
 from tests.property.check import KINDS
@@ -68,13 +69,23 @@ def _where(patch: pytest.MonkeyPatch) -> None:
         return tensor * 2 + 1 if tensor.is_floating_point() else tensor ^ 1
 
     patch.setattr(others, "other_bits", alike)
-    patch.setattr(finding, "other_bits", alike)
+    patch.setattr(source, "other_bits", alike)
 
 
 def _alike(patch: pytest.MonkeyPatch) -> None:
     """What is all alike is not looked after: neither that it arrives, nor that it stays."""
     patch.setattr(attach, "expect_loaded", _nothing)
-    patch.setattr(Finding, "_lost", _none)
+    patch.setattr(Rest, "lost", _none)
+
+
+def _halves(patch: pytest.MonkeyPatch) -> None:
+    """Groups are loaded all at once."""
+    patch.setattr(trial, "halves", lambda _: [])
+
+
+def _kept(patch: pytest.MonkeyPatch) -> None:
+    """What is not loaded holds what it held."""
+    patch.setattr(Finding, "_rest", _nothing)
 
 
 def _ties(patch: pytest.MonkeyPatch) -> None:
@@ -85,7 +96,7 @@ def _ties(patch: pytest.MonkeyPatch) -> None:
 
 def _read_back(patch: pytest.MonkeyPatch) -> None:
     """Live bits are not compared with those of the checkpoint."""
-    patch.setattr(finding, "same_bits", lambda *_: True)
+    patch.setattr(finding, "lies", lambda *_: True)
 
 
 def _made(patch: pytest.MonkeyPatch) -> None:
@@ -127,10 +138,11 @@ FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
 MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "a neighbour's change proves nothing": (_alone, modules(2499)),
     "other bits show where they go": (_where, loaders(23)),
-    "groups are loaded apart": (partial(_off, Trial, "_expect_apart"), loaders(86)),
-    "loading is repeatable": (partial(_empty, Trial, "_expect_repeatable"), loaders(23)),
+    "groups are loaded apart": (_halves, loaders(86)),
+    "loading is repeatable": (partial(_empty, Trial, "_expect_apart"), loaders(23)),
+    "what is not loaded keeps other bits": (_kept, loaders(3330)),
     "live bits are read back": (_read_back, modules(1065)),
-    "what is alike keeps its place": (_alike, loaders(4155)),
+    "what is alike keeps its place": (_alike, loaders(85)),
     "layers compute from it": (partial(_off, attach, "try_in_place"), modules(219)),
     "what is alike shows nothing": (partial(_off, attach, "refuse_alike"), modules(116)),
     "what hides is refused": (partial(_off, Finding, "find_hidden"), HIDDEN),

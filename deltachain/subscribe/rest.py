@@ -1,0 +1,63 @@
+"""What a trial does not load: it holds other bits meanwhile, and must keep them.
+
+A loader that writes the first bits, or a constant, over what it was not given changes nothing where
+that is what lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.others import mixed
+from deltachain.subscribe.patch import LiveBits, same_bits
+from deltachain.subscribe.source import Source
+from deltachain.subscribe.ways import Group, Way, bring
+from deltachain.subscribe.windows import Place, on_device_of
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Tensors whose way is known, beside those that a trial loads.
+
+    Attributes:
+        model: Not in use meanwhile.
+        source: The checkpoint that it loaded.
+        places: Where those live that are written in place.
+        groups: Those that the engine loads, with their way.
+    """
+
+    model: EngineModel
+    source: Source
+    places: Mapping[str, Sequence[Place]]
+    groups: Sequence[tuple[Way, Group]] = ()
+
+    def write(self, *, other: bool) -> None:
+        """Bring other bits of all of it, or the first ones."""
+        for name, places in self.places.items():
+            write(places, self.source.other(name) if other else self.source.bits(name))
+        for way, group in self.groups:
+            changed = group.names if other else ()
+            bring(self.model, way, group.layers, mixed(self.source.clones, group.names, changed))
+
+    def lost(self) -> frozenset[str]:
+        """Tensors that are written in place and do not hold their other bits any more."""
+        return frozenset(
+            name
+            for name, places in self.places.items()
+            if not lies(places, self.source.other(name))
+        )
+
+
+def write(places: Sequence[Place], bits: LiveBits) -> None:
+    """Write a whole tensor in place."""
+    for place in places:
+        new: Any = on_device_of(place.live, place.cut(bits))
+        place.view[...] = new
+
+
+def lies(places: Sequence[Place], bits: LiveBits) -> bool:
+    """Whether a whole tensor lies in its places, bit for bit."""
+    return all(same_bits(place.view, on_device_of(place.live, place.cut(bits))) for place in places)
