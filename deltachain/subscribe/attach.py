@@ -23,7 +23,7 @@ from deltachain.subscribe.in_place import expect_loaded, refuse_alike, try_in_pl
 from deltachain.subscribe.members import undisturbed
 from deltachain.subscribe.recorder import record
 from deltachain.subscribe.source import Source
-from deltachain.subscribe.trial import State
+from deltachain.subscribe.state import State
 from deltachain.subscribe.ways import Group, Way
 from deltachain.subscribe.windows import Place
 

@@ -18,7 +18,7 @@ from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import digest_of
 from deltachain.subscribe.others import mixed
-from deltachain.subscribe.trial import layer_of
+from deltachain.subscribe.state import layer_of
 from deltachain.subscribe.ways import RELOADS, Way, bring
 
 NEAR: Final = 512

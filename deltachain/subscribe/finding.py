@@ -18,7 +18,8 @@ from deltachain.subscribe.patch import varied
 from deltachain.subscribe.recorder import Recording
 from deltachain.subscribe.rest import Rest, lies
 from deltachain.subscribe.source import Source
-from deltachain.subscribe.trial import Outcome, State, Trial
+from deltachain.subscribe.state import State
+from deltachain.subscribe.trial import Outcome, Trial
 from deltachain.subscribe.ways import RELOADS, Group, Way, bring, modules_in
 from deltachain.subscribe.windows import Place
 

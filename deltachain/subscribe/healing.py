@@ -7,7 +7,7 @@ from functools import partial
 
 from deltachain.errors import EngineDamagedError
 from deltachain.subscribe.source import Source
-from deltachain.subscribe.trial import State
+from deltachain.subscribe.state import State
 from deltachain.subscribe.ways import RELOADS, bring
 
 logger = logging.getLogger(__name__)

@@ -36,9 +36,9 @@ from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_a
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.source import Source, tensor_of
 from deltachain.subscribe.spool import SpoolReader
+from deltachain.subscribe.state import State
 from deltachain.subscribe.streams import own_stream, settle, settled
 from deltachain.subscribe.target import Write, take_back, write_all
-from deltachain.subscribe.trial import State
 from deltachain.subscribe.unused import find_unused
 from deltachain.subscribe.ways import bring
 from deltachain.subscribe.windows import Place, Window, on_device_of

@@ -10,7 +10,7 @@ from deltachain.subscribe.healing import heal
 from deltachain.subscribe.members import Bits
 from deltachain.subscribe.others import mixed
 from deltachain.subscribe.source import Source
-from deltachain.subscribe.trial import State
+from deltachain.subscribe.state import State
 from deltachain.subscribe.ways import RELOADS, Group, Way, bring
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Members
 from deltachain.subscribe.rest import Rest
-from deltachain.subscribe.trial import State, Trial, _Seen
+from deltachain.subscribe.state import State
+from deltachain.subscribe.trial import Trial, _Seen
 from deltachain.subscribe.ways import Group
 from tests.property.check import KINDS
 from tests.property.recipe import Recipe, Unit
@@ -83,6 +84,11 @@ def _halves(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trial, "halves", lambda _: [])
 
 
+def _turns(patch: pytest.MonkeyPatch) -> None:
+    """Groups of one layer are tried at once."""
+    patch.setattr(trial, "_without_common_layers", lambda groups: [list(groups)])
+
+
 def _kept(patch: pytest.MonkeyPatch) -> None:
     """What is not loaded holds what it held."""
     patch.setattr(Finding, "_rest", _nothing)
@@ -140,6 +146,7 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "other bits show where they go": (_where, loaders(23)),
     "groups are loaded apart": (_halves, loaders(86)),
     "loading is repeatable": (partial(_empty, Trial, "_expect_apart"), loaders(23)),
+    "groups of one layer take turns": (_turns, modules(889)),
     "what is not loaded keeps other bits": (_kept, loaders(3330)),
     "live bits are read back": (_read_back, modules(1065)),
     "what is alike keeps its place": (_alike, loaders(85)),
