@@ -18,13 +18,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import httpx
 from torch import Tensor
@@ -107,7 +108,6 @@ class Server(ABC):
         prefix: Of our routes.
         sees_loads: Whether a checkpoint that the engine is told to load is noticed at once.
         aborted: Why a request ended that was not finished.
-        client: Asks it things.
     """
 
     prefix: str
@@ -135,9 +135,9 @@ class Server(ABC):
         headers = {"authorization": f"Bearer {options.key}"} if options.key else {}
         if token := self._environment.get("DELTACHAIN_TOKEN"):
             headers["x-deltachain-token"] = token
-        self.client = httpx.Client(
-            base_url=f"http://{HOST}:{self.port}", headers=headers, timeout=120, trust_env=False
-        )
+        self._headers = headers
+        self._clients: list[httpx.Client] = []
+        self._own = threading.local()
         self._process: subprocess.Popen[bytes] | None = None
         self._leash: subprocess.Popen[bytes] | None = None
 
@@ -214,7 +214,21 @@ class Server(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        self.client.close()
+        for client in self._clients:
+            client.close()
+
+    @property
+    def client(self) -> httpx.Client:
+        """Asks it things; each thread has one, since one closes what another reads from."""
+        if not hasattr(self._own, "client"):
+            self._own.client = httpx.Client(
+                base_url=f"http://{HOST}:{self.port}",
+                headers=self._headers,
+                timeout=120,
+                trust_env=False,
+            )
+            self._clients.append(self._own.client)
+        return cast("httpx.Client", self._own.client)
 
     def stop(self) -> float:
         """Ask the server to end, and end all of its processes; the seconds that asking took."""
