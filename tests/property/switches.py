@@ -133,6 +133,9 @@ def modules(seed: int) -> Recipe:
 HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
 """Computes from a copy, and cannot be tried; random engines of the kind can."""
 
+TIED: Final = Recipe(units=(Unit(), Unit(tie=0, process="first")))
+"""The same, with what it computes from tied to a layer that is plain."""
+
 FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "its own change is followed": (_own_change, loaders(945)),
     "the change back is followed": (partial(_off, State, "expect_same"), loaders(6)),
@@ -153,7 +156,7 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "layers compute from it": (partial(_off, attach, "try_in_place"), modules(219)),
     "what is alike shows nothing": (partial(_off, attach, "refuse_alike"), modules(116)),
     "what hides is refused": (partial(_off, Finding, "find_hidden"), HIDDEN),
-    "ties are followed": (_ties, modules(1848)),
+    "ties are followed": (_ties, TIED),
     "what is derived follows": (_made, modules(194)),
     "a constant was made again": (partial(_off, _Search, "expect_made"), modules(255)),
     "a constant stays when the same is loaded": (
