@@ -318,9 +318,8 @@ def _container(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, dict | list | tuple | set):
         return value
     is_plain = not isinstance(value, nn.Module | Tensor | type | ModuleType | FunctionType)
-    if is_plain and hasattr(value, "__dict__") and not type(value).__name__.endswith(CONFIGURATION):
-        return vars(value)
-    return None
+    is_whole = hasattr(type(value), "__del__") or type(value).__name__.endswith(CONFIGURATION)
+    return vars(value) if is_plain and hasattr(value, "__dict__") and not is_whole else None
 
 
 def _may_hide(value: Any) -> bool:  # noqa: ANN401

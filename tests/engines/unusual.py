@@ -83,6 +83,16 @@ def _mtp(saved: Tensors) -> Tensors:
     )
 
 
+def _mtp_of_qwen(saved: Tensors) -> Tensors:
+    shapes = {"fc": (128, 256), "norm": (128,)}
+    shapes |= {f"pre_fc_norm_{kind}": (128,) for kind in ("embedding", "hidden")}
+    made = _layer_again(saved, 3, "mtp.layers.0.")
+    return made | {
+        f"mtp.{name}.weight": torch.empty(shape, dtype=torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+
+
 def _inv_freq(saved: Tensors) -> Tensors:
     names = [f"model.layers.{n}.self_attn.rotary_emb.inv_freq" for n in range(2)]
     return saved | {name: torch.empty(16, dtype=torch.float32) for name in names}
@@ -97,6 +107,12 @@ def _of_clip(saved: Tensors) -> Tensors:
 def _untied(saved: Tensors) -> Tensors:
     return saved | {"lm_head.weight": torch.empty_like(saved["model.embed_tokens.weight"])}
 
+
+_QWEN3_5: Final = _family(
+    "qwen3_5", "qwen3_5_text", head_dim=32, num_hidden_layers=4,
+    linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
+    linear_value_head_dim=32,
+)  # fmt: skip
 
 _ALL: Final = (
     # Heads.
@@ -138,6 +154,7 @@ _ALL: Final = (
     _and("llama", "llama_int8", to_int8, quantization_config=INT8),
     _and("llama", "llama_gptq", to_gptq, quantization_config=GPTQ),
     _and("gemma", "gemma_untied", _untied),
+    _and("cohere2", "cohere2_untied", _untied),
     # Constants of the engine.
     _family("gemma3n", "gemma3n_text", head_dim=32, num_hidden_layers=5, num_kv_shared_layers=2,
             layer_types=["sliding_attention", "sliding_attention", "full_attention",
@@ -218,9 +235,8 @@ _ALL: Final = (
             moe_intermediate_size=64, num_dense_layers=1),
     _family("solar_open", "solar_open", head_dim=32, n_routed_experts=4, num_experts_per_tok=2,
             moe_intermediate_size=64),
-    _family("qwen3_5", "qwen3_5_text", head_dim=32, num_hidden_layers=4,
-            linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
-            linear_value_head_dim=32),
+    _QWEN3_5,
+    replace(_QWEN3_5, name="qwen3_5_mtp", edit=_mtp_of_qwen),
 )  # fmt: skip
 
 UNUSUAL: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL})

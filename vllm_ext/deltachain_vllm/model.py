@@ -22,6 +22,7 @@ from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
 from deltachain_vllm.reloading import reload
 from deltachain_vllm.repacking import repack
+from deltachain_vllm.scales import owned
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,7 +98,12 @@ class VllmModel:
     @contextmanager
     def _as_when_loading(self) -> Iterator[None]:
         dtype = self.config.model_config.dtype
-        with set_current_vllm_config(self.config), set_default_torch_dtype(dtype), torch.no_grad():
+        with (
+            set_current_vllm_config(self.config),
+            set_default_torch_dtype(dtype),
+            torch.no_grad(),
+            owned(),
+        ):
             yield
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import gc
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -26,6 +27,19 @@ class Method:
 
     def process_weights_after_loading(self, layer: Any) -> None:
         self.kernel = Kernel(layer.weight.data.clone())
+
+
+class Handle:
+    """Owns what a library made, and keeps its address in a tensor: oneDNN's are like that."""
+
+    living: ClassVar[set[int]] = set()
+
+    def __init__(self, address: int) -> None:
+        self.address = torch.tensor(address)
+        self.living.add(address)
+
+    def __del__(self) -> None:
+        self.living.discard(int(self.address))
 
 
 class Layer(nn.Module):
@@ -103,6 +117,25 @@ def test_new_tensors_are_settled_into_the_old_ones() -> None:
     assert torch.equal(layer.quant_method.kernel.packed, new)
     assert [float(one[0]) for one in layer.split] == [5.0, 6.0]
     assert layer.kernel is len
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_owns_something_is_taken_whole(*, goes_on: bool) -> None:
+    """With the address of a new handle, the old one would own what ends with the new one."""
+    layer = Layer()
+    layer.quant_method.handle = Handle(1)
+    assert "quant_method.handle.address" not in dict(tensors_in(layer))
+    members = Members([layer])
+    layer.quant_method.handle = Handle(2)
+    assert members.has_new_state()
+    if goes_on:
+        members.settle()
+    else:
+        members.put_back()
+    del members
+    gc.collect()
+    assert int(layer.quant_method.handle.address) == 1 + goes_on
+    assert Handle.living == {1 + goes_on}
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
+from torch import Tensor
 
 from deltachain.errors import (
     ApplyError,
@@ -16,8 +17,9 @@ from deltachain.errors import (
 )
 from deltachain.subscribe import windows
 from deltachain.subscribe.ticket import Ticket
+from deltachain.testing.engine import FakeModel
 from deltachain.testing.faults import Fault
-from deltachain.testing.sharding import HOSTED, Shape
+from deltachain.testing.sharding import HOSTED, Shape, full_of
 from tests.unit.subscribe.replicas import SHAPES, Followed
 
 Build = Callable[..., Followed]
@@ -109,6 +111,33 @@ def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(followed: Buil
     here.subscriber.poisoned = True
     here.subscriber.update()
     assert here.holds(3)
+
+
+def test_only_layers_that_changed_are_loaded_again(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine stands still meanwhile: for as long as it takes to load what changed."""
+    here = followed(Shape(layers=4, odd=("packed", "flipped")))
+    here.publish(1)
+    here.subscriber.update()
+    loaded: list[set[str]] = []
+    reload = FakeModel.reload
+
+    def noted(model: FakeModel, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        given = list(tensors)
+        loaded.append({name for name, _ in given})
+        reload(model, given)
+
+    monkeypatch.setattr(FakeModel, "reload", noted)
+    for changed in ({"layers.2.packed.weight"}, {"layers.0.packed.weight", "norm.weight"}):
+        with torch.no_grad():
+            for name in changed:
+                here.model.get_parameter(name).add_(1)
+        here.publisher.publish()
+        here.publisher.flush()
+        here.subscriber.update()
+        assert here.engine.holds(full_of(here.model))
+    assert loaded == [{"layers.2.packed.weight"}, {"layers.0.packed.weight"}]
 
 
 @pytest.mark.parametrize("shape", [Shape(tp=2), Shape(odd=HOSTED), Shape(tp=2, untied=True)])
