@@ -169,12 +169,15 @@ class _Search:
                 )
 
     def _processed(self) -> frozenset[str]:
-        """Layers that a reload leaves otherwise than a load alone does."""
+        """Layers that a reload changes otherwise than a load alone does.
+
+        That it leaves them as they were shows nothing: it may do nothing at all.
+        """
         loaded, reloaded = self._left_by("loaded"), self._left_by("reloaded")
         return frozenset(
             self.finding.state.owner[name]
-            for name in loaded.keys() | reloaded
-            if loaded.get(name) != reloaded.get(name)
+            for name, digest in reloaded.items()
+            if loaded.get(name) != digest
         )
 
     def _left_by(self, way: Way) -> Mapping[str, bytes]:

@@ -16,24 +16,26 @@ LARGE: Final = 64.0
 
 
 def mixed(
-    weights: Weights, names: Iterable[str], others: Iterable[str]
+    weights: Weights, names: Iterable[str], others: Iterable[str], turn: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint tensors, some of them with other bits in every element."""
     changed = frozenset(others)
     for name in names:
         for here, tensor in weights([name]):
-            yield here, other_bits(tensor) if name in changed else tensor
+            yield here, other_bits(tensor, turn) if name in changed else tensor
 
 
-def other_bits(tensor: Tensor) -> Tensor:
+def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     """A tensor of which every element is another, by more than any rounding.
 
-    Elements that were alike are not: they show where each of them goes.
+    Elements that were alike are not: they show where each of them goes. So are those of two turns,
+    0 and 1, but for booleans: they show which of two tensors that were alike lies somewhere.
     """
     if tensor.dtype is torch.bool:
         return ~tensor
     seeded = torch.Generator().manual_seed(tensor.numel())
     power = torch.randint(0, 3, tensor.shape, generator=seeded).to(tensor.device)
+    power = (power + turn) % 3
     found = _raised(tensor, power)
     if tensor.ndim and tensor.shape[-1] > 1:
         # No row is its own mirror image: a loader that turns rows over is seen by any of them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.others import mixed
@@ -16,6 +16,9 @@ from deltachain.subscribe.patch import LiveBits, same_bits
 from deltachain.subscribe.source import Source
 from deltachain.subscribe.ways import Group, Way, bring
 from deltachain.subscribe.windows import Place, on_device_of
+
+TURN: Final = 1
+"""Of its other bits: tensors that were alike have others in a trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +40,18 @@ class Rest:
     def write(self, *, other: bool) -> None:
         """Bring other bits of all of it, or the first ones."""
         for name, places in self.places.items():
-            write(places, self.source.other(name) if other else self.source.bits(name))
+            write(places, self.source.other(name, TURN) if other else self.source.bits(name))
         for way, group in self.groups:
             changed = group.names if other else ()
-            bring(self.model, way, group.layers, mixed(self.source.clones, group.names, changed))
+            weights = mixed(self.source.clones, group.names, changed, TURN)
+            bring(self.model, way, group.layers, weights)
 
     def lost(self) -> frozenset[str]:
         """Tensors that are written in place and do not hold their other bits any more."""
         return frozenset(
             name
             for name, places in self.places.items()
-            if not lies(places, self.source.other(name))
+            if not lies(places, self.source.other(name, TURN))
         )
 
 

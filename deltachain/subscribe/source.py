@@ -68,9 +68,9 @@ class Source:
         """Flat bits of a tensor of the chain, as the checkpoint has it."""
         return self.checkpoint.bits(self.names[name][0])
 
-    def other(self, name: str) -> LiveBits:
+    def other(self, name: str, turn: int = 0) -> LiveBits:
         """Other bits of a tensor, flat."""
-        return storage_bits(other_bits(tensor_of(self.specs[name], self.bits(name))))
+        return storage_bits(other_bits(tensor_of(self.specs[name], self.bits(name)), turn))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
         """Flat bits of a tensor, for keeping and changing."""

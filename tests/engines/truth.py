@@ -7,23 +7,16 @@ are judged by transformers, in fp32 on the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 MARGIN: Final = 0.25
 """Logits below the best one at which a token is not the greedy choice: both engines round."""
-
-ROUTINGS: Final = 48
-"""Other choices of experts that are tried before a token is called wrong."""
-
-ROUNDING: Final = 2.0**-5
-"""Relative noise in what routers read for that: engines round on the way there."""
 
 _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -78,26 +71,7 @@ class Judge:
     def wrong(
         self, prompt: Sequence[int], tokens: Sequence[int], which: Iterable[int]
     ) -> list[int]:
-        """Those of some positions whose token is not the greedy one after all before it.
-
-        Where two experts are as good as each other, rounding chooses between them, and the token
-        may be another by far: it is right if it is the greedy one of either choice.
-        """
-        left = self._not_greedy(prompt, tokens, which)
-        routers = [one for one in self._model.modules() if "Router" in type(one).__name__]
-        for seed in range(ROUTINGS if routers else 0):
-            if not left:
-                break
-            noise = partial(_noisy, torch.Generator().manual_seed(seed))
-            hooks = [router.register_forward_pre_hook(noise) for router in routers]
-            left = self._not_greedy(prompt, tokens, left)
-            for hook in hooks:
-                hook.remove()
-        return left
-
-    def _not_greedy(
-        self, prompt: Sequence[int], tokens: Sequence[int], which: Iterable[int]
-    ) -> list[int]:
+        """Those of some positions whose token is not the greedy one after all before it."""
         with torch.no_grad():
             inputs = torch.tensor([[*prompt, *tokens]])
             logits = self._model(input_ids=inputs).logits[0, len(prompt) - 1 : -1]
@@ -109,12 +83,6 @@ class Judge:
         with torch.no_grad():
             found = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         return found.logits[0, -1], found.past_key_values
-
-
-def _noisy(dice: torch.Generator, _: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a router is given, rounded otherwise."""
-    hidden, *more = given
-    return (hidden * (1 + ROUNDING * torch.randn(hidden.shape, generator=dice)), *more)
 
 
 def wrong_steps(

@@ -51,10 +51,16 @@ def _and(base: str, name: str, edit: Callable[[Tensors], Tensors], **said: Any) 
 
 
 def _wide(base: str, name: str) -> Family:
-    """A family with latent attention as wide as that of real ones: kernels know no other width."""
+    """A family with latent attention as wide as that of real ones: kernels know no other width.
+
+    Every token goes to all experts: of two that are as good as each other rounding chooses one, and
+    the next token could be explained by no other implementation.
+    """
     wide = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     family = FAMILIES[base]
-    return replace(family, name=name, config=MappingProxyType({**family.config, **wide}))
+    experts = family.config["n_routed_experts"]
+    every = {"topk_group": family.config["n_group"], "num_experts_per_tok": experts}
+    return replace(family, name=name, config=MappingProxyType({**family.config, **wide, **every}))
 
 
 def _layer_again(saved: Tensors, last: int, prefix: str, **more: tuple[int, ...]) -> Tensors:

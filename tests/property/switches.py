@@ -66,8 +66,8 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
 def _where(patch: pytest.MonkeyPatch) -> None:
     """Other bits that show only that something arrived, as bits that are alike stay alike."""
 
-    def alike(tensor: Tensor) -> Tensor:
-        return tensor * 2 + 1 if tensor.is_floating_point() else tensor ^ 1
+    def alike(tensor: Tensor, turn: int = 0) -> Tensor:
+        return tensor * (2 + turn) + 1 if tensor.is_floating_point() else tensor ^ (1 + turn)
 
     patch.setattr(others, "other_bits", alike)
     patch.setattr(source, "other_bits", alike)
