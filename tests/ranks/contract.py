@@ -27,4 +27,6 @@ class TestDistStore(StoreContract):
 def one_rank(rank: int, folder: str) -> None:
     del rank
     arguments = ["-q", "-p", "no:cacheprovider", "-n", "0", "--rootdir", folder]
+    # What ranks are forked from has imported plugins of pytest, which can no longer be rewritten.
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     assert pytest.main([__file__, *arguments, "-o", "python_files=contract.py"]) == 0
