@@ -93,11 +93,23 @@ class Trial:
         for group in left:
             with self._refusing([group], outcomes):
                 outcomes.append(self._try([group]))
+        tried = sum(outcomes, Outcome())
+        return tried + self._apart([g for g in groups if g.names[0] not in tried.refused])
+
+    def _apart(self, groups: Sequence[Group]) -> Outcome:
+        """Refuse groups that cannot be loaded beside everything else, or beside each other."""
+        try:
+            return Outcome(moved=self._expect_apart(groups))
+        except Exception:  # noqa: BLE001
+            self._put_back(groups)
+        outcomes: list[Outcome] = []
+        for group in groups:
+            with self._refusing([group], outcomes):
+                self._expect_apart([group])
         refused = sum(outcomes, Outcome()).refused
-        done = [group for group in groups if group.names[0] not in refused]
-        if (left or more) and len(done) > 1:
-            with self._refusing(done, outcomes):
-                self._expect_apart(done)
+        left = [group for group in groups if group.names[0] not in refused]
+        with self._refusing(left, outcomes):
+            outcomes.append(Outcome(moved=self._expect_apart(left)))
         return sum(outcomes, Outcome())
 
     @contextmanager
@@ -130,13 +142,33 @@ class Trial:
             seen.look(picked)
             self._load(picked.values(), {})
             self.state.expect_same()
-        return seen.outcome(self._expect_apart(groups))
+        return seen.outcome(self._expect_repeatable(groups))
+
+    def _expect_repeatable(self, groups: Sequence[Group]) -> frozenset[str]:
+        """Refuse a loader that does another thing with the same bits the next time.
+
+        Returns:
+            Tensors that are not in their places then.
+
+        Raises:
+            TensorMismatchError: It does.
+            Exception: Whatever it raises.
+        """
+        others = {name: group for group in groups for name in group.names}
+        self._load(groups, others)
+        once = State(self.state.model, Bits(self.state.model.tensors()))
+        self._load(groups, others)
+        once.expect_same()
+        moved = self.moved(others)
+        self._load(groups, {})
+        self.state.expect_same()
+        return moved
 
     def _expect_apart(self, groups: Sequence[Group]) -> frozenset[str]:
-        """Refuse a loader that changes what it is not given, or does another thing the next time.
+        """Refuse a loader that changes what it is not given, while everything holds other bits.
 
-        Everything holds other bits meanwhile. A swap loads the groups that changed, so each must
-        be taken without each other one: they are told apart by the digits of their numbers.
+        A swap loads the groups that changed, so each must be taken without each other one: they are
+        told apart by the digits of their numbers.
 
         Returns:
             Tensors that were loaded and are not in their places.
@@ -145,11 +177,11 @@ class Trial:
             TensorMismatchError: It does.
             Exception: Whatever it raises.
         """
+        if not groups:
+            return frozenset()
         others = {name: group for group in groups for name in group.names}
         self._expect_kept(groups, others)
         once = State(self.state.model, Bits(self.state.model.tensors()))
-        self._load(groups, others)
-        once.expect_same()
         moved = self.moved(others)
         for half in halves(groups):
             self._load(half, others)

@@ -148,7 +148,7 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "a neighbour's change proves nothing": (_alone, modules(2499)),
     "other bits show where they go": (_where, loaders(23)),
     "groups are loaded apart": (_halves, loaders(86)),
-    "loading is repeatable": (partial(_empty, Trial, "_expect_apart"), loaders(23)),
+    "loading is repeatable": (partial(_empty, Trial, "_expect_repeatable"), loaders(23)),
     "groups of one layer take turns": (_turns, modules(889)),
     "what is not loaded keeps other bits": (_kept, loaders(3330)),
     "live bits are read back": (_read_back, modules(1065)),
