@@ -25,14 +25,16 @@ class Trainer:
         url: Where the chain is made; in the folder when not given.
         family: Any that transformers trains; see :func:`tests.engines.families.named`.
         seed: Decides the first weights and the text.
+        steps: Of the optimizer, for each version.
     """
 
     def __init__(
-        self, folder: Path, url: str = "", *, family: str = "qwen3", seed: int = 0
+        self, folder: Path, url: str = "", *, family: str = "qwen3", seed: int = 0, steps: int = 1
     ) -> None:
         self.base = folder / "base"
         self.url = url or (folder / "chain").resolve().as_uri()
         self.head = 0
+        self._each = steps
         self._pulled = folder / "pulled"
         with one_thread():
             batches = make_batches(seed)
@@ -54,9 +56,10 @@ class Trainer:
         self._publisher.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Take a step and commit it; the version."""
+        """Take steps and commit them; the version."""
         with one_thread(), torch.enable_grad():
-            next(self._steps)
+            for _ in range(self._each):
+                next(self._steps)
         self.head = self._publisher.publish(step=self.head + 1).result().version
         return self.head
 
