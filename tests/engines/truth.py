@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from safetensors.torch import load_file
@@ -17,6 +17,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 MARGIN: Final = 0.25
 """Logits below the best one at which a token is not the greedy choice: both engines round."""
+
+ROUNDINGS: Final = 2.0
+"""The same for what rounds more, latent attention for one: errors of transformers in bf16."""
+
+CANDIDATES: Final = 5
+"""Tokens of the highest logits, whose errors those are."""
 
 _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -64,9 +70,15 @@ class Judge:
     """
 
     def __init__(self, checkpoint: Path) -> None:
-        self._model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            checkpoint, dtype=torch.float32, local_files_only=True
-        ).eval()
+        self._model, self._rounding = (
+            cast(
+                "PreTrainedModel",
+                AutoModelForCausalLM.from_pretrained(
+                    checkpoint, dtype=dtype, local_files_only=True
+                ).eval(),
+            )
+            for dtype in (torch.float32, torch.bfloat16)
+        )
 
     def wrong(
         self, prompt: Sequence[int], tokens: Sequence[int], which: Iterable[int]
@@ -74,9 +86,15 @@ class Judge:
         """Those of some positions whose token is not the greedy one after all before it."""
         with torch.no_grad():
             inputs = torch.tensor([[*prompt, *tokens]])
-            logits = self._model(input_ids=inputs).logits[0, len(prompt) - 1 : -1]
-        gap = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        return [position for position in which if gap[position] > MARGIN]
+            exact, rounded = (
+                model(input_ids=inputs).logits[0, len(prompt) - 1 : -1].float()
+                for model in (self._model, self._rounding)
+            )
+        best = exact.topk(CANDIDATES, -1).indices
+        gaps = [one.gather(-1, best[:, :1]) - one.gather(-1, best) for one in (exact, rounded)]
+        margin = max(MARGIN, ROUNDINGS * float((gaps[0] - gaps[1]).abs().max()))
+        gap = exact.amax(-1) - exact.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        return [position for position in which if gap[position] > margin]
 
     def next(self, tokens: Sequence[int], cache: Any) -> tuple[Tensor, Any]:
         """Logits after some tokens, and keys and values; those before them may be another's."""
