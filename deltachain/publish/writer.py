@@ -208,7 +208,7 @@ def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]
         edges = [chain.edge(summary, parent) for summary in plan.edges]
     except (BrokenChainError, ObjectNotFoundError, FormatError):
         return sys.maxsize, ""
-    parts = [key for edge in edges if (key := _first_part(edge))]
+    parts = [part.key for edge in edges for part in edge.parts]
     gone = len(chain.store.find_all(parts)) < len(parts)
     return (sys.maxsize, "") if gone else (plan.cost, _first_part(edges[0]))
 

@@ -83,6 +83,7 @@ class Leader:
         self.trouble: DeltaChainError | None = None
         self._staged: Staged | None = None
         self._ended = ""
+        self._has_failed = False
         self._caught_up = False
         self._takes_over = takes_over
         self._stop = Event()
@@ -109,12 +110,7 @@ class Leader:
                 self._ended = f"following ended: {exc}"
             logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
         if self.settings.follow and not self._ended:
-            self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
-            if not started(self._thread):
-                self._thread = None
-                raise ApplyError(
-                    "no thread is left to follow in", hint="let this process have more (ulimit -u)"
-                )
+            self._follow_in_a_thread()
 
     def end(self) -> None:
         """Let following end soon; may be called from a signal handler."""
@@ -200,8 +196,16 @@ class Leader:
         return held
 
     def release(self) -> None:
-        """Follow the head again after a rollback."""
+        """Follow the head again after a rollback, also where following has ended.
+
+        Raises:
+            ApplyError: No thread is left to follow in.
+        """
         self.subscriber.release()
+        if self._thread is not None and self._has_failed and not self._stop.is_set():
+            self._thread.join()  # it has said why it ends
+            self._ended, self._has_failed = "", False
+            self._follow_in_a_thread()
 
     def notify(self) -> None:
         """Look for a new version now."""
@@ -307,9 +311,17 @@ class Leader:
         try:
             yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
         except Exception as exc:
-            self._ended = f"following ended: {exc}"
+            self._ended, self._has_failed = f"following ended: {exc}", True
             self._troubled(exc)
             raise
+
+    def _follow_in_a_thread(self) -> None:
+        self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
+        if not started(self._thread):
+            self._thread = None
+            raise ApplyError(
+                "no thread is left to follow in", hint="let this process have more (ulimit -u)"
+            )
 
     def _follow(self) -> None:
         try:

@@ -130,6 +130,14 @@ def flush(manager: Any) -> None:  # noqa: ANN401
         manager.flush_cache(empty_cache=False)
 
 
+def forget_embeddings() -> None:
+    """Forget what the model made of images and sounds: SGLang keeps it by their content alone."""
+    from sglang.srt.managers import mm_schedule
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+
+
 def rest(scheduler: Any) -> None:  # noqa: ANN401
     """Let a paused scheduler's watchdog see that it does not hang: it ends those that do."""
     scheduler.cur_batch_for_debug = None

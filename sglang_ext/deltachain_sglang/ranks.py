@@ -82,6 +82,8 @@ def _answers(asked: str, manager: Any) -> Sequence[Verdict]:  # noqa: ANN401
     if flush and not all(compat.gather(compat.can_flush(manager))):
         return [BUSY]
     verdicts = compat.gather(verbs.do(verb, arguments))
+    if verb == "swap":  # also one that failed: it may have written
+        compat.forget_embeddings()
     if flush and all(verdict["ok"] for verdict in verdicts):
         compat.flush(manager)
     return verdicts

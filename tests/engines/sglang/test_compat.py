@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from sglang.srt.managers import mm_schedule
+from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.utils.auth import add_api_key_middleware
 from torch import nn
 
@@ -138,3 +141,12 @@ def test_weights_that_engines_share_are_refused(context: dict[str, Any]) -> None
     context["weight_cache_mode"] = "shared"
     with pytest.raises(ConfigError, match="weight cache"):
         loading.guard(nn.Linear(2, 2))
+
+
+def test_embeddings_of_images_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mm_schedule, "embedding_cache", None)
+    compat.forget_embeddings()  # a model without eyes has none
+    mm_schedule.init_mm_embedding_cache(1 << 20)
+    mm_schedule.embedding_cache.set(7, EmbeddingResult(embedding=torch.ones(4)))
+    compat.forget_embeddings()
+    assert mm_schedule.embedding_cache.get_single(7) is None

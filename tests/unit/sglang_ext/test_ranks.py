@@ -54,6 +54,8 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     )
     monkeypatch.setattr(compat, "rank_of", lambda: 0)
     monkeypatch.setattr(compat, "verdicts", lambda text: text)
+    forgotten: list[bool] = []
+    monkeypatch.setattr(compat, "forget_embeddings", lambda: forgotten.append(True))
     model = nn.Linear(2, 2)
     updater = SimpleNamespace(model_config=None, device="cpu")
     runner = SimpleNamespace(model=model, weight_updater=updater)
@@ -64,6 +66,7 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         scheduler=scheduler,
         is_fully_idle=scheduler.is_fully_idle,
         flush_cache=scheduler.flush_cache,
+        forgotten=forgotten,
     )
 
 
@@ -100,6 +103,14 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     do = mock.Mock(return_value={"ok": True})
     monkeypatch.setattr(ranks, "verbs_of", lambda *_: SimpleNamespace(do=do))
     return do
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_a_swap_forgets_what_older_weights_made_of_images(manager: Any, *, flush: bool) -> None:
+    asked(manager, question())
+    assert not manager.forgotten
+    asked(manager, question("swap", flush=flush))
+    assert manager.forgotten
 
 
 def test_caches_go_with_a_swap_and_requests_that_wait_for_a_grammar_stay(

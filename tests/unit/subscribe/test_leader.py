@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 
-from deltachain.errors import ChainError, ConfigError, PoisonedError
+from deltachain.errors import ChainError, ConfigError, ForkedChainError, PoisonedError
 from deltachain.subscribe import SubscribeConfig
 from deltachain.subscribe.leader import Leader
 from deltachain.subscribe.settings import ReplicaSettings
@@ -207,6 +208,28 @@ def test_a_rollback_stays_until_it_is_released(
         leader.release()
         leader.update()
         assert here.holds(2)
+
+
+def test_a_release_follows_again_where_following_has_ended(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where the store went back and was written to: the hint says to roll back."""
+    here = followed()
+    here.publish(1, 2)
+    with led(here, monkeypatch, follow=True) as leader:
+        leader.start()
+        eventually(lambda: leader.status().ready)
+        with monkeypatch.context() as patch:
+            fork = ForkedChainError("two chains")
+            patch.setattr(leader.subscriber, "update", Mock(side_effect=fork))
+            patch.setattr(leader.subscriber, "stage", Mock(side_effect=fork))
+            here.publish(3)
+            eventually(lambda: not leader.status().following)
+        assert "two chains" in leader.status().reason
+        leader.rollback(1)
+        leader.release()
+        eventually(lambda: leader.status().version == 3)
+        assert (leader.status().ready, leader.status().following) == (True, True)
 
 
 def test_settings_come_from_the_environment() -> None:
