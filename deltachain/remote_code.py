@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -19,6 +20,9 @@ POINTERS: Final = ("auto_map", "custom_pipelines")
 
 ELSEWHERE: Final = "--"
 """What stands between a repository and a class of its."""
+
+CLASS_ELSEWHERE: Final = re.compile(rf"[\w.-]+/[\w.-]+{ELSEWHERE}[\w.]+")
+"""Names code in any field: sentence-transformers reads ``type`` of ``modules.json`` so."""
 
 
 def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes:
@@ -56,13 +60,17 @@ def _strip(value: Any, *, inside: bool) -> Iterator[str]:  # noqa: ANN401 - JSON
         items = list(enumerate(value))
     for key, inner in items:
         within = inside or key in POINTERS
-        if within and isinstance(inner, str) and ELSEWHERE in inner:
+        if isinstance(inner, str) and _names_code(inner, within=within):
             yield inner
             value[key] = None
         else:
             yield from _strip(inner, inside=within)
         if isinstance(value, dict) and within and _is_void(value[key]):
             del value[key]
+
+
+def _names_code(text: str, *, within: bool) -> bool:
+    return (within and ELSEWHERE in text) or CLASS_ELSEWHERE.fullmatch(text) is not None
 
 
 def _is_void(value: Any) -> bool:  # noqa: ANN401 - JSON

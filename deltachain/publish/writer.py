@@ -208,9 +208,9 @@ def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]
         edges = [chain.edge(summary, parent) for summary in plan.edges]
     except (BrokenChainError, ObjectNotFoundError, FormatError):
         return sys.maxsize, ""
-    parts = [part.key for edge in edges for part in edge.parts]
-    gone = len(chain.store.find_all(parts)) < len(parts)
-    return (sys.maxsize, "") if gone else (plan.cost, _first_part(edges[0]))
+    parts = {part.key: part.nbytes for edge in edges for part in edge.parts}
+    found = {key: info.nbytes for key, info in chain.store.find_all(parts).items()}
+    return (plan.cost, _first_part(edges[0])) if found == parts else (sys.maxsize, "")
 
 
 def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:

@@ -29,7 +29,7 @@ def settled() -> Iterator[None]:
 @contextmanager
 def own_stream(model: EngineModel) -> Iterator[None]:
     """A stream beside the engine's own, so that staging does not queue up behind its kernels."""
-    where = next(iter(model.tensors().values())).device
+    where = next((tensor.device for tensor in model.tensors().values()), torch.device("cpu"))
     if where.type != "cuda":
         yield
         return

@@ -94,22 +94,23 @@ class Trial:
             with self._refusing([group], outcomes):
                 outcomes.append(self._try([group]))
         tried = sum(outcomes, Outcome())
-        return tried + self._apart([g for g in groups if g.names[0] not in tried.refused])
+        known = [group for group in groups if group.names[0] not in tried.refused]
+        return tried + self._apart(known, tried.touched)
 
-    def _apart(self, groups: Sequence[Group]) -> Outcome:
+    def _apart(self, groups: Sequence[Group], touched: frozenset[str]) -> Outcome:
         """Refuse groups that cannot be loaded beside everything else, or beside each other."""
         try:
-            return Outcome(moved=self._expect_apart(groups))
+            return Outcome(moved=self._expect_apart(groups, touched))
         except Exception:  # noqa: BLE001
             self._put_back(groups)
         outcomes: list[Outcome] = []
         for group in groups:
             with self._refusing([group], outcomes):
-                self._expect_apart([group])
+                self._expect_apart([group], touched)
         refused = sum(outcomes, Outcome()).refused
         left = [group for group in groups if group.names[0] not in refused]
         with self._refusing(left, outcomes):
-            outcomes.append(Outcome(moved=self._expect_apart(left)))
+            outcomes.append(Outcome(moved=self._expect_apart(left, touched)))
         return sum(outcomes, Outcome())
 
     @contextmanager
@@ -164,11 +165,15 @@ class Trial:
         self.state.expect_same()
         return moved
 
-    def _expect_apart(self, groups: Sequence[Group]) -> frozenset[str]:
+    def _expect_apart(self, groups: Sequence[Group], touched: frozenset[str]) -> frozenset[str]:
         """Refuse a loader that changes what it is not given, while everything holds other bits.
 
         A swap loads the groups that changed, so each must be taken without each other one: they are
         told apart by the digits of their numbers.
+
+        Args:
+            groups: Each of which can be loaded alone.
+            touched: Live tensors that this was seen to change: some are made in other layers.
 
         Returns:
             Tensors that were loaded and are not in their places.
@@ -180,7 +185,7 @@ class Trial:
         if not groups:
             return frozenset()
         others = {name: group for group in groups for name in group.names}
-        self._expect_kept(groups, others)
+        self._expect_kept(groups, others, touched)
         once = State(self.state.model, Bits(self.state.model.tensors()))
         moved = self.moved(others)
         for half in halves(groups):
@@ -192,13 +197,16 @@ class Trial:
         self.state.expect_same()
         return moved
 
-    def _expect_kept(self, groups: Sequence[Group], others: Mapping[str, Group]) -> None:
+    def _expect_kept(
+        self, groups: Sequence[Group], others: Mapping[str, Group], touched: frozenset[str]
+    ) -> None:
         """Load groups with other bits beside other bits of everything else, which must stay."""
         if self.rest is None:
             self._load(groups, others)
             return
         self.rest.write(other=True)
-        mine = frozenset().union(*(group.layers for group in groups))
+        follow = {self.state.owner[name] for name in touched if name in self.state.owner}
+        mine = follow.union(*(group.layers for group in groups))
         beside = frozenset(self.state.modules) - mine if all(g.layers for g in groups) else None
         before = State(self.state.model, Bits(self.state.model.tensors()), beside or frozenset())
         self._load(groups, others)

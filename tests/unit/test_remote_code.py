@@ -37,6 +37,8 @@ def stripped(document: Any) -> Any:
         ({"text_config": {"auto_map": {"A": EVIL}, "a": 1}}, {"text_config": {"a": 1}}),
         ([{"deep": [{"auto_map": {"A": EVIL}}]}], [{"deep": [{}]}]),
         ({"custom_pipelines": {"p": {"impl": EVIL}}, "a": 1}, {"a": 1}),
+        ([{"idx": 0, "type": EVIL}], [{"idx": 0, "type": None}]),
+        ({"auto_mapping": {"parent_library": EVIL}}, {"auto_mapping": {"parent_library": None}}),
     ],
 )
 def test_code_elsewhere_is_taken_out_wherever_it_is_named(document: Any, left: Any) -> None:
@@ -49,6 +51,7 @@ def test_code_elsewhere_is_taken_out_wherever_it_is_named(document: Any, left: A
         b'{"auto_map": {"AutoModel": "modeling_x.X"}}',
         b'{"a":"--", "auto_map":{"A":"modeling.A"}}',
         b'{"chat_template": "a -- b"}',
+        b'{"type": "sentence_transformers.models.Transformer", "a": "b/c -- d"}',
         b"-- no JSON",
         b"[" * 100_000 + b"--",
         b"\xff--",
