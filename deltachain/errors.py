@@ -34,7 +34,7 @@ whether the same call may succeed later without anybody changing anything.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 _E = TypeVar("_E", bound="DeltaChainError")
 
@@ -177,22 +177,22 @@ class UnsupportedFormatError(FormatError):
     default_hint = "upgrade deltachain"
 
 
+_DAMAGED: Final = (
+    "the object is damaged and was not used; if it stays so, put it back from a backup, "
+    "or remove it, if it is a delta or an anchor, and start the publisher again"
+)
+
+
 class MalformedError(FormatError):
     """The object violates FORMAT.md."""
 
-    default_hint = (
-        "the object is damaged and was not used; if it stays so, "
-        "put it back from a backup or publish an anchor"
-    )
+    default_hint = _DAMAGED
 
 
 class DigestMismatchError(FormatError):
     """The bytes do not have the digest that names them."""
 
-    default_hint = (
-        "the object is damaged and was not used; if it stays so, "
-        "put it back from a backup or publish an anchor"
-    )
+    default_hint = _DAMAGED
 
     def __init__(
         self, message: str, *, expected: str, actual: str, key: str = "", hint: str = ""

@@ -22,7 +22,7 @@ ELSEWHERE: Final = "--"
 """What stands between a repository and a class of its."""
 
 CLASS_ELSEWHERE: Final = re.compile(rf"[\w.-]+/[\w.-]+{ELSEWHERE}[\w.]+")
-"""Names code in any field: sentence-transformers reads ``type`` of ``modules.json`` so."""
+"""A class of a repository. It is taken out of any field: who reads one may fetch and run it."""
 
 
 def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes:

@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 def refused(exc: DeltaChainError) -> SystemExit:
     """Say why a server cannot follow its chain; what to raise to end it, without a traceback."""
-    can_serve = not isinstance(exc, EngineDamagedError)
-    way_out = "\n  DELTACHAIN_STRICT=0 lets it serve what it loaded instead" * can_serve
-    logger.error("deltachain cannot follow the chain, so this server ends: %s%s", exc, way_out)
+    told = f"deltachain cannot follow the chain, so this server ends: {exc}"
+    if not isinstance(exc, EngineDamagedError):
+        told += "\n  DELTACHAIN_STRICT=0 lets it serve what it loaded instead"
+    logger.error("%s", told)
     return SystemExit(exc.exit_code)

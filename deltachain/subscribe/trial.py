@@ -60,24 +60,24 @@ class Trial:
         way: That is tried.
         weights: Of the checkpoint that the model holds.
         links: The layers that must follow each tensor.
+        rest: What has a way and is not loaded.
         made: Live tensors and numbers that must follow each tensor.
         vectors: Tensors of one dimension or none.
         visible: Tensors that live in the model bit by bit.
         shared: Those of them that others may be loaded over.
         moved: Of some tensors that were loaded with other bits, those that are not in their places.
-        rest: What has a way and is not loaded.
     """
 
     state: State
     way: Way
     weights: Weights
     links: Mapping[str, frozenset[str]]
+    rest: Rest
     made: Mapping[str, frozenset[str]] = field(default_factory=dict)
     vectors: Container[str] = ()
     visible: Container[str] = ()
     shared: Container[str] = ()
     moved: Callable[[Iterable[str]], frozenset[str]] = lambda _: frozenset()
-    rest: Rest | None = None
 
     def run(self, groups: Sequence[Group]) -> Outcome:
         """Try groups at once that have no layer in common; all alone where something goes wrong."""
@@ -94,14 +94,14 @@ class Trial:
             with self._refusing([group], outcomes):
                 outcomes.append(self._try([group]))
         tried = sum(outcomes, Outcome())
-        known = [group for group in groups if group.names[0] not in tried.refused]
-        return tried + self._apart(known, tried.touched)
+        followed = [group for group in groups if group.names[0] not in tried.refused]
+        return tried + self._apart(followed, tried.touched)
 
     def _apart(self, groups: Sequence[Group], touched: frozenset[str]) -> Outcome:
         """Refuse groups that cannot be loaded beside everything else, or beside each other."""
         try:
             return Outcome(moved=self._expect_apart(groups, touched))
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001 - an engine's loader may raise anything; who, is found now
             self._put_back(groups)
         outcomes: list[Outcome] = []
         for group in groups:
@@ -118,12 +118,11 @@ class Trial:
         """Have the model hold what it held where something is raised, and note why."""
         try:
             yield
-        except EngineVersionError:
-            outcomes.append(Outcome({group.names[0]: "" for group in groups}))
-        except Exception as exc:  # noqa: BLE001
+        except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
             self._put_back(groups)
             told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
-            why = f"loading it again fails: {told}"[:200]
+            has_way = not isinstance(exc, EngineVersionError)
+            why = f"loading it again fails: {told}"[:200] if has_way else ""
             outcomes.append(Outcome({group.names[0]: why for group in groups}))
 
     def _put_back(self, groups: Sequence[Group]) -> None:
@@ -166,7 +165,7 @@ class Trial:
         return moved
 
     def _expect_apart(self, groups: Sequence[Group], touched: frozenset[str]) -> frozenset[str]:
-        """Refuse a loader that changes what it is not given, while everything holds other bits.
+        """Refuse a loader that changes tensors beside the given ones, while all hold other bits.
 
         A swap loads the groups that changed, so each must be taken without each other one: they are
         told apart by the digits of their numbers.
@@ -191,9 +190,8 @@ class Trial:
         for half in halves(groups):
             self._load(half, others)
             once.expect_same()
+        self.rest.write(other=False)
         self._load(groups, {})
-        if self.rest is not None:
-            self.rest.write(other=False)
         self.state.expect_same()
         return moved
 
@@ -201,9 +199,6 @@ class Trial:
         self, groups: Sequence[Group], others: Mapping[str, Group], touched: frozenset[str]
     ) -> None:
         """Load groups with other bits beside other bits of everything else, which must stay."""
-        if self.rest is None:
-            self._load(groups, others)
-            return
         self.rest.write(other=True)
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))

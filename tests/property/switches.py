@@ -91,7 +91,8 @@ def _turns(patch: pytest.MonkeyPatch) -> None:
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
     """What is not loaded holds what it held."""
-    patch.setattr(Finding, "_rest", _nothing)
+    patch.setattr(Rest, "write", _nothing)
+    patch.setattr(Rest, "lost", _none)
 
 
 def _ties(patch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,27 @@ def test_an_anchor_that_expired_is_made_again(
     assert chain.plan(None, head).edges[0].version == head.version
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("part", [0, -1])
+def test_an_anchor_of_which_a_part_is_no_good_is_made_again_at_a_start(
+    attach: Attach, store: MemoryStore, part: int, *, is_cut: bool
+) -> None:
+    model = plain_model()
+    publisher = attach(model, anchor_factor=1000.0, part_nbytes=64)
+    publish(publisher, model, 1)
+    publisher.close()
+    parts = sorted(info.key for info in store.list("anchors/"))
+    assert len(parts) > 1
+    data = store.get(parts[part])
+    store.delete(parts[part])
+    if is_cut:
+        store.put(parts[part], data[:-1])
+    publish(attach(model, anchor_factor=1000.0), model, 2)
+    head = Chain.open(store).head()
+    assert head is not None
+    assert Chain.open(store).plan(None, head).edges[0].version == head.version
+
+
 # What closing leaves behind
 
 
