@@ -42,6 +42,7 @@ def find_derived(finding: Finding) -> None:
         derived = search.affected(finding.source.present) & left
     search.expect_made(left - derived)
     search.expect_stable(left - derived)
+    search.expect_loaded(left - derived)
     made = _made_from(finding, search, derived)
     for live, names in made.items():
         for name in names:
@@ -64,7 +65,8 @@ def _made_from(
                 made[live] |= tried.intersection(scopes[live])
     others = set(finding.source.present).difference(*made.values())
     missed = [live for live in derived if not made[live]]
-    missed += sorted(search.affected(others) & derived) if derived and not missed else []
+    if derived and not missed:
+        missed += sorted(search.affected(others, whole=True) & derived)
     for live in missed:
         raise TensorMismatchError(
             f"the engine's {live} follows the checkpoint, it is not known which tensors of it",
@@ -105,6 +107,20 @@ class _Search:
                 "engine loads the same again"
             )
 
+    def expect_loaded(self, constants: frozenset[str]) -> None:
+        """Refuse what a layer with weights made when it ran: no load makes that again.
+
+        Raises:
+            TensorMismatchError: One did.
+        """
+        linked = frozenset().union(*self.links.values())
+        for live in sorted(constants & self.finding.model.made_by_running()):
+            if _module(self.finding, live) in linked:
+                raise TensorMismatchError(
+                    f"the engine made {live} when it ran, beside weights that it may be made of; "
+                    "it does not make it again when they change"
+                )
+
     def left_behind(self) -> frozenset[str]:
         """Live tensors that stay as they are when layers are reloaded, and not when repacked.
 
@@ -126,15 +142,20 @@ class _Search:
         reloaded = self._load("reloaded", groups, names) if repacked else frozenset()
         return None if repacked is None or reloaded is None else repacked - reloaded
 
-    def affected(self, names: Iterable[str]) -> frozenset[str]:
+    def affected(self, names: Iterable[str], *, whole: bool = False) -> frozenset[str]:
         """Live tensors and outputs that change; afterwards all is as it was.
+
+        Args:
+            names: Of the tensors that hold other bits.
+            whole: Load everything, not only these and what is loaded with them: something may be
+                made from a layer beside the one that makes it.
 
         Raises:
             TensorMismatchError: The engine loads in none of its ways.
         """
         changed = frozenset(names)
-        groups = [group for group in self.groups if not changed.isdisjoint(group)]
-        if not groups:
+        groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
+        if not changed or not groups:
             return frozenset()
         packing = [self._load(way, groups, changed) for way in RELOADS]
         seen = [found for found in packing if found is not None]

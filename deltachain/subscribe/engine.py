@@ -55,6 +55,12 @@ class EngineModel(Protocol):
     def processed(self) -> frozenset[str]:
         """Layers with post-load processing."""
 
+    def made_by_running(self) -> frozenset[str]:
+        """Live tensors that running made or changed, since the checkpoint was loaded.
+
+        None where that is not known.
+        """
+
     def is_plain(self, layer: str) -> bool:
         """Whether a layer was seen to multiply by its weight and add its bias, any bits of them."""
 

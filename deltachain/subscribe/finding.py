@@ -9,10 +9,12 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from deltachain.errors import TensorMismatchError
 from deltachain.names import WIRE_NAMES
 from deltachain.subscribe.classes import ORDER, TensorClass
 from deltachain.subscribe.components import components, distinct
 from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.hiding import may_hide
 from deltachain.subscribe.members import Members, restoring
 from deltachain.subscribe.patch import varied
 from deltachain.subscribe.recorder import Recording
@@ -131,14 +133,26 @@ class Finding:
     def find_hidden(self) -> None:
         """Find layers that cannot be tried and may compute from what cannot be read.
 
-        Those that are processed after loading may: whether they do shows in what is replaced when
-        that is done once more.
+        Those that are processed after loading may: where they keep what nobody can look into, or
+        where that shows when they are processed once more.
+
+        Raises:
+            TensorMismatchError: One keeps what nobody can look into. Nothing is loaded then, since
+                nobody could see that it was put back.
         """
         links = {name: self.links(name) for name in self.source.present}
         layers = frozenset().union(*links.values()) & self.state.processed
         doubtful = layers - self.state.outputs.keys()
         if not doubtful:
             return
+        for layer in sorted(doubtful & self.state.opaque):
+            name = min(name for name in links if layer in links[name])
+            raise TensorMismatchError(
+                f"{layer} keeps what it computes from where it can be neither seen nor tried: "
+                f"{name!r} cannot be written",
+                tensor=name,
+                hint="set linear and MoE backends that keep weights in tensors",
+            )
         names = [name for name in links if links[name] & doubtful]
         scope = self.tied(frozenset().union(*(links[name] for name in names)))
         shown: set[str] = set()
@@ -147,7 +161,9 @@ class Finding:
             with suppress(Exception):
                 bring(self.model, way, scope, self.source.clones(names))
                 shown |= doubtful
-                self.hidden |= {layer for layer, one in members.items() if one.has_new_state()}
+                self.hidden |= {
+                    n for n, one in members.items() if any(map(may_hide, one.replaced()))
+                }
             self.state.put_back()
         self.hidden |= doubtful - shown
         for name in names:
@@ -273,6 +289,9 @@ class Finding:
             blank = [n for n in outcome.idle & silent & self.flat if self.source.specs[n].numel > 1]
             if first not in refused and blank:
                 refused[first] = f"nothing follows {min(blank)}, which is all alike"
+            stray = outcome.moved.intersection(group.names) - self.flat - self.shared
+            if first not in refused and stray:  # it lay there bit by bit, which was no chance
+                refused[first] = f"other bits of {min(stray)} do not arrive at its place"
             if first not in refused and silent and way == "reloaded":
                 refused |= self._confirm(group, silent)
             if first not in refused:
@@ -308,12 +327,15 @@ class Finding:
         )
         return trial.run(groups)
 
-    def _moved(self, names: Iterable[str]) -> frozenset[str]:
-        """Of some tensors that were loaded with other bits, those that are not in their places."""
+    def _moved(self, names: Iterable[str], others: Container[str]) -> frozenset[str]:
+        """Of some tensors, of which others hold other bits, those that are not in their places."""
+        source = self.source
         return frozenset(
             name
             for name in self.read.intersection(names)
-            if not lies(self.places[name], self.source.other(name))
+            if not lies(
+                self.places[name], source.other(name) if name in others else source.bits(name)
+            )
         )
 
     def _rest(self, loaded: Container[str]) -> Rest:

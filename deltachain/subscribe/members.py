@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum
 from hashlib import blake2b
 from types import FunctionType, ModuleType
 from typing import Any, Final
@@ -87,13 +86,12 @@ class Members:
             memory.has_moved() for memory in self._memories.values()
         )
 
-    def has_new_state(self) -> bool:
-        """Whether something was replaced that may hold what no look at the modules shows."""
-        return any(
-            after is not box.items.get(key) and _may_hide(after)
-            for box in self._boxes.values()
-            for key, after in _items(box.container).items()
-        )
+    def replaced(self) -> Iterator[Any]:
+        """What is there now and was not, or not in that place."""
+        for box in self._boxes.values():
+            for key, after in _items(box.container).items():
+                if after is not box.items.get(key):
+                    yield after
 
     def settle(self) -> None:
         """Copy the bits of new tensors into those that they replaced, and put those back.
@@ -109,7 +107,7 @@ class Members:
             self._settle(root, root.container, seen)
 
     def _record(self, module: nn.Module) -> _Box:
-        for container in _containers(module):
+        for container in containers_of(module):
             box = self._boxes[id(container)] = _Box(container, _items(container))
             for value in box.items.values():
                 if isinstance(value, Tensor):
@@ -125,13 +123,13 @@ class Members:
             return
         found = _items(now)
         for key, before in box.items.items():
-            inner = self._boxes.get(id(_container(before)))
+            inner = self._boxes.get(id(container_of(before)))
             if isinstance(before, Tensor):
                 self._settle_tensor(str(key), before, found.get(key))
             elif inner is None or isinstance(before, nn.Module):
                 continue
             else:
-                after = _container(found.get(key))
+                after = container_of(found.get(key))
                 if after is not None:
                     self._settle(inner, after, seen)
             box.put(key, before)
@@ -147,7 +145,7 @@ class Members:
 
     def _follows(self, before: Any, after: Any) -> bool:  # noqa: ANN401
         """Whether a member has been settled: a tensor, or what tensors are kept in."""
-        is_kept = isinstance(before, nn.Module) or id(_container(before)) in self._boxes
+        is_kept = isinstance(before, nn.Module) or id(container_of(before)) in self._boxes
         return isinstance(before, Tensor) or isinstance(after, Tensor) or is_kept
 
     def _settle_tensor(self, key: str, before: Tensor, after: Any) -> None:  # noqa: ANN401
@@ -255,7 +253,7 @@ def restoring(modules: Iterable[nn.Module]) -> Iterator[Members]:
 def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that a module itself holds, by a dotted path."""
     paths = {id(vars(module)): ""}
-    for container in _containers(module):
+    for container in containers_of(module):
         prefix = paths[id(container)]
         for key, value in _items(container).items():
             bare = not prefix and key in ("_parameters", "_buffers")
@@ -263,20 +261,20 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if isinstance(value, Tensor):
                 yield path, value
             else:
-                paths.setdefault(id(_container(value)), path)
+                paths.setdefault(id(container_of(value)), path)
 
 
 def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
     """Every floating-point number that a module itself holds, by a dotted path."""
     paths = {id(vars(module)): ""}
-    for container in _containers(module):
+    for container in containers_of(module):
         prefix = paths[id(container)]
         for key, value in _items(container).items() if container else ():
             path = f"{prefix}.{key}" if prefix else str(key)
             if isinstance(value, float):
                 yield path, value
             elif type(value) not in LEAVES:
-                paths.setdefault(id(_container(value)), path)
+                paths.setdefault(id(container_of(value)), path)
 
 
 def storage_of(tensor: Tensor) -> Tensor:
@@ -290,8 +288,13 @@ def digest_of(tensor: Tensor) -> bytes:
     return blake2b(_bytes(tensor.detach().to("cpu")).numpy().tobytes()).digest()
 
 
-def _containers(module: nn.Module) -> Iterator[Any]:
-    """The containers that a module keeps things in, its own attributes first, each once."""
+def containers_of(module: nn.Module, *, plain: bool = True) -> Iterator[Any]:
+    """The containers that a module keeps things in, its own attributes first, each once.
+
+    Args:
+        module: Whose.
+        plain: Also objects that do not act after loading, where they keep tensors.
+    """
     acts = hasattr(type(module), ACTS)
     seen = {id(vars(module))}
     queue: list[tuple[Any, int, bool]] = [(vars(module), 0, acts)]
@@ -302,35 +305,36 @@ def _containers(module: nn.Module) -> Iterator[Any]:
         for value in _values(container):
             if type(value) in LEAVES:
                 continue
-            inner = _container(value)
+            inner = container_of(value)
+            if inner is None or id(inner) in seen:
+                continue
             here = follows or hasattr(type(value), ACTS)
-            is_object = inner is not None and inner is not value
-            if inner is None or id(inner) in seen or (is_object and not here):
+            if inner is not value and not here and not (plain and _holds_tensors(value)):
                 continue
             seen.add(id(inner))
             queue.append((inner, depth + 1, here))
 
 
-def _container(value: Any) -> Any:  # noqa: ANN401
+def _holds_tensors(value: Any) -> bool:  # noqa: ANN401
+    """Whether an object keeps tensors itself, alone or in containers; groups of ranks aside."""
+    if "distributed" in type(value).__module__:
+        return False
+    return any(
+        isinstance(one, Tensor)
+        for held in _values(vars(value))
+        for one in (_values(held) if isinstance(held, dict | list | tuple) else (held,))
+    )
+
+
+def container_of(value: Any) -> Any:  # noqa: ANN401
     """The container that something is, or keeps its attributes in; ``None`` for anything else."""
     if type(value) in LEAVES:
         return None
     if isinstance(value, dict | list | tuple | set):
         return value
     is_plain = not isinstance(value, nn.Module | Tensor | type | ModuleType | FunctionType)
-    is_whole = hasattr(type(value), "__del__") or type(value).__name__.endswith(CONFIGURATION)
+    is_whole = hasattr(type(value), "__del__") or is_configuration(value)
     return vars(value) if is_plain and hasattr(value, "__dict__") and not is_whole else None
-
-
-def _may_hide(value: Any) -> bool:  # noqa: ANN401
-    """Whether something may hold weights where they cannot be found, as a closure does."""
-    if isinstance(value, Tensor | nn.Module | Enum | type | ModuleType) or value is None:
-        return False
-    if isinstance(value, SIMPLE) or _container(value) is not None:
-        return False
-    return not (
-        isinstance(value, FunctionType) and not value.__closure__ and not value.__defaults__
-    )
 
 
 def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
@@ -339,6 +343,11 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
     if isinstance(container, list | tuple):
         return dict(enumerate(container))
     return {id(value): value for value in container}
+
+
+def is_configuration(value: Any) -> bool:  # noqa: ANN401
+    """Whether an object says how a model is made, by the name of its class."""
+    return type(value).__name__.endswith(CONFIGURATION)
 
 
 def _values(container: Any) -> Iterable[Any]:  # noqa: ANN401

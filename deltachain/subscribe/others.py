@@ -37,11 +37,14 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     power = torch.randint(0, 3, tensor.shape, generator=seeded).to(tensor.device)
     power = (power + turn) % 3
     found = _raised(tensor, power)
-    if tensor.ndim and tensor.shape[-1] > 1:
-        # No row is its own mirror image: a loader that turns rows over is seen by any of them.
-        alike = _plain(found[..., 0]) == _plain(found[..., -1])
-        power[..., -1] = (power[..., -1] + alike) % 3
-        found = _raised(tensor, power)
+    # No row or column is its own mirror image: a loader that turns them over is seen by any of
+    # them, also where a rank has few. A corner may have to change twice.
+    for dim in (-2, -1, -2, -1):
+        if tensor.ndim >= -dim and tensor.shape[dim] > 1:
+            last, end = power.select(dim, -1), found.select(dim, -1)
+            alike = _plain(found.select(dim, 0)) == _plain(end)
+            last.copy_((last + alike) % 3)
+            end.copy_(_raised(tensor.select(dim, -1), last))
     return found
 
 

@@ -34,6 +34,7 @@ from deltachain.subscribe.members import Bits, undisturbed
 from deltachain.subscribe.patch import same_bits
 from deltachain.subscribe.placed import Placed, copy_delta, place_delta, state_at, warm_up
 from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.running import Tables
 from deltachain.subscribe.source import Source, tensor_of
 from deltachain.subscribe.spool import SpoolReader
 from deltachain.subscribe.state import State
@@ -105,11 +106,11 @@ class Rank:
         self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
             self._attached = attach(model, self._source)
+        self._tables = Tables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
         self._copies: dict[str, npt.NDArray[Any]] = {}
-        self._identity: dict[str, int] = {}
-        self._identity = self._addresses()
+        self._identity: dict[str, int] = self._addresses({})
         warm_up(self._specs.values())
 
     def is_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> bool:
@@ -279,6 +280,7 @@ class Rank:
                 f"the engine could not load version {version}; the old bits are back: {exc}",
                 version=version,
             ) from exc
+        self._tables.forget()
         (self._written.remove if back else self._written.add)(ticket)
         settle()  # it has been written when the time is taken
         return time.perf_counter() - start
@@ -367,15 +369,15 @@ class Rank:
             for here in self._source.names[name]:
                 yield here, tensor_of(self._specs[name], self._copies[name])
 
-    def _addresses(self) -> dict[str, int]:
-        """Where the engine has what is written in place, by its own names."""
+    def _addresses(self, known: Mapping[str, int]) -> dict[str, int]:
+        """Where the engine has what is written in place, by its own names, or by those known."""
         ours = {
             place.live.untyped_storage().data_ptr()
             for places in self._attached.places.values()
             for place in places
         }
         found = {n: t.untyped_storage().data_ptr() for n, t in self.model.tensors().items()}
-        watched = self._identity or {n: at for n, at in found.items() if at in ours}
+        watched = known or {n: at for n, at in found.items() if at in ours}
         return {name: found.get(name, 0) for name in watched}
 
     def check_addresses(self) -> None:
@@ -386,13 +388,13 @@ class Rank:
         Raises:
             BaseMismatchError: It did, and what they hold is not known.
         """
-        if self._addresses() == self._identity:
+        if self._addresses(self._identity) == self._identity:
             return
         with settled():
             found = attach_again(self.model, self._source, self._attached)
         with self._changing:
             self._attached = found
-            self._identity = self._addresses()
+            self._identity = self._addresses(self._identity)
             self.staged.clear()
             self._written.clear()
         raise BaseMismatchError(REPLACED)

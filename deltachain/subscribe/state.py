@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain.subscribe.engine import EngineModel
+from deltachain.subscribe.hiding import hides
 from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Bits, Members, numbers_in
+from deltachain.subscribe.ways import modules_in
 
 
 class State:
@@ -37,6 +40,14 @@ class State:
         self.numbers = dict(_numbers(modules))
         self.processed = model.processed()
         self.outputs = self._compute(frozenset(modules) if layers is None else layers)
+
+    @cached_property
+    def opaque(self) -> frozenset[str]:
+        """Processed layers that cannot be tried, and keep what nobody can look into."""
+        hidden = self.processed - self.outputs.keys()
+        return frozenset(
+            layer for layer in hidden if any(map(hides, modules_in(self.model, {layer})))
+        )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
         """Live tensors with other bits, or in other memory, than they had, and other numbers.

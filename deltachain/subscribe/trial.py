@@ -65,7 +65,8 @@ class Trial:
         vectors: Tensors of one dimension or none.
         visible: Tensors that live in the model bit by bit.
         shared: Those of them that others may be loaded over.
-        moved: Of some tensors that were loaded with other bits, those that are not in their places.
+        moved: Of some tensors, those that are not in their places, where some of them, which are
+            given as well, were loaded with other bits.
     """
 
     state: State
@@ -77,7 +78,7 @@ class Trial:
     vectors: Container[str] = ()
     visible: Container[str] = ()
     shared: Container[str] = ()
-    moved: Callable[[Iterable[str]], frozenset[str]] = lambda _: frozenset()
+    moved: Callable[[Iterable[str], Container[str]], frozenset[str]] = lambda *_: frozenset()
 
     def run(self, groups: Sequence[Group]) -> Outcome:
         """Try groups at once that have no layer in common; all alone where something goes wrong."""
@@ -159,7 +160,7 @@ class Trial:
         once = State(self.state.model, Bits(self.state.model.tensors()))
         self._load(groups, others)
         once.expect_same()
-        moved = self.moved(others)
+        moved = self.moved(others, others)
         self._load(groups, {})
         self.state.expect_same()
         return moved
@@ -186,7 +187,7 @@ class Trial:
         others = {name: group for group in groups for name in group.names}
         self._expect_kept(groups, others, touched)
         once = State(self.state.model, Bits(self.state.model.tensors()))
-        moved = self.moved(others)
+        moved = self.moved(others, others)
         for half in halves(groups):
             self._load(half, others)
             once.expect_same()
@@ -233,6 +234,7 @@ class _Seen:
         self.left = set(groups)
         self.touched: set[str] = set()
         self.idle: set[str] = set()
+        self.moved: set[str] = set()
         self.beside: dict[str, tuple[Group, frozenset[str]]] = {}
         self.followed: dict[Group, frozenset[str]] = {}
 
@@ -245,9 +247,27 @@ class _Seen:
         changed = self.state.changed()
         self.touched |= changed
         for name, group in picked.items():
+            if name not in self.trial.visible:  # others may lie where nobody saw it put
+                self.moved |= self.trial.moved(group.names, picked)
             why = self._judge(name, group, changed)
             if why:
                 raise TensorMismatchError(why, tensor=name)
+        self._expect_followed(picked, changed)
+
+    def _expect_followed(self, picked: Mapping[str, Group], changed: frozenset[str]) -> None:
+        """Refuse loads that change what a layer holds, beside these, and not what it computes.
+
+        Raises:
+            TensorMismatchError: One does.
+        """
+        state = self.state
+        mine = frozenset().union(*(group.layers for group in picked.values()))
+        beside = {state.owner[name] for name in changed if name in state.owner} - mine
+        beside &= state.outputs.keys() & state.processed
+        if not mine or not beside:
+            return
+        for layer in sorted(beside - state.follows(frozenset(beside))):
+            raise TensorMismatchError(f"{layer} does not follow {min(picked)}", tensor=min(picked))
 
     def _judge(self, name: str, group: Group, changed: frozenset[str]) -> str:
         """What did not follow a tensor, in words.
@@ -297,7 +317,7 @@ class _Seen:
                 raise TensorMismatchError(f"{min(left)} does not follow {name}", tensor=name)
         refused = {first: f"nothing follows {first}" for first in self.left}
         touched, idle = frozenset(self.touched), frozenset(self.idle)
-        return Outcome(refused, touched, idle, frozenset(self.beside), moved)
+        return Outcome(refused, touched, idle, frozenset(self.beside), moved.union(self.moved))
 
 
 def _without_common_layers(groups: Sequence[Group]) -> list[list[Group]]:

@@ -37,6 +37,9 @@ def find_unused(
         EngineDamagedError: The model computes something else, and nothing leads back.
     """
     wanted = list(names)
+    if state.opaque:
+        why = f"{min(state.opaque)} may use it: what that computes from cannot be seen"
+        return dict.fromkeys(wanted, why)
     try:
         if not wanted or not _followed(state, source, groups, wanted):
             return dict.fromkeys(wanted, "")

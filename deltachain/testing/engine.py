@@ -102,6 +102,10 @@ class FakeModel:
         layers = {name.rpartition(".")[0] for name in self.tensors()}
         return frozenset(layer for layer in layers if layer.rpartition(".")[2] in kinds)
 
+    def made_by_running(self) -> frozenset[str]:
+        """Nothing: it never ran."""
+        return frozenset()
+
     def is_plain(self, layer: str) -> bool:
         """Nobody has seen it multiply."""
         del layer

@@ -15,6 +15,7 @@ from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import tensors_in
 from deltachain.subscribe.probe import is_plain, layers_of, processed
 from deltachain.subscribe.recorder import live_tensors
+from deltachain.subscribe.running import made_by_running
 from deltachain_sglang import compat, loading
 from deltachain_sglang.computing import computed
 from deltachain_sglang.shadow import Shadow
@@ -90,6 +91,10 @@ class SglangModel:
     def processed(self) -> frozenset[str]:
         """Layers that have something to do after loading."""
         return processed(self.model)
+
+    def made_by_running(self) -> frozenset[str]:
+        """See :mod:`deltachain.subscribe.running`."""
+        return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:
         """See :class:`EngineModel`; linear layers alone."""

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from deltachain.subscribe.running import remember
 from deltachain.subscribe.verbs import Verdict, settle, verbs_of
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
@@ -25,10 +26,18 @@ ASLEEP: Final[Verdict] = {"ok": False, "asleep": True}
 
 def hook_schedulers() -> None:
     """Let every scheduler of this process answer."""
+    compat.hook(compat.LOADED, on_load)
     compat.hook(compat.ASKED, on_question)
     compat.hook(compat.RELEASED, on_release)
     compat.hook(compat.PAUSED, on_pause)
     compat.hook(compat.NAMED, on_name)
+
+
+def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Around ``load_model``: what a model holds before it runs is recorded."""
+    found = original(runner, *args, **kwargs)
+    remember(runner.model)
+    return found
 
 
 def on_question(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401

@@ -223,6 +223,10 @@ class RandomEngine:
         """Layers that something acts on."""
         return frozenset(p for p, m in self.modules().items() if "quant_method" in vars(m))
 
+    def made_by_running(self) -> frozenset[str]:
+        """Nothing: it never ran."""
+        return frozenset()
+
     def is_plain(self, layer: str) -> bool:
         """Whether it is known to multiply by its weight."""
         found = self.modules()[layer]

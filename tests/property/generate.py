@@ -116,8 +116,6 @@ def _with_more(random: Random, unit: Unit) -> Unit:
         more["bias"] = ""
     if random.random() < 0.1:
         more["scale"] = True
-    if unit.process in OPAQUE:
-        more["tryable"] = True
     return replace(unit, **more)
 
 
@@ -201,7 +199,8 @@ def _matched(units: Sequence[Unit]) -> tuple[Unit, ...]:
             shape |= {n: getattr(base, n) for n in ("styles", "layout", "live", "padded")}
         elif unit.twin >= 0:
             shape["styles"] = unit.styles[: len(base.rows)]
-        shape["tryable"] = unit.tryable or unit.process in OPAQUE
+        related = max(unit.tie, unit.twin) >= 0
+        shape["tryable"] = unit.tryable or (related and unit.process in OPAQUE)
         found.append(replace(unit, **shape))
     return tuple(found)
 

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: make the backend known to vLLM.
+    """Entry point of ``vllm.general_plugins``: make the backend known, and record what is loaded.
 
     vLLM calls it in the API server, the engine core and every worker, possibly more than once in
     one process, and does not catch what it raises. So it may be called again, and a vLLM without
@@ -53,6 +53,10 @@ def register() -> None:
 
         if BACKEND not in Factory._registry:  # vLLM has no public way to ask
             Factory.register_engine(BACKEND, "deltachain_vllm.backend", "DeltaChainEngine")
+
+        from deltachain_vllm.compat import remember_loaded  # noqa: PLC0415
+
+        remember_loaded()
     except (ImportError, AttributeError, ValueError) as exc:
         logger.warning("deltachain is not registered with this vLLM: %s", exc)
 

@@ -6,12 +6,14 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, EngineVersionError
+from deltachain.subscribe.running import remember
 
 FIRST: Final = (0, 32)
 BEYOND: Final = (0, 34)
@@ -81,6 +83,23 @@ def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
     except ImportError as exc:
         raise EngineVersionError(f"this vLLM has no layerwise reload: {exc}") from exc
     return module
+
+
+def remember_loaded() -> None:
+    """Have vLLM's loaders record what a model holds before it runs; again changes nothing."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
+
+    original = BaseModelLoader.load_model
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def load_model(*args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - vLLM's
+        model: nn.Module = original(*args, **kwargs)
+        remember(model)
+        return model
+
+    BaseModelLoader.load_model = load_model
 
 
 def linears() -> tuple[type, ...]:

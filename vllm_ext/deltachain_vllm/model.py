@@ -17,6 +17,7 @@ from deltachain.checkpoint import named_folder
 from deltachain.subscribe.members import Members, tensors_in
 from deltachain.subscribe.probe import Owners, is_plain, layers_of, processed
 from deltachain.subscribe.provenance import storage_id
+from deltachain.subscribe.running import made_by_running
 from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
@@ -133,6 +134,10 @@ class VllmModel:
     def processed(self) -> frozenset[str]:
         """Layers that have something to do after loading."""
         return processed(self.model)
+
+    def made_by_running(self) -> frozenset[str]:
+        """Of the model itself; what a draft model makes is not known."""
+        return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:
         """See :class:`EngineModel`; linear layers alone."""

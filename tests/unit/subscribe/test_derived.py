@@ -66,6 +66,10 @@ class _Mixer(nn.Module):
     def processed(self) -> frozenset[str]:
         return frozenset({"mixer", "mixer.conv"})
 
+    def made_by_running(self) -> frozenset[str]:
+        """Nothing: it never ran."""
+        return frozenset()
+
     def is_plain(self, layer: str) -> bool:
         del layer
         return False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
+from deltachain.subscribe.hiding import may_hide
 from deltachain.subscribe.members import Bits, Members, restoring, tensors_in, undisturbed
 
 
@@ -127,7 +128,8 @@ def test_what_owns_something_is_taken_whole(*, goes_on: bool) -> None:
     assert "quant_method.handle.address" not in dict(tensors_in(layer))
     members = Members([layer])
     layer.quant_method.handle = Handle(2)
-    assert members.has_new_state()
+    assert list(members.replaced()) == [layer.quant_method.handle]
+    assert may_hide(layer.quant_method.handle)
     if goes_on:
         members.settle()
     else:
