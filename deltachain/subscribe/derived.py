@@ -84,11 +84,13 @@ class _Search:
         self.groups = components(self.links, self.links, finding.together)
         self.unstable: dict[Way, frozenset[str]] = {}
         self.missing: set[Way] = set()
+        self.ignoring = False
         self.made_anew: frozenset[str] = frozenset()
         self.beyond = _beyond(finding)
 
     def ignore_unstable(self) -> None:
         """From now on, ignore what changes also when the engine loads the same bits again."""
+        self.ignoring = True
         for way in (*RELOADS, "loaded"):
             found = self._load(way, self.groups, frozenset())
             if found is not None:
@@ -157,9 +159,9 @@ class _Search:
         groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
         if not changed or not groups:
             return frozenset()
-        packing = [self._load(way, groups, changed) for way in RELOADS]
+        packing = [self._follow(way, groups, changed) for way in RELOADS]
         seen = [found for found in packing if found is not None]
-        plain = self._load("loaded", groups, changed)
+        plain = self._follow("loaded", groups, changed)
         untried = _uncovered(self.finding) if plain is None else self._packed()
         if untried and not seen:
             raise TensorMismatchError(
@@ -167,6 +169,15 @@ class _Search:
                 "and it cannot be tried whether it is a constant: loading again fails"
             )
         return frozenset().union(*seen, plain or ())
+
+    def _follow(
+        self, way: Way, groups: list[list[str]], changed: frozenset[str]
+    ) -> frozenset[str] | None:
+        """What changes in one way of loading, without what it changes in any case."""
+        found = self._load(way, groups, changed)
+        if found and self.ignoring and way not in self.unstable:  # not everything can be loaded so
+            found -= self._load(way, groups, frozenset()) or frozenset()
+        return found
 
     def expect_made(self, constants: frozenset[str]) -> None:
         """Refuse what is the same only because no load was seen to make it again.

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -26,33 +24,51 @@ def hides(module: nn.Module) -> bool:
     )
 
 
-def may_hide(value: Any) -> bool:  # noqa: ANN401
-    """Whether something may hold weights where they cannot be found, as a closure does."""
+def may_hide(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
+    """Whether something may hold weights where they cannot be found, as a closure does.
+
+    Args:
+        value: A member of a module.
+        within: Identities of what it is in, which may be in it as well.
+    """
+    if id(value) in within:
+        return False
     if isinstance(value, Tensor | nn.Module | Enum | type | ModuleType) or value is None:
         return False
     if isinstance(value, (*SIMPLE, *HANDLES)) or is_configuration(value):
         return False
     if container_of(value) is not None and not isinstance(value, partial):
         return False
-    if isinstance(value, frozenset):
-        return any(isinstance(one, Tensor) or may_hide(one) for one in value)
     if isinstance(value, BuiltinFunctionType):
         return not isinstance(value.__self__, ModuleType | type | None)
-    return not isinstance(value, FunctionType | partial) or any(
-        isinstance(one, Tensor) or may_hide(one) for one in _kept_by(value)
-    )
+    kept, within = _kept_by(value), within | {id(value)}
+    return kept is None or any(isinstance(one, Tensor) or may_hide(one, within) for one in kept)
 
 
-def _kept_by(function: FunctionType | partial[Any]) -> Iterator[Any]:
-    """What a function was made with, beside its code and its module."""
-    if isinstance(function, partial):
-        yield from (function.func, *function.args, *function.keywords.values())
-        return
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # nothing is in it yet
-            yield cell.cell_contents
+def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
+    """What something without attributes of its own was made with; ``None`` for what cannot tell."""
+    if isinstance(value, frozenset):
+        return list(value)
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        cells = value.__closure__ or ()
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return defaults + [inner for cell in cells for inner in _in_cell(cell)]
+    slots = [slot for one in type(value).__mro__ for slot in _slots(one)]
+    return [getattr(value, slot) for slot in slots if hasattr(value, slot)] if slots else None
+
+
+def _in_cell(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing is in it yet
+        return []
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _inside(container: Any) -> tuple[Any, ...]:  # noqa: ANN401

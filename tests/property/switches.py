@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +20,7 @@ from deltachain.subscribe.state import State
 from deltachain.subscribe.trial import Trial, _Seen
 from deltachain.subscribe.ways import Group
 from tests.property.check import KINDS
+from tests.property.generate import OPAQUE
 from tests.property.recipe import Recipe, Unit
 
 Switch: TypeAlias = Callable[[pytest.MonkeyPatch], None]
@@ -127,8 +129,10 @@ def loaders(seed: int) -> Recipe:
 
 
 def modules(seed: int) -> Recipe:
-    """An engine with layers that are packed, tied, derived."""
-    return KINDS["modules"](seed)
+    """An engine with layers that are packed, tied, derived, and can be tried where they hide."""
+    recipe = KINDS["modules"](seed)
+    units = (replace(one, tryable=one.tryable or one.process in OPAQUE) for one in recipe.units)
+    return replace(recipe, units=tuple(units))
 
 
 HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
