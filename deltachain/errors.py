@@ -179,7 +179,7 @@ class UnsupportedFormatError(FormatError):
 
 _DAMAGED: Final = (
     "the object is damaged and was not used; if it stays so, put it back from a backup, "
-    "or remove it, if it is a delta or an anchor, and start the publisher again"
+    "or remove it and start the publisher again"
 )
 
 

@@ -14,7 +14,7 @@ from deltachain.testing.models import plain_model
 from tests.accidents import oracle
 from tests.accidents.happenings import HAPPENINGS
 from tests.accidents.oracle import Shelf
-from tests.accidents.person import Person
+from tests.accidents.person import ROUNDS, Person, remove_damaged
 from tests.accidents.scene import Scene
 
 Fate = Literal["alive", "dead", "restarted", "restarted with other weights"]
@@ -33,6 +33,7 @@ HARMLESS: Final = frozenset(
 LASTING: Final = frozenset(
     {"first manifest gone", "a manifest in the middle gone", "the manifest before the head gone"}
     | {"a manifest replaced by an older one", "old manifests and edges gone"}
+    | {"a manifest in the middle damaged", "the newest edge record damaged"}
     | {"all objects but the newest gone", "edges gone", "an anchor's record lost behind a yes"}
 )
 """Accidents after which a document may stay lost where nobody has a copy of it."""
@@ -142,8 +143,14 @@ class Case:
         """``deltachain verify`` proves what is left, behind what stays lost as its hint says."""
         done = scene.verify()
         stays_lost = self.accident in LASTING and not self.has_backup
-        while done.code and stays_lost and (found := _FROM.search(done.stderr)):
-            done = scene.verify("--from", found[1])
+        for _ in range(ROUNDS):
+            damaged = "damaged" in self.accident or "cut short" in self.accident
+            if done.code and stays_lost and (found := _FROM.search(done.stderr)):
+                done = scene.verify("--from", found[1])
+            elif done.code and damaged and "or remove it" in done.stderr:
+                remove_damaged(scene, "", done.stderr)
+                self.done.append("remove what is damaged")
+                done = scene.verify()
         if done.code:
             yield f"verify: {done.stderr.strip()}"
 

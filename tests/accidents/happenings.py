@@ -78,6 +78,26 @@ def aged(scene: Scene, *, prefixes: tuple[str, ...]) -> None:
     scene.delete(key for key in found if (keys.version_of(key) or 0) < youngest)
 
 
+def damaged(scene: Scene, *, pattern: str) -> None:
+    """A bit in the middle of the newest object of some keys has turned over."""
+    key = max(scene.find(pattern))
+    data = bytearray(scene.contents()[key])
+    data[len(data) // 2] ^= 1
+    scene.put({key: bytes(data)})
+
+
+def manifest_damaged(scene: Scene, *, back: int) -> None:
+    """The same of one manifest."""
+    damaged(scene, pattern=keys.manifest_key(scene.head - back))
+
+
+def cut_short(scene: Scene, *, pattern: str) -> None:
+    """The newest object of some keys ends in the middle."""
+    key = max(scene.find(pattern))
+    data = scene.contents()[key]
+    scene.put({key: data[: len(data) // 2]})
+
+
 def payload_gone(scene: Scene, *, back: int) -> None:
     """The delta of one version is gone."""
     scene.delete(scene.find(f"deltas/{scene.head - back:020d}"))
@@ -183,6 +203,17 @@ HAPPENINGS: Final[Mapping[str, Happening]] = {
     "an anchor lost behind a yes": partial(lost_put, prefix="anchors/"),
     "an anchor's record lost behind a yes": partial(lost_put, prefix="edges/"),
     "the hint lost behind a yes": partial(lost_put, prefix="head.json"),
+    "chain.json damaged": partial(damaged, pattern="chain.json"),
+    "table.json damaged": partial(damaged, pattern="table.json"),
+    "head.json damaged": partial(damaged, pattern="head.json"),
+    "the head's manifest damaged": partial(manifest_damaged, back=0),
+    "a manifest in the middle damaged": partial(manifest_damaged, back=5),
+    "the head's delta damaged": partial(damaged, pattern="deltas/"),
+    "the newest anchor damaged": partial(damaged, pattern="anchors/"),
+    "the newest edge record damaged": partial(damaged, pattern="edges/"),
+    "the head's manifest cut short": partial(cut_short, pattern="manifests/"),
+    "the head's delta cut short": partial(cut_short, pattern="deltas/"),
+    "the newest anchor cut short": partial(cut_short, pattern="anchors/"),
     "restored before a delta's put": partial(in_flight, before="deltas/"),
     "restored before a manifest's put": partial(in_flight, before="manifests/"),
     "restored object by object": step_by_step,

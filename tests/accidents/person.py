@@ -21,6 +21,8 @@ _AGAIN: Final = (
     r"|publish an anchor"
 )
 _REMOVE: Final = r"remove (manifests/[0-9]{20}\.json)"
+_DAMAGED: Final = r"or remove it and start the publisher again"
+_KEY: Final = re.compile(r"((?:manifests|edges|deltas|anchors)/[\w./-]+|(?:chain|table)\.json)")
 _ANEW: Final = r"(join|joins|start) [^;]*from nothing|empty folder"
 
 
@@ -58,6 +60,15 @@ def remove(scene: Scene, who: str, hint: str) -> None:
     first = keys.version_of(found[1])
     gone = [] if first is None else [v for v in scene.shelf().leaves if v >= first]
     scene.delete({found[1], *map(keys.manifest_key, gone)})
+
+
+def remove_damaged(scene: Scene, who: str, said: str) -> None:
+    """Remove the object that is named, and start the trainer again."""
+    del who
+    found = _KEY.search(said)
+    assert found, said
+    scene.delete([found[1]])
+    restart_trainer(scene, "", "")
 
 
 def restart_trainer(scene: Scene, who: str, hint: str) -> None:
@@ -102,6 +113,7 @@ def start_anew(scene: Scene, who: str, hint: str) -> None:
 DEEDS: Final = (
     Deed("put back", re.compile(r"\bput\b[^;:]*\bback\b"), put_back, needs_backup=True),
     Deed("remove what lies behind the gap", re.compile(_REMOVE), remove),
+    Deed("remove what is damaged", re.compile(_DAMAGED), remove_damaged),
     Deed("restart the publisher", re.compile(_AGAIN), restart_trainer),
     Deed("roll back", re.compile(r"roll (replicas|it|this replica) back"), roll_back, is_each=True),
     Deed("join from nothing", re.compile(_ANEW), start_anew, is_each=True),
@@ -143,10 +155,10 @@ class Person:
         """
         for deed in DEEDS:
             asked = [it for it in self._asked(deed, complaints) if (it[0], it[2]) not in self.tried]
-            for name, who, hint in asked if deed.is_each else asked[:1]:
-                deed.do(self.scene, who, hint)
+            for name, who, said in asked if deed.is_each else asked[:1]:
+                deed.do(self.scene, who, said)
                 self.done.append(name)
-                self.tried.add((name, hint))
+                self.tried.add((name, said))
             if asked:
                 return True
         return False
@@ -160,7 +172,7 @@ class Person:
         for who, said in complaints:
             hint = said.partition("hint:")[2]
             if deed.asks.search(hint) and (not deed.is_each or who in self.scene.followers):
-                yield f"{deed.name} ({who})" if deed.is_each else deed.name, who, hint
+                yield f"{deed.name} ({who})" if deed.is_each else deed.name, who, said
 
     def _complaints(self) -> Iterator[tuple[str, str]]:
         """Who says what is wrong, at this moment."""

@@ -253,7 +253,9 @@ class Scene:
             leaves = {}
             for info in store.list("manifests/"):
                 data = self._read(store, info)
-                payload = json.loads(data)["payload"]
+                payload = _parsed(data).get("payload")
+                if payload is None:
+                    continue
                 leaves[int(info.key[10:30])] = Leaf(
                     digest=object_digest(data),
                     parent=payload["parent"],
@@ -263,11 +265,11 @@ class Scene:
         reaches, refusals = zip(*(self.join(kind) for kind in ("dict", "folder")), strict=True)
         known = [reach for reach in reaches if reach is not None]
         return Shelf(
-            chain=json.loads(identity).get("chain", ""),
+            chain=_parsed(identity).get("chain", ""),
             leaves=leaves,
             reach=min(known) if len(known) == len(reaches) else None,
             refusal="; ".join(filter(None, refusals)),
-            hinted=json.loads(hint).get("version", -1),
+            hinted=_parsed(hint).get("version", -1),
         )
 
     def _read(self, store: Store, info: ObjectInfo) -> bytes:
@@ -326,3 +328,11 @@ class Scene:
 def _late(key: str) -> tuple[bool, bool, str]:
     """Manifests after what they name, and the hint at the end."""
     return key == keys.HEAD_KEY, key.startswith("manifests/"), key
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """A document; nothing where it is damaged."""
+    with suppress(ValueError):
+        found: dict[str, Any] = json.loads(data)
+        return found
+    return {}
