@@ -143,6 +143,18 @@ def _damaging(engine: RandomEngine, tensors: Tensors) -> None:
             weight.data.zero_()
 
 
+def _first_rows(engine: RandomEngine, tensors: Tensors) -> None:
+    """The first row of each weight; the others stay as they were."""
+    before = {
+        path: layer.weight.data.clone()
+        for path, layer in engine.layers_by_path.items()
+        if "weight" in layer._parameters
+    }
+    for path in _reload(engine, tensors):
+        if path in before:
+            engine.layers_by_path[path].weight.data[1:] = before[path][1:]
+
+
 RELOADS: Final[dict[str, Callable[[RandomEngine, Tensors], object]]] = {
     "right": _reload,
     "untied": lambda e, t: _reload(e, t, with_tied=False),
@@ -153,8 +165,9 @@ RELOADS: Final[dict[str, Callable[[RandomEngine, Tensors], object]]] = {
     "without bias": _without_bias,
     "damaging": _damaging,
     "replacing": lambda e, t: _reload(e, t, places=False),
+    "first rows": _first_rows,
 }
-"""By the names of ``recipe.RELOADS``."""
+"""By the names of ``recipe.RELOADS``, and one that no random engine has."""
 
 
 def repack(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -18,7 +18,7 @@ from deltachain.subscribe.members import Members
 from deltachain.subscribe.rest import Rest
 from deltachain.subscribe.state import State
 from deltachain.subscribe.trial import Trial, _Seen
-from deltachain.subscribe.ways import Group
+from deltachain.subscribe.ways import Group, Way
 from tests.property.check import KINDS
 from tests.property.generate import OPAQUE
 from tests.property.recipe import Recipe, Unit
@@ -63,6 +63,11 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
         load(trial, groups, {n: g for g in groups for n in g.names} if others else others)
 
     patch.setattr(Trial, "_load", together)
+
+
+def _opaque(patch: pytest.MonkeyPatch) -> None:
+    """What nobody can look into is not known to be so."""
+    patch.setattr(State, "opaque", frozenset())
 
 
 def _where(patch: pytest.MonkeyPatch) -> None:
@@ -123,6 +128,26 @@ def _confirmed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Finding, "_confirm", lambda *_: {})
 
 
+def _nearby(patch: pytest.MonkeyPatch) -> None:
+    """Only what is tried is loaded with other bits, and with it what it is grouped with."""
+    affected = _Search.affected
+    patch.setattr(_Search, "affected", lambda search, names, **_: affected(search, names))
+
+
+def _arrives(patch: pytest.MonkeyPatch) -> None:
+    """That other bits do not lie where they were recorded only says that they cannot be read."""
+    tried = Finding._try_each
+
+    def each(found: Finding, way: Way, groups: Sequence[Group]) -> Mapping[str, str]:
+        found.flat, flat = frozenset(found.source.specs), found.flat
+        try:
+            return tried(found, way, groups)
+        finally:
+            found.flat = flat
+
+    patch.setattr(Finding, "_try_each", each)
+
+
 def loaders(seed: int) -> Recipe:
     """An engine nothing of which is changed after loading."""
     return KINDS["loaders"](seed)
@@ -137,6 +162,12 @@ def modules(seed: int) -> Recipe:
 
 HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
 """Computes from a copy, and cannot be tried; random engines of the kind can."""
+
+INTO: Final = Recipe(units=(Unit(process="into"), Unit()))
+"""Computes from memory of a kernel that stays, with other bits in it; it cannot be tried."""
+
+ROWS: Final = Recipe(units=(Unit(process="derive", rows=(3,)),), reload="first rows")
+"""Its reload brings a part of each weight."""
 
 TIED: Final = Recipe(units=(Unit(), Unit(tie=0, process="first")))
 """The same, with what it computes from tied to a layer that is plain."""
@@ -170,6 +201,13 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     ),
     "what a reload leaves out is confirmed": (_confirmed, modules(994)),
     "what is read after a swap can be": (partial(_empty, Finding, "_moved"), modules(107)),
+    "what is opaque is left alone": (_opaque, INTO),
+    "what a load changes beside is followed": (
+        partial(_off, _Seen, "_expect_followed"),
+        modules(1472),
+    ),
+    "everything is loaded once": (_nearby, modules(1041)),
+    "other bits arrive where they were recorded": (_arrives, ROWS),
     "what hides is healed": (partial(_off, attach, "heal"), modules(1798)),
 }
 """The same of those that take longer."""
