@@ -166,9 +166,9 @@ class Rank:
 
         Blocks the engine, which holds afterwards what it held.
         """
-        model, groups = self.model, self._attached.groups
+        model = self.model
         with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
-            found = find_unused(State(model, bits), self._source, groups, names)
+            found = find_unused(State(model, bits), self._source, self._attached, names)
         return {
             name: Classified(kind="refused", reason=f"the engine keeps it nowhere, but {why}")
             if why

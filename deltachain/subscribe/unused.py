@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
+import torch
+from torch import Tensor, nn
+
 from deltachain.errors import TensorMismatchError
+from deltachain.subscribe.attach import Attached
 from deltachain.subscribe.healing import heal
 from deltachain.subscribe.members import Bits
 from deltachain.subscribe.others import mixed
@@ -17,17 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def find_unused(
-    state: State,
-    source: Source,
-    groups: Sequence[tuple[Way, Group]],
-    names: Iterable[str],
+    state: State, source: Source, attached: Attached, names: Iterable[str]
 ) -> dict[str, str]:
     """Load the whole checkpoint with other bits in some tensors alone; nothing may follow.
 
     Args:
         state: Of the model, which holds it again afterwards.
         source: The checkpoint that it loaded.
-        groups: The ways into its weights that were proven.
+        attached: The ways into its weights that were proven.
         names: Tensors that no rank holds.
 
     Returns:
@@ -36,16 +37,45 @@ def find_unused(
     Raises:
         EngineDamagedError: The model computes something else, and nothing leads back.
     """
-    wanted = list(names)
+    wanted, groups = list(names), attached.groups
     if state.opaque:
         why = f"{min(state.opaque)} may use it: what that computes from cannot be seen"
         return dict.fromkeys(wanted, why)
     try:
-        if not wanted or not _followed(state, source, groups, wanted):
-            return dict.fromkeys(wanted, "")
-        return {name: _followed(state, source, groups, [name]) for name in wanted}
+        held = _held(state, source, attached, wanted)
+        left = [name for name in wanted if name not in held]
+        if not left or not _followed(state, source, groups, left):
+            return dict.fromkeys(left, "") | held
+        return {name: _followed(state, source, groups, [name]) for name in left} | held
     finally:
         heal(state, source)
+
+
+def _held(state: State, source: Source, attached: Attached, names: Iterable[str]) -> dict[str, str]:
+    """Tensors whose bits lie in a parameter that no way leads to: a loader may write it once."""
+    places = [place for places in attached.places.values() for place in places]
+    reached = {place.live.untyped_storage().data_ptr() for place in places}
+    unreached = [
+        (live, tensor)
+        for live, tensor in state.tensors.items()
+        if isinstance(tensor, nn.Parameter)
+        and tensor.untyped_storage().data_ptr() not in reached
+        and state.owner[live] not in attached.layers
+    ]
+    found: dict[str, str] = {}
+    for name in names if unreached else ():
+        for _, tensor in source.clones([name]):
+            for live, parameter in unreached:
+                if _holds(parameter, tensor):
+                    found[name] = f"{live} holds its bits, and no load writes it again"
+    return found
+
+
+def _holds(parameter: Tensor, tensor: Tensor) -> bool:
+    if parameter.numel() != tensor.numel():
+        return False
+    same = tensor.reshape(-1).to(parameter.device, parameter.dtype)
+    return torch.equal(parameter.detach().reshape(-1), same)
 
 
 def _followed(
