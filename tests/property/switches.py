@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import pytest
 from torch import Tensor
 
-from deltachain.subscribe import attach, finding, others, source, trial
+from deltachain.subscribe import attach, finding, others, source, trial, unused
 from deltachain.subscribe.derived import _Search, find_derived
 from deltachain.subscribe.finding import Finding
 from deltachain.subscribe.holders import Holders
@@ -205,6 +205,10 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "what a load changes beside is followed": (
         partial(_off, _Seen, "_expect_followed"),
         modules(1472),
+    ),
+    "what is unused lies nowhere": (
+        lambda patch: patch.setattr(unused, "_held", lambda *_: {}),
+        loaders(19581),
     ),
     "everything is loaded once": (_nearby, modules(1041)),
     "other bits arrive where they were recorded": (_arrives, ROWS),

@@ -85,12 +85,16 @@ def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
     return module
 
 
+_REMEMBERS: Final = "deltachain_remembers"
+"""An attribute of a loader's method that records what it loaded."""
+
+
 def remember_loaded() -> None:
     """Have vLLM's loaders record what a model holds before it runs; again changes nothing."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
 
     original = BaseModelLoader.load_model
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, _REMEMBERS):
         return
 
     @wraps(original)
@@ -99,6 +103,7 @@ def remember_loaded() -> None:
         remember(model)
         return model
 
+    setattr(load_model, _REMEMBERS, True)
     BaseModelLoader.load_model = load_model
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from torch import nn
 from deltachain.control.gate import Control
 from deltachain.control.routes import router
 from deltachain.errors import ConfigError
-from deltachain_sglang import PREFIX, compat, loading
+from deltachain.subscribe.running import made_by_running
+from deltachain_sglang import PREFIX, compat, loading, ranks
 
 pytestmark = pytest.mark.engine
 
@@ -150,3 +153,14 @@ def test_embeddings_of_images_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> 
     mm_schedule.embedding_cache.set(7, EmbeddingResult(embedding=torch.ones(4)))
     compat.forget_embeddings()
     assert mm_schedule.embedding_cache.get_single(7) is None
+
+
+def test_what_a_model_holds_before_it_runs_is_recorded() -> None:
+    module, _, method = compat.LOADED.rpartition(".")
+    assert callable(getattr(resolve_name(module), method))
+    model = nn.Sequential(nn.Linear(2, 2))
+    runner = SimpleNamespace(model=model)
+    assert ranks.on_load(lambda one: f"{one is runner}", runner) == "True"
+    assert made_by_running(model) == frozenset()
+    vars(model[0])["table"] = torch.ones(3)
+    assert made_by_running(model) == {"0.table"}

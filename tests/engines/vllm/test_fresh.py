@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltachain.checkpoint import WEIGHTS_FILE
+from deltachain.subscribe.running import made_by_running
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint, make
 from tests.engines.two_ranks import run, two_ranks
@@ -113,3 +114,19 @@ def fail(rank: int) -> None:
         raise ValueError("rank 0 will not")
     while True:
         torch.empty(0)
+
+
+def test_what_a_model_holds_before_it_runs_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
+
+    from deltachain_vllm import register  # noqa: PLC0415
+
+    monkeypatch.setattr(BaseModelLoader, "load_model", BaseModelLoader.load_model)
+    register()
+    hooked = BaseModelLoader.load_model
+    register()
+    assert BaseModelLoader.load_model is hooked
+    model = load_fresh(checkpoint("llama"))
+    assert made_by_running(model) == frozenset()
+    vars(model.get_submodule("model.norm"))["table"] = torch.ones(3)
+    assert made_by_running(model) == {"model.norm.table"}
