@@ -71,7 +71,7 @@ def with_default(value: Any) -> Any:
         [1, 2].__getitem__,
         iter([PACKED]),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_this_may_hide_weights(value: Any) -> None:
     assert may_hide(value)
@@ -100,7 +100,7 @@ def test_this_may_hide_weights(value: Any) -> None:
         None,
         [PACKED],
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_this_hides_none(value: Any) -> None:
     assert not may_hide(value)
