@@ -54,56 +54,53 @@ def with_default(value: Any) -> Any:
     return kernel
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        closure_of(PACKED),
-        closure_of(closure_of(PACKED)),
-        with_default(PACKED),
-        partial(len, PACKED),
-        partial(dict, key=PACKED),
-        Slotted(PACKED),
-        Slotted(Slotted(PACKED)),
-        frozenset([PACKED]),
-        Handle(),
-        np.ones(2),
-        threading.Lock(),
-        [1, 2].__getitem__,
-        iter([PACKED]),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_this_may_hide_weights(value: Any) -> None:
-    assert may_hide(value)
+HIDING: dict[str, Any] = {
+    "closure": closure_of(PACKED),
+    "closure in a closure": closure_of(closure_of(PACKED)),
+    "default": with_default(PACKED),
+    "partial": partial(len, PACKED),
+    "keyword of a partial": partial(dict, key=PACKED),
+    "slot": Slotted(PACKED),
+    "slot of a slot": Slotted(Slotted(PACKED)),
+    "frozen set": frozenset([PACKED]),
+    "handle": Handle(),
+    "array": np.ones(2),
+    "lock": threading.Lock(),
+    "bound": [1, 2].__getitem__,
+    "iterator": iter([PACKED]),
+}
+
+PLAIN: dict[str, Any] = {
+    "closure": closure_of(1),
+    "recursive": recursive(),
+    "default": with_default(None),
+    "partial": partial(len, "name"),
+    "slot": Slotted(),
+    "slot of a slot": Slotted(Slotted()),
+    "frozen set": frozenset(["name"]),
+    "configuration": KernelConfig(),
+    "tensor": PACKED,
+    "module": nn.Linear(1, 1),
+    "path": Path(),
+    "dtype": torch.bfloat16,
+    "built in": len,
+    "function of torch": torch.add,
+    "function of modules": nn.functional.linear,
+    "generator": torch.Generator(),
+    "range": range(3),
+    "nothing": None,
+    "list": [PACKED],
+}
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        closure_of(1),
-        recursive(),
-        with_default(None),
-        partial(len, "name"),
-        Slotted(),
-        Slotted(Slotted()),
-        frozenset(["name"]),
-        KernelConfig(),
-        PACKED,
-        nn.Linear(1, 1),
-        Path(),
-        torch.bfloat16,
-        len,
-        torch.add,
-        nn.functional.linear,
-        torch.Generator(),
-        range(3),
-        None,
-        [PACKED],
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_this_hides_none(value: Any) -> None:
-    assert not may_hide(value)
+@pytest.mark.parametrize("name", HIDING)
+def test_this_may_hide_weights(name: str) -> None:
+    assert may_hide(HIDING[name])
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_this_hides_none(name: str) -> None:
+    assert not may_hide(PLAIN[name])
 
 
 class Method:
