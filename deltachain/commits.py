@@ -27,7 +27,7 @@ from deltachain.errors import (
     StoreUnavailableError,
     StoreWentBackError,
 )
-from deltachain.identity import is_same, lost_chain, put_back
+from deltachain.identity import is_same, lost_chain, put_back, replace
 from deltachain.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.manifest import Identity, Manifest, seal, unseal
 from deltachain.manifests import Committed, Manifests, misplaced
@@ -217,7 +217,7 @@ class Commits:
             info = self._store.find(CHAIN_KEY)
         seen = self._identity_seen
         is_known = _is_same(seen, info) if seen and info else False
-        if not is_known and not is_same(self._store, self._identity):
+        if not is_known and not is_same(self._store, self._identity, self._documents):
             raise PublisherFencedError(
                 f"version {manifest.version} can not follow: the chain at this URL was replaced "
                 f"by another publisher's; {CHAIN_KEY} is no longer of chain "
@@ -229,6 +229,8 @@ class Commits:
         self._identity_seen = info
         if due and TABLE_KEY not in infos:
             self._put_identity_back(manifest, TABLE_KEY)
+        elif due and infos[TABLE_KEY].nbytes != len(self._documents[TABLE_KEY]):
+            replace(self._store, self._documents, TABLE_KEY)
 
     def _put_identity_back(self, manifest: Manifest, key: str) -> None:
         if manifest.version == 0:
@@ -256,7 +258,7 @@ class Commits:
         manifest = newest.manifest
         if object_digest(seal(manifest)) != newest.digest or self._store.find(CHAIN_KEY) is None:
             return False
-        if not is_same(self._store, self._identity):
+        if not is_same(self._store, self._identity, self._documents):
             return False
         parts = {part.key: part.nbytes for part in manifest.edge.parts}
         infos = self._store.find_all(parts)

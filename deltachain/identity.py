@@ -37,6 +37,12 @@ WAY_OUT: Final = (
 )
 """What to do where versions are and the identity is not."""
 
+DAMAGED: Final = (
+    f"one of {CHAIN_KEY} and {TABLE_KEY} is damaged: put both back from a backup, or remove both "
+    "and start the publisher again, which makes them anew"
+)
+"""What to do where the two do not go together, or one cannot be read."""
+
 
 def lost_chain(url: str) -> ObjectNotFoundError:
     """Build the error for a chain whose identity is not where it was."""
@@ -71,9 +77,20 @@ def read_model(store: Store) -> Model:
             raise ObjectNotFoundError(str(lost.args[0]), key=CHAIN_KEY, hint=lost.hint) from exc
         exc.hint = "no publisher has made a chain here yet; check the URL"
         raise
-    identity = check_assets(parse(data, Identity, key=CHAIN_KEY))
+    try:
+        identity = check_assets(parse(data, Identity, key=CHAIN_KEY))
+    except MalformedError as exc:
+        exc.hint = DAMAGED
+        raise
+    document, table = _read_table(store, identity)
+    return identity, table, seen, {CHAIN_KEY: data, TABLE_KEY: document}
+
+
+def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
+    """The table that an identity names, and its bytes."""
     try:
         document = store.get(TABLE_KEY)
+        check_digest(document, identity.table, TABLE_KEY)
     except ObjectNotFoundError as exc:
         raise ObjectNotFoundError(
             f"{TABLE_KEY} of chain {identity.chain} is lost: {store.url} has its {CHAIN_KEY}",
@@ -82,13 +99,15 @@ def read_model(store: Store) -> Model:
             hint="put it back from a backup; a publisher that is open, or a trainer of the same "
             "model that is started again, puts it back",
         ) from exc
-    check_digest(document, identity.table, TABLE_KEY)
+    except DigestMismatchError as exc:
+        exc.hint = DAMAGED
+        raise
     table = parse(document, Table, key=TABLE_KEY)
     try:
         table.specs()
     except ValueError as exc:
         raise MalformedError(f"{TABLE_KEY}: {exc}", key=TABLE_KEY) from exc
-    return identity, table, seen, {CHAIN_KEY: data, TABLE_KEY: document}
+    return document, table
 
 
 def make(
@@ -161,16 +180,34 @@ def put_back(store: Store, documents: Mapping[str, bytes], key: str) -> bool:
     return True
 
 
-def is_same(store: Store, opened: Identity) -> bool:
-    """Whether the identity in a store is of the same chain; also if it can not be read."""
+def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> bool:
+    """Whether the identity in a store is of the same chain; put back where it is damaged.
+
+    Args:
+        store: Where.
+        opened: The identity of the chain that was opened.
+        documents: Its exact bytes.
+    """
     try:
         there = parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY)
     except ObjectNotFoundError:
         return True
+    except MalformedError:
+        replace(store, documents, CHAIN_KEY)
+        return True
     except FormatError as exc:
         logger.warning("nobody can join: %s", exc)
         return True
-    return (there.chain, there.table) == (opened.chain, opened.table)
+    if there.chain == opened.chain and there.table != opened.table:  # a chain has one table
+        replace(store, documents, CHAIN_KEY)
+        return True
+    return there.chain == opened.chain
+
+
+def replace(store: Store, documents: Mapping[str, bytes], key: str) -> None:
+    """Write a document of the identity again where it is damaged."""
+    store.put(key, documents[key])
+    logger.warning("%s was damaged at %s, and was put back", key, store.url)
 
 
 def identity_there(store: Store) -> str | None:

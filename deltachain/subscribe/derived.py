@@ -116,6 +116,7 @@ class _Search:
             TensorMismatchError: One did.
         """
         linked = frozenset().union(*self.links.values())
+        linked |= {layer.rpartition(".")[0] for layer in linked}
         for live in sorted(constants & self.finding.model.made_by_running()):
             if _module(self.finding, live) in linked:
                 raise TensorMismatchError(

@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from enum import Enum
 from functools import partial
 from pathlib import PurePath
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.members import SIMPLE, container_of, containers_of, is_configuration
+from deltachain.subscribe.members import (
+    LEAVES,
+    SIMPLE,
+    container_of,
+    containers_of,
+    is_configuration,
+)
+from deltachain.subscribe.provenance import storage_id
 
 HANDLES: Final = (torch.Stream, torch.Event, torch.Generator, PurePath, range, slice)
 """Objects that hold none either, though what is in them is not looked at."""
 
 
-def hides(module: nn.Module) -> bool:
-    """Whether a module, or what acts on it after loading, keeps what may hold hidden weights."""
+DEEP: Final = 3
+"""Objects within objects that are looked through."""
+
+
+def hides(module: nn.Module, visible: Container[int]) -> bool:
+    """Whether a module, or what acts on it after loading, keeps what may hold hidden weights.
+
+    Args:
+        module: That is looked at, without its children.
+        visible: Storages of the tensors that a look at the model shows.
+    """
     return any(
-        may_hide(value) for box in containers_of(module, plain=False) for value in _inside(box)
+        may_hide(value) or any(storage_id(one) not in visible for one in _tensors_in(value))
+        for box in containers_of(module, plain=False)
+        for value in _inside(box)
     )
 
 
@@ -57,6 +76,28 @@ def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
         return defaults + [inner for cell in cells for inner in _in_cell(cell)]
     slots = [slot for one in type(value).__mro__ for slot in _slots(one)]
     return [getattr(value, slot) for slot in slots if hasattr(value, slot)] if slots else None
+
+
+def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:  # noqa: ANN401
+    """Tensors that an object leads to, through other objects; modules and groups of ranks aside."""
+    kind = type(value)
+    if isinstance(value, nn.Module) or "distributed" in kind.__module__:
+        return
+    if kind in LEAVES and kind is not FunctionType:
+        return
+    if id(value) in within or len(within) > DEEP:
+        return
+    inner = container_of(value)
+    kept = [value.__self__] if isinstance(value, MethodType) else _kept_by(value) or []
+    if inner is not None:
+        kept = [*kept, *_inside(inner)]
+    elif is_configuration(value):
+        kept = list(vars(value).values()) if hasattr(value, "__dict__") else kept
+    for one in kept:
+        if isinstance(one, Tensor):
+            yield one
+        else:
+            yield from _tensors_in(one, within | {id(value)})
 
 
 def _in_cell(cell: CellType) -> list[Any]:

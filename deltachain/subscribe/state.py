@@ -14,6 +14,7 @@ from deltachain.subscribe.engine import EngineModel
 from deltachain.subscribe.hiding import hides
 from deltachain.subscribe.holders import Holders
 from deltachain.subscribe.members import Bits, Members, numbers_in
+from deltachain.subscribe.provenance import storage_id
 from deltachain.subscribe.ways import modules_in
 
 
@@ -45,8 +46,11 @@ class State:
     def opaque(self) -> frozenset[str]:
         """Processed layers that cannot be tried, and keep what nobody can look into."""
         hidden = self.processed - self.outputs.keys()
+        visible = {storage_id(tensor) for tensor in self.tensors.values()}
         return frozenset(
-            layer for layer in hidden if any(map(hides, modules_in(self.model, {layer})))
+            layer
+            for layer in hidden
+            if any(hides(module, visible) for module in modules_in(self.model, {layer}))
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:

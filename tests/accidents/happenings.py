@@ -98,6 +98,19 @@ def cut_short(scene: Scene, *, pattern: str) -> None:
     scene.put({key: data[: len(data) // 2]})
 
 
+def table_digest_damaged(scene: Scene) -> None:
+    """A bit of the table's digest has turned over, in the identity."""
+    data = bytearray(scene.contents()[keys.CHAIN_KEY])
+    at = data.index(b'"table":"') + 20
+    data[at] = ord("1") if data[at] != ord("1") else ord("2")
+    scene.put({keys.CHAIN_KEY: bytes(data)})
+
+
+def emptied_files(scene: Scene, *, names: tuple[str, ...]) -> None:
+    """Objects are there and hold nothing, as after a loss of power."""
+    scene.put(dict.fromkeys(names, b""))
+
+
 def payload_gone(scene: Scene, *, back: int) -> None:
     """The delta of one version is gone."""
     scene.delete(scene.find(f"deltas/{scene.head - back:020d}"))
@@ -204,6 +217,12 @@ HAPPENINGS: Final[Mapping[str, Happening]] = {
     "an anchor's record lost behind a yes": partial(lost_put, prefix="edges/"),
     "the hint lost behind a yes": partial(lost_put, prefix="head.json"),
     "chain.json damaged": partial(damaged, pattern="chain.json"),
+    "chain.json damaged in its digest": table_digest_damaged,
+    "chain.json cut short": partial(cut_short, pattern="chain.json"),
+    "table.json cut short": partial(cut_short, pattern="table.json"),
+    "chain.json and table.json cut short": partial(
+        emptied_files, names=(keys.CHAIN_KEY, keys.TABLE_KEY)
+    ),
     "table.json damaged": partial(damaged, pattern="table.json"),
     "head.json damaged": partial(damaged, pattern="head.json"),
     "the head's manifest damaged": partial(manifest_damaged, back=0),

@@ -71,6 +71,13 @@ def remove_damaged(scene: Scene, who: str, said: str) -> None:
     restart_trainer(scene, "", "")
 
 
+def remove_identity(scene: Scene, who: str, said: str) -> None:
+    """Remove both documents of the identity, and start the trainer again."""
+    del who, said
+    scene.delete([keys.CHAIN_KEY, keys.TABLE_KEY])
+    restart_trainer(scene, "", "")
+
+
 def restart_trainer(scene: Scene, who: str, hint: str) -> None:
     """End the trainer, and start it again with the weights that it had."""
     del who, hint
@@ -113,6 +120,7 @@ def start_anew(scene: Scene, who: str, hint: str) -> None:
 DEEDS: Final = (
     Deed("put back", re.compile(r"\bput\b[^;:]*\bback\b"), put_back, needs_backup=True),
     Deed("remove what lies behind the gap", re.compile(_REMOVE), remove),
+    Deed("remove the identity", re.compile(r"or remove both and start"), remove_identity),
     Deed("remove what is damaged", re.compile(_DAMAGED), remove_damaged),
     Deed("restart the publisher", re.compile(_AGAIN), restart_trainer),
     Deed("roll back", re.compile(r"roll (replicas|it|this replica) back"), roll_back, is_each=True),

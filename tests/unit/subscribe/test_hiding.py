@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from deltachain.subscribe.hiding import hides, may_hide
+from deltachain.subscribe.provenance import storage_id
 
 PACKED = torch.ones(2)
 
@@ -110,12 +111,61 @@ class Method:
         """Keep a kernel."""
 
 
+def shown(layer: nn.Module) -> set[int]:
+    """Storages of what a layer is seen to hold."""
+    return {storage_id(tensor) for tensor in layer.parameters()}
+
+
+class Kernel:
+    """What computes from a weight of its own."""
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+
+    def apply(self, x: Any) -> Any:
+        return self.weight @ x
+
+
+COPIES: dict[str, Any] = {
+    "object": Kernel(PACKED),
+    "bound method": Kernel(PACKED).apply,
+    "object in an object": Kernel(Kernel(PACKED)),
+    "closure in an object": Kernel(closure_of(PACKED)),
+    "partial in an object": Kernel(partial(len, PACKED)),
+    "list in an object": Kernel([Kernel(PACKED)]),
+    "slot in an object": Kernel(Slotted(PACKED)),
+}
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_behind_objects_is_found_unless_it_can_be_seen(name: str) -> None:
+    layer = nn.Linear(1, 1)
+    vars(layer)["kernel"] = COPIES[name]
+    assert hides(layer, shown(layer))
+    assert not hides(layer, {*shown(layer), storage_id(PACKED)})
+
+
+def test_a_configuration_with_a_copy_is_found() -> None:
+    layer, config = nn.Linear(1, 1), KernelConfig()
+    vars(layer)["config"] = config
+    assert not hides(layer, shown(layer))
+    vars(config)["scale"] = Kernel(PACKED)
+    assert hides(layer, shown(layer))
+
+
+def test_objects_that_lead_back_to_themselves_have_an_end() -> None:
+    layer, kernel = nn.Linear(1, 1), Kernel(None)
+    kernel.weight = [kernel, layer]
+    vars(layer)["kernel"] = kernel
+    assert not hides(layer, shown(layer))
+
+
 def test_it_is_found_in_what_acts_and_not_in_what_is_only_there() -> None:
     layer = nn.Linear(1, 1)
-    assert not hides(layer)
+    assert not hides(layer, shown(layer))
     layer.group = Slotted()  # type: ignore[assignment]
-    assert not hides(layer)
+    assert not hides(layer, shown(layer))
     layer.method = Method()  # type: ignore[assignment]
-    assert not hides(layer)
+    assert not hides(layer, shown(layer))
     vars(layer.method)["kernels"] = [closure_of(PACKED)]
-    assert hides(layer)
+    assert hides(layer, shown(layer))

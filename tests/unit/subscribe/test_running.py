@@ -127,9 +127,43 @@ def test_what_was_there_is_kept(rotary: Make) -> None:
     assert len(model.kv_cache) == 1
 
 
-def test_modules_without_weights_are_left_alone() -> None:
-    parent = nn.Sequential(nn.Linear(2, 2))
+def test_modules_far_from_weights_are_left_alone() -> None:
+    parent = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
     tables = Tables(dict(parent.named_modules()))
-    vars(parent)["scratch"] = torch.ones(2)
+    vars(parent)["scratch"] = vars(parent[0])["table"] = torch.ones(2)
     tables.forget()
     assert "scratch" in vars(parent)
+    assert "table" not in vars(parent[0])
+
+
+def test_a_flag_that_says_that_a_table_is_there_is_reset() -> None:
+    model = nn.Linear(2, 2)
+    vars(model)["ready"], vars(model)["busy"] = False, False
+    tables = Tables({"": model})
+    vars(model)["busy"] = True
+    tables.forget()
+    assert vars(model)["busy"], "no table was made"
+    vars(model)["table"], vars(model)["ready"] = torch.ones(2), True
+    tables.forget()
+    assert not vars(model)["ready"]
+    assert "table" not in vars(model)
+
+
+def test_a_number_that_was_made_by_running_is_known() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    vars(model)["scale"], vars(model)["rate"] = None, float("nan")
+    remember(model)
+    assert made_by_running(model) == frozenset()
+    vars(model)["scale"] = 0.5
+    assert made_by_running(model) == {"scale"}
+
+
+class WithLoRA(nn.Linear):
+    """What holds adapters beside the weights."""
+
+
+def test_what_adapters_hold_is_no_table() -> None:
+    model = WithLoRA(2, 2)
+    remember(model)
+    vars(model)["A_buffer"] = torch.ones(2)
+    assert made_by_running(model) == frozenset()
