@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from deltachain.chain import Chain as Chain
-    from deltachain.control.fleet import Fleet as Fleet
+    from deltachain.chain.chain import Chain as Chain
+    from deltachain.control.client.fleet import Fleet as Fleet
     from deltachain.control.transfer import DeltaChainWeightTransfer as DeltaChainWeightTransfer
     from deltachain.errors import DeltaChainError as DeltaChainError
     from deltachain.publish import DeltaChainCallback as DeltaChainCallback
@@ -29,11 +29,11 @@ __version__: Final = "0.1.0"
 
 _HOME: Final = {
     "ApplyReceipt": "deltachain.subscribe",
-    "Chain": "deltachain.chain",
+    "Chain": "deltachain.chain.chain",
     "DeltaChainCallback": "deltachain.publish",
     "DeltaChainError": "deltachain.errors",
     "DeltaChainWeightTransfer": "deltachain.control.transfer",
-    "Fleet": "deltachain.control.fleet",
+    "Fleet": "deltachain.control.client.fleet",
     "PublishConfig": "deltachain.publish",
     "PublishReceipt": "deltachain.publish",
     "Publisher": "deltachain.publish",

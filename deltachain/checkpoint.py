@@ -14,10 +14,10 @@ from typing import Final
 import numpy as np
 
 from deltachain.codec.container import Entry, read_header, reader_of, write_header
-from deltachain.digest import digest_key, object_digest
 from deltachain.errors import ConfigError, MalformedError
+from deltachain.format.digest import digest_key, object_digest
+from deltachain.format.documents import FileRef
 from deltachain.kernels import host
-from deltachain.manifest import FileRef
 from deltachain.remote_code import without_remote_code
 from deltachain.room import reserve
 from deltachain.store.base import is_segment

@@ -78,14 +78,22 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def modules_of(folder: Path) -> set[str]:
+    """Names of the modules and packages in a package."""
+    return {
+        path.stem
+        for path in folder.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+
+
 def test_every_module_has_a_layer() -> None:
     layers = contract("layers point down")["layers"]
     placed = {module.strip() for layer in layers for module in layer.split("|")}
-    found = {
-        f"deltachain.{path.stem}"
-        for path in (ROOT / "deltachain").iterdir()
-        if path.suffix == ".py" or (path / "__init__.py").exists()
-    }
+    found = {f"deltachain.{name}" for name in modules_of(ROOT / "deltachain")}
+    for room in {module.rpartition(".")[0] for module in placed if module.count(".") == 2}:
+        inside = modules_of(ROOT / room.replace(".", "/"))
+        found = (found - {room}) | {f"{room}.{name}" for name in inside} - {f"{room}.__init__"}
     assert found - placed == {"deltachain.__init__", "deltachain.testing"}
 
 

@@ -22,12 +22,12 @@ from deltachain.bench.detect import Data
 from deltachain.bench.timing import Candidate, Timings, one_core, round_robin, say
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
-from deltachain.digest import digest_key
+from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.device import bits_of
-from deltachain.subscribe.patch import Patch, write
-from deltachain.subscribe.target import Held
-from deltachain.subscribe.tensors import TensorTarget
+from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.patch import Patch, write
+from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 
 TENSORS: Final = 16

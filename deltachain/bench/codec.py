@@ -21,14 +21,14 @@ from deltachain.bench.chains import Step, SyntheticChain
 from deltachain.bench.layouts import LAYOUTS, Changes, bits_per_change, changes_of
 from deltachain.bench.limits import entropy_limits
 from deltachain.bench.timing import Candidate, one_core, round_robin, say
+from deltachain.chain.recent_edges import WINDOW
 from deltachain.codec import Change, EncodedPart, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.digest import digest_key
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, seal
+from deltachain.format.keys import payload_key
 from deltachain.kernels import host
-from deltachain.keys import payload_key
-from deltachain.manifest import Edge, EdgeSummary, Manifest, ObjectRef, seal
 from deltachain.types import TensorSpec
-from deltachain.window import WINDOW
 
 DENSITIES: Final = (0.0013, 0.007, 0.012, 0.025)
 LEARNING_RATES: Final = (1e-6, 3e-6, 1e-5)

@@ -23,8 +23,8 @@ from deltachain.bench import report
 from deltachain.bench.bare_s3 import BareS3
 from deltachain.bench.timing import Candidate, Timings, round_robin, say
 from deltachain.bench.versions import Version, make_version
+from deltachain.chain.fetch import fetch
 from deltachain.errors import ConfigError, StoreError
-from deltachain.fetch import fetch
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber

@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 
 from deltachain.bench.chains import bf16_bits
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
+from deltachain.chain.plan import Plan
 from deltachain.codec import Change
-from deltachain.manifest import Edge, Table
-from deltachain.plan import Plan
+from deltachain.format.documents import Edge, Table
 from deltachain.publish.upload import Slot, dense_change, upload
 from deltachain.publish.writer import Writer
 from deltachain.store import Store

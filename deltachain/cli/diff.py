@@ -31,7 +31,7 @@ def diff(
     Example: `deltachain diff checkpoint-10 checkpoint-20 --out 10-to-20.safetensors`
     """
     from deltachain.checkpoint import write_atomic
-    from deltachain.cli.offline import compare
+    from deltachain.offline import compare
 
     difference = compare(old, new, encoding.value)
     write_atomic(out, difference.part.data)
@@ -82,7 +82,7 @@ def patch(
 
     Example: `deltachain patch checkpoint-10 10-to-20.safetensors --out checkpoint-20`
     """
-    from deltachain.cli.offline import apply
+    from deltachain.offline import apply
 
     applied = apply(base, delta, out)
     report = {"out": str(out), "tensors": applied.tensors, "nnz": applied.nnz}

@@ -15,8 +15,8 @@ from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.threads import Pool
 
 if TYPE_CHECKING:
-    from deltachain.control.client import ReplicaClient
-    from deltachain.subscribe.replica_status import ReplicaStatus
+    from deltachain.control.client.replica import ReplicaClient
+    from deltachain.replica.status import ReplicaStatus
 
 
 class Verb(StrEnum):
@@ -55,7 +55,7 @@ def fleet(
 
     Everywhere back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
-    from deltachain.control.client import ReplicaClient
+    from deltachain.control.client.replica import ReplicaClient
 
     if version is not None and verb not in VERSIONED:
         raise ConfigError(f"{verb} takes no version")

@@ -13,8 +13,8 @@ from deltachain.cli import console as c
 from deltachain.cli.options import AsJson
 
 if TYPE_CHECKING:
-    from deltachain.chain import Chain, Committed
-    from deltachain.manifest import BaseRef, EdgeSummary
+    from deltachain.chain.chain import Chain, Committed
+    from deltachain.format.documents import BaseRef, EdgeSummary
 
 TENSORS_SHOWN = 12
 
@@ -62,8 +62,8 @@ def inspect(
 
 def _file(path: Path) -> dict[str, Any]:
     from deltachain.cli.anatomy import dissect
-    from deltachain.cli.mapped import map_file
     from deltachain.codec import Part
+    from deltachain.mapped import map_file
 
     data = map_file(path)
     part = Part.from_bytes(data, key=str(path))
@@ -75,7 +75,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _chain(url: str, version: int | None, *, anchor: bool, tensor_table: bool) -> dict[str, Any]:
-    from deltachain.chain import Chain
+    from deltachain.chain.chain import Chain
     from deltachain.errors import ChainError
     from deltachain.store import open_store
 
@@ -99,11 +99,11 @@ def _chain(url: str, version: int | None, *, anchor: bool, tensor_table: bool) -
 
 
 def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
-    from deltachain.chain import Chain
+    from deltachain.chain.chain import Chain
+    from deltachain.chain.fetch import fetch
+    from deltachain.chain.plan import Plan
     from deltachain.cli.anatomy import dissect
     from deltachain.cli.progress import watching
-    from deltachain.fetch import fetch
-    from deltachain.plan import Plan
 
     plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
     refs = chain.edge(edge).parts

@@ -33,8 +33,8 @@ GIVE_WAY: Final = (">epoch", "committed")
 FULL_WIDTH: Final = 98
 
 if TYPE_CHECKING:
-    from deltachain.chain import Chain, Committed
-    from deltachain.manifest import Edge
+    from deltachain.chain.chain import Chain, Committed
+    from deltachain.format.documents import Edge
 
 
 def log(
@@ -52,7 +52,7 @@ def log(
 
     Example: `deltachain log /mnt/policy -n 5`
     """
-    from deltachain.chain import Chain
+    from deltachain.chain.chain import Chain
     from deltachain.errors import ChainError
     from deltachain.store import open_store
     from deltachain.verify import edge_records

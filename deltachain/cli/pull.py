@@ -35,11 +35,11 @@ def pull(
 
     Example: `deltachain pull /mnt/policy --version 7 --out policy-7`
     """
-    from deltachain.chain import Chain
+    from deltachain.chain.chain import Chain
     from deltachain.cli.progress import watching
     from deltachain.store import open_store
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.own_folder import OwnFolder, write_assets
+    from deltachain.subscribe.targets.chain_folder import OwnFolder, write_assets
 
     config, folder = SubscribeConfig(url=url, base=base, undo_applies=0), OwnFolder(out)
     with (

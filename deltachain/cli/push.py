@@ -13,8 +13,8 @@ from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, Encode, Encoding, TrustRemoteCode, Url
 
 if TYPE_CHECKING:
-    from deltachain.chain import Committed
-    from deltachain.push import Pushed
+    from deltachain.chain.chain import Committed
+    from deltachain.publish.push import Pushed
 
 
 def push(  # noqa: PLR0913 - one argument an option
@@ -49,7 +49,7 @@ def push(  # noqa: PLR0913 - one argument an option
     """
     from deltachain.cli.progress import watching
     from deltachain.publish.config import PublishConfig
-    from deltachain.push import push as publish
+    from deltachain.publish.push import push as publish
     from deltachain.store import open_store
 
     start = time.perf_counter()

@@ -15,7 +15,7 @@ from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, Base, Url
 
 if TYPE_CHECKING:
-    from deltachain.chain import Chain
+    from deltachain.chain.chain import Chain
     from deltachain.verify import EdgeProof, VersionProof
 
 
@@ -41,7 +41,7 @@ def verify(
 
     Example: `deltachain verify /mnt/policy --from 100`
     """
-    from deltachain.chain import Chain
+    from deltachain.chain.chain import Chain
     from deltachain.cli.progress import counted
     from deltachain.store import open_store
     from deltachain.verify import newest

@@ -23,8 +23,8 @@ from deltachain.codec.container import (
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.digest import object_digest
 from deltachain.errors import DigestMismatchError, MalformedError, UnsupportedFormatError
+from deltachain.format.digest import object_digest
 from deltachain.kernels import host
 from deltachain.kernels.reference import SplitSteps
 from deltachain.types import BITS_DTYPES, Bits, Indices, TensorSpec

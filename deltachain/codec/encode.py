@@ -15,8 +15,8 @@ from deltachain.codec import directory as d
 from deltachain.codec.container import Buffer, write_header
 from deltachain.codec.frames import cut, deflate
 from deltachain.delta import TensorDelta
-from deltachain.digest import object_digest
 from deltachain.errors import ConfigError
+from deltachain.format.digest import object_digest
 from deltachain.kernels import host
 from deltachain.threads import Pool
 from deltachain.types import WIRE_DTYPES, Bits, Indices, StateDigest

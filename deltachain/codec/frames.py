@@ -16,8 +16,8 @@ from typing import Final
 import zstandard
 
 from deltachain.codec.container import Buffer, ReadAt
-from deltachain.digest import object_digest
 from deltachain.errors import DigestMismatchError, MalformedError
+from deltachain.format.digest import object_digest
 
 FRAME: Final = 1 << 20
 """Most bytes a frame inflates to."""

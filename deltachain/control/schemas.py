@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from deltachain.subscribe.replica_status import Answer, ReplicaStatus
+from deltachain.replica.status import Answer, ReplicaStatus
 from deltachain.types import Version
 
 PREFIXES: Final = ("/v1/deltachain", "/deltachain")

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
+from deltachain.chain.recent_edges import edge_id
 from deltachain.demo import oracle
 from deltachain.demo.display import Display
 from deltachain.demo.replica import DemoError
 from deltachain.demo.report import Judged
-from deltachain.manifest import Manifest
+from deltachain.format.documents import Manifest
 from deltachain.store import Store
-from deltachain.window import edge_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Final
 
 from deltachain.demo.replica import DemoError
 from deltachain.errors import ConfigError
-from deltachain.keys import CHAIN_KEY
+from deltachain.format.keys import CHAIN_KEY
 from deltachain.store import open_store
 
 LOCAL: Final = "file"

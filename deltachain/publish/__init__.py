@@ -10,7 +10,7 @@ from deltachain.publish.publisher import Publisher
 from deltachain.publish.receipt import PublishReceipt
 
 if TYPE_CHECKING:
-    from deltachain.publish.callback import DeltaChainCallback
+    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback
 
 __all__ = [
     "Attachment",
@@ -25,6 +25,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - the callback needs transformers
     if name != "DeltaChainCallback":
         raise AttributeError(f"module 'deltachain.publish' has no attribute {name!r}")
-    from deltachain.publish.callback import DeltaChainCallback  # noqa: PLC0415
+    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415
 
     return DeltaChainCallback

@@ -19,7 +19,7 @@ from deltachain.publish.publisher import Publisher
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from deltachain.publish.callback import DeltaChainCallback
+    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def attach(
         ConfigError: ``optimizer`` is none, or the model can not be published.
     """
     if not isinstance(model, nn.Module):
-        from deltachain.publish.callback import DeltaChainCallback  # noqa: PLC0415 - needs it
+        from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
 
         callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
         model.add_callback(callback.bind(model))

@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from deltachain import identity
-from deltachain.chain import Chain, Committed
-from deltachain.digest import object_digest
+from deltachain.chain import identity
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.fetch import fetch
+from deltachain.chain.head_hint import read_hint
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -19,10 +20,15 @@ from deltachain.errors import (
     MalformedError,
     ObjectNotFoundError,
 )
-from deltachain.fetch import fetch
-from deltachain.hint import read_hint
-from deltachain.keys import CHAIN_KEY, TABLE_KEY, manifest_key, payload_prefix, version_of
-from deltachain.manifest import Identity, Manifest, Table, dump, unseal
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import Identity, Manifest, Table, dump, unseal
+from deltachain.format.keys import (
+    CHAIN_KEY,
+    TABLE_KEY,
+    manifest_key,
+    payload_prefix,
+    version_of,
+)
 from deltachain.store import Store
 from deltachain.types import Version
 

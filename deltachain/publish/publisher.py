@@ -20,16 +20,16 @@ from deltachain.errors import (
     PublisherFencedError,
     RankError,
 )
-from deltachain.publish.assets import checked, collect_assets
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.meeting import Meeting, Verdict
-from deltachain.publish.ranks import Ranks
+from deltachain.publish.model.assets import checked, collect_assets
+from deltachain.publish.model.source import Live, walk
+from deltachain.publish.ranks.barrier import Meeting, Verdict
+from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import FAILURES, led
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import Session, Share
 from deltachain.publish.snapshot import Diff
-from deltachain.publish.source import Live, walk
-from deltachain.publish.together import FAILURES, led
 from deltachain.publish.upload import Slot
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool

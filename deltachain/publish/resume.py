@@ -10,21 +10,21 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.fetch import Fetched, fetch
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import BrokenChainError, ConfigError, FormatError, ObjectNotFoundError
-from deltachain.fetch import Fetched, fetch
+from deltachain.format.documents import BaseRef, Edge
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
-from deltachain.manifest import BaseRef, Edge
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.model.source import Source
 from deltachain.publish.place import open_or_make
-from deltachain.publish.ranks import Ranks
+from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import all_say, together
+from deltachain.publish.ranks.sharing import share
 from deltachain.publish.session import Session, Share
-from deltachain.publish.sharing import share
 from deltachain.publish.snapshot import WINDOW, Diff, Snapshot
-from deltachain.publish.source import Source
-from deltachain.publish.together import all_say, together
 from deltachain.publish.upload import sparse_nbytes
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store

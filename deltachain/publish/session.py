@@ -9,17 +9,17 @@ from functools import cached_property
 
 import msgspec
 
+from deltachain.chain.plan import REQUEST_NBYTES
 from deltachain.codec import Change
 from deltachain.errors import ChainError, ConfigError
-from deltachain.keys import PayloadKind
-from deltachain.manifest import Edge, EdgeSummary
-from deltachain.plan import REQUEST_NBYTES
+from deltachain.format.documents import Edge, EdgeSummary
+from deltachain.format.keys import PayloadKind
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.ranks import Ranks
+from deltachain.publish.model.source import Source, Weight
+from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import together
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.snapshot import Diff, Snapshot
-from deltachain.publish.source import Source, Weight
-from deltachain.publish.together import together
 from deltachain.publish.upload import DENSE_SHARE, Slot, sparse_change, upload, window_change
 from deltachain.publish.writer import Writer
 from deltachain.types import StateDigest, Version

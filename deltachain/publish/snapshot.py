@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.digest import digest_key
+from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host
 from deltachain.kernels.crossing import diff_across_
 from deltachain.kernels.reference import Changes
-from deltachain.names import TORCH_DTYPES
-from deltachain.publish.route import Window
-from deltachain.publish.source import Source, Weight
+from deltachain.publish.model.layout import Window
+from deltachain.publish.model.source import Source, Weight
+from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, StateDigest, TensorSpec
 
 Diff: TypeAlias = Mapping[str, Changes]

@@ -8,15 +8,15 @@ from typing import Final
 
 import numpy as np
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.codec import Change, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.digest import digest_key
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, ObjectRef
+from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
-from deltachain.keys import PayloadKind, payload_key
-from deltachain.manifest import Edge, ObjectRef
-from deltachain.publish.route import Window
+from deltachain.publish.model.layout import Window
 from deltachain.publish.snapshot import digest_change, digest_window
 from deltachain.types import Bits, TensorSpec, Version
 

@@ -10,7 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.head_hint import read_hint
+from deltachain.chain.plan import cost_of
+from deltachain.chain.recent_edges import window, window_from
 from deltachain.errors import (
     BrokenChainError,
     DeltaChainError,
@@ -19,12 +22,9 @@ from deltachain.errors import (
     PublisherFencedError,
     StoreError,
 )
-from deltachain.hint import read_hint
-from deltachain.manifest import Edge, EdgeSummary, Manifest
-from deltachain.plan import cost_of
+from deltachain.format.documents import Edge, EdgeSummary, Manifest
 from deltachain.publish.place import newest
 from deltachain.types import StateDigest, Version
-from deltachain.window import window, window_from
 
 logger = logging.getLogger(__name__)
 

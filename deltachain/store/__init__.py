@@ -10,8 +10,8 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from deltachain.errors import ConfigError
 from deltachain.store.base import Buffer, Capabilities, ObjectInfo, Store, check_key
-from deltachain.store.file import FileStore
-from deltachain.store.hf_url import open_hf
+from deltachain.store.file.store import FileStore
+from deltachain.store.hf.url import open_hf
 from deltachain.store.memory import MemoryStore
 
 __all__ = [
@@ -44,7 +44,7 @@ def open_store(
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
     are folders of a file system, made by the first write. ``s3://bucket/prefix`` is a bucket of
     whoever speaks S3; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix`` is a
-    bucket of the Hugging Face Hub; see ``deltachain.store.hf_url``. ``dist://name`` is the memory
+    bucket of the Hugging Face Hub; see ``deltachain.store.hf``. ``dist://name`` is the memory
     of a job of ``torch.distributed``; see ``deltachain.store.dist``. Any other scheme is one of
     fsspec, which promises less; see ``deltachain.store.fs``.
 
@@ -88,14 +88,14 @@ def _open_remote(
         return open_hf(url, options, writer=writer)
     if scheme == "dist":
         return _open_dist(url, options)
-    from deltachain.store.fs import open_fsspec  # noqa: PLC0415
+    from deltachain.store.fs.store import open_fsspec  # noqa: PLC0415
 
     return open_fsspec(url, options)
 
 
 def _open_s3(url: str, options: Mapping[str, Any] | None) -> Store:
     try:
-        from deltachain.store.s3 import open_s3  # noqa: PLC0415
+        from deltachain.store.s3.store import open_s3  # noqa: PLC0415
     except ModuleNotFoundError as exc:
         if (exc.name or "").startswith("deltachain"):
             raise

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.folder import FolderTarget
-from deltachain.subscribe.patch import Patch
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status
 from deltachain.subscribe.subscriber import Subscriber
-from deltachain.subscribe.target import Held, Prepared, Target
+from deltachain.subscribe.targets.base import Held, Prepared, Target
+from deltachain.subscribe.targets.folder import FolderTarget
+from deltachain.subscribe.targets.patch import Patch
 
 if TYPE_CHECKING:
-    from deltachain.subscribe.tensors import TensorTarget as TensorTarget
+    from deltachain.subscribe.targets.tensors import TensorTarget as TensorTarget
 
 __all__ = [
     "ApplyReceipt",
@@ -34,6 +34,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class, imported with torch when it is used
     if name != "TensorTarget":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from deltachain.subscribe.tensors import TensorTarget  # noqa: PLC0415
+    from deltachain.subscribe.targets.tensors import TensorTarget  # noqa: PLC0415
 
     return TensorTarget

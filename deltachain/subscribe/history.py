@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
 from deltachain.errors import BrokenChainError, ChainError, ForkedChainError
-from deltachain.subscribe.target import Held, Target
+from deltachain.subscribe.targets.base import Held, Target
 from deltachain.subscribe.watch import judge
 from deltachain.types import Version
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from deltachain.chain.fetch import Fetched
 from deltachain.errors import BaseMismatchError, BrokenChainError
-from deltachain.fetch import Fetched
 from deltachain.types import StateDigest
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from deltachain.fetch import Fetched
+from deltachain.chain.fetch import Fetched
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.target import Held, Prepared
+from deltachain.subscribe.targets.base import Held, Prepared
 from deltachain.types import StateDigest
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from deltachain.errors import ChainError, ObjectNotFoundError
-from deltachain.manifest import Struct
+from deltachain.format.documents import Struct
 from deltachain.subscribe.history import check_standing
 from deltachain.types import Version
 

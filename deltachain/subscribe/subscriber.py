@@ -10,7 +10,7 @@ from threading import Event, RLock
 from types import TracebackType
 from typing import Self
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
 from deltachain.errors import (
     BaseMismatchError,
     BrokenChainError,
@@ -23,14 +23,14 @@ from deltachain.errors import (
 )
 from deltachain.store import Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
+from deltachain.subscribe.fetch import fetch_around
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.route import fetch_around
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status, status_of
-from deltachain.subscribe.target import Held, Prepared
-from deltachain.subscribe.targets import TargetLike, as_target
+from deltachain.subscribe.targets.base import Held, Prepared
+from deltachain.subscribe.targets.choose import TargetLike, as_target
 from deltachain.subscribe.undo import UndoLog
 from deltachain.subscribe.watch import Watch
 from deltachain.threads import Pool

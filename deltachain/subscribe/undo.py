@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from deltachain.subscribe.target import Held, Prepared
+from deltachain.subscribe.targets.base import Held, Prepared
 from deltachain.types import Version
 
 

@@ -7,7 +7,9 @@ misses it too.
 
 from __future__ import annotations
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
+from deltachain.chain.identity import lost_chain
+from deltachain.chain.lookup import Standing
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -16,9 +18,7 @@ from deltachain.errors import (
     ForkedChainError,
     StoreWentBackError,
 )
-from deltachain.identity import lost_chain
-from deltachain.looks import Standing
-from deltachain.subscribe.target import Held
+from deltachain.subscribe.targets.base import Held
 from deltachain.types import Version
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.subscribe.recorder import live_tensors
+from deltachain.replica.layout.recorder import live_tensors
 from deltachain.testing.sharding import HIDDEN, VOCAB, Full, Shape, Share, expected, put, read
 
 FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
@@ -18,7 +18,7 @@ FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "ga
 
 
 class FakeModel:
-    """One rank; see :class:`deltachain.subscribe.engine.EngineModel`.
+    """One rank; see :class:`deltachain.replica.engine.EngineModel`.
 
     What is awkward of the tensors in ``ODD``: ``conv`` is kept transposed, ``sliced`` assigned by
     slices, ``cast`` served in fp32, ``decay`` kept as its negative exponential, ``bias`` edited

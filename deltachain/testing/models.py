@@ -17,13 +17,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.fetch import fetch
+from deltachain.chain.plan import Plan
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
-from deltachain.digest import digest_key, object_digest
-from deltachain.fetch import fetch
+from deltachain.format.digest import digest_key, object_digest
+from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.kernels import reference
-from deltachain.manifest import EdgeRecord, EdgeSummary, summarise, unseal
-from deltachain.plan import Plan
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 

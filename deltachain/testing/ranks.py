@@ -11,9 +11,9 @@ from typing import Any
 from unittest import mock
 
 from deltachain.errors import ApplyError, DeltaChainError
-from deltachain.subscribe import target
-from deltachain.subscribe.patch import LiveBits, Patch, write
-from deltachain.subscribe.verbs import RankVerbs, Verdict
+from deltachain.replica.rpc import RankVerbs, Verdict
+from deltachain.subscribe.targets import base as target
+from deltachain.subscribe.targets.patch import LiveBits, Patch, write
 from deltachain.testing.engine import FakeModel, bytes_of
 from deltachain.testing.sharding import Full, Shape
 
@@ -45,7 +45,7 @@ class Faults:
 
 
 class FakeEngine:
-    """See :class:`deltachain.subscribe.engine.Engine`; refuses to be written to while it runs.
+    """See :class:`deltachain.replica.engine.Engine`; refuses to be written to while it runs.
 
     Args:
         shape: How many ranks, and what each has.

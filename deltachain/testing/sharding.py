@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, write_weights
 from deltachain.kernels.device import bits_of
-from deltachain.names import TORCH_DTYPES
+from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import BITS_DTYPES, TensorSpec
 
 HIDDEN: Final = 16

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 
-from deltachain import keys
-from deltachain.chain import Chain, Committed
-from deltachain.digest import object_digest
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.plan import Plan
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -17,8 +16,9 @@ from deltachain.errors import (
     MalformedError,
     ObjectNotFoundError,
 )
-from deltachain.manifest import EdgeRecord, EdgeSummary, summarise, unseal
-from deltachain.plan import Plan
+from deltachain.format import keys
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.types import Version
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from deltachain import keys
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.fetch import Fetched, fetch
+from deltachain.chain.plan import Plan
 from deltachain.errors import BrokenChainError, ChainError, MalformedError, ObjectNotFoundError
-from deltachain.fetch import Fetched, fetch
-from deltachain.manifest import EdgeRecord, EdgeSummary
-from deltachain.plan import Plan
+from deltachain.format import keys
+from deltachain.format.documents import EdgeRecord, EdgeSummary
 from deltachain.types import StateDigest, Version
 from deltachain.verify.documents import (
     another,

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from deltachain import keys
+from deltachain.chain.fetch import Fetched
 from deltachain.codec.directory import SPARSE, TensorRow
 from deltachain.delta import TensorDelta, fold_all
-from deltachain.digest import digest_key
 from deltachain.errors import BrokenChainError, MalformedError
-from deltachain.fetch import Fetched
+from deltachain.format import keys
+from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.documents import another

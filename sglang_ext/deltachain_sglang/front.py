@@ -15,14 +15,14 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
-from deltachain.control.gate import LOOPBACK, Control
-from deltachain.control.lead import Led, lead
-from deltachain.control.refusal import refused
-from deltachain.control.routes import router
+from deltachain.control.server.auth import LOOPBACK, Control
+from deltachain.control.server.bootstrap import Led, lead
+from deltachain.control.server.refusal import refused
+from deltachain.control.server.routes import router
 from deltachain.environment import is_strict
 from deltachain.errors import ConfigError, DeltaChainError
-from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain_sglang import PREFIX, SCHEME, compat, loading
 from deltachain_sglang.sleep import on_sleep, on_wake
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.subscribe.holders import Holders
-from deltachain.subscribe.members import tensors_in
-from deltachain.subscribe.probe import is_plain, layers_of, processed
-from deltachain.subscribe.recorder import live_tensors
-from deltachain.subscribe.running import made_by_running
+from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.members import tensors_in
+from deltachain.replica.layout.probe import is_plain, layers_of, processed
+from deltachain.replica.layout.recorder import live_tensors
+from deltachain.replica.layout.running import made_by_running
 from deltachain_sglang import compat, loading
 from deltachain_sglang.computing import computed
 from deltachain_sglang.shadow import Shadow
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class SglangModel:
-    """See :class:`deltachain.subscribe.engine.EngineModel`.
+    """See :class:`deltachain.replica.engine.EngineModel`.
 
     Args:
         model: As SGLang loaded it.
@@ -93,7 +93,7 @@ class SglangModel:
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        """See :mod:`deltachain.subscribe.running`."""
+        """See :mod:`deltachain.replica.layout.running`."""
         return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:

@@ -11,8 +11,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from deltachain.subscribe.running import remember
-from deltachain.subscribe.verbs import Verdict, settle, verbs_of
+from deltachain.replica.layout.running import remember
+from deltachain.replica.rpc import Verdict, settle, verbs_of
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
 

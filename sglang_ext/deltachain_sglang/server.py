@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from deltachain.errors import ApplyError, PartialApplyError
-from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.replica.settings import ReplicaSettings
 from deltachain_sglang import SCHEME, compat
 
 BUSY_S: Final = 5.0
@@ -19,7 +19,7 @@ BUSY_LOOK_S: Final = 0.005
 
 
 class ServerEngine:
-    """See :class:`deltachain.subscribe.engine.Engine`; called from any thread but the loop's.
+    """See :class:`deltachain.replica.engine.Engine`; called from any thread but the loop's.
 
     Args:
         server: SGLang's ``TokenizerManager``.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.subscribe.holders import Holders
-from deltachain.subscribe.members import Members, tensors_in
-from deltachain.subscribe.probe import layers_of
+from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.members import Members, tensors_in
+from deltachain.replica.layout.probe import layers_of
 from deltachain_sglang import loading
 
 Tensors: TypeAlias = Iterable[tuple[str, Tensor]]

@@ -12,8 +12,8 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from deltachain.control.gate import Control
-from deltachain.control.sleep import fall_asleep, wake_up
+from deltachain.control.server.auth import Control
+from deltachain.control.server.sleep import fall_asleep, wake_up
 from deltachain.errors import DeltaChainError
 from deltachain_sglang import compat
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from deltachain.control.refusal import refused
+from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
 from deltachain.errors import EngineVersionError
 from deltachain_sglang import compat

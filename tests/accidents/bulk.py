@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from deltachain.store import Store
-from deltachain.store.hf import HfStore
+from deltachain.store.hf.store import HfStore
 
 _AT_ONCE: Final = 1000
 """Operations in one request to the Hub."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltachain import commits
+from deltachain.chain import commits
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, TypeAlias
 
-from deltachain import keys
+from deltachain.format import keys
 from deltachain.testing.faults import clock_jump
 from tests.accidents.scene import Scene
 

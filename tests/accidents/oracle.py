@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from deltachain.subscribe.target import Held
+from deltachain.subscribe.targets.base import Held
 from deltachain.testing.models import State, same
 from deltachain.types import Version
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from deltachain import keys
 from deltachain.errors import DeltaChainError
+from deltachain.format import keys
 from tests.accidents.scene import Scene
 
 ROUNDS: Final = 6

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from deltachain import keys
-from deltachain.chain import Chain
-from deltachain.digest import object_digest
+from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
+from deltachain.format import keys
+from deltachain.format.digest import object_digest
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.models import (

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import tests.conftest  # noqa: F401 - sets what the client of the Hub reads when it is imported
-from deltachain import commits
+from deltachain.chain import commits
 from tests.accidents.case import FATES, Case, Fate
 from tests.accidents.happenings import FAR, HAPPENINGS
 from tests.crash.places import KINDS, open_place

@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from deltachain.chain import Chain
-from deltachain.control.fleet import Announced, Fleet
+from deltachain.chain.chain import Chain
+from deltachain.control.client.fleet import Announced, Fleet
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig
-from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.settings import ReplicaSettings
 from deltachain.testing.models import train_
 from deltachain.testing.sharding import Shape, full_of
 from tests.accidents.copies import Objects

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deltachain import keys
+from deltachain.format import keys
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
 from deltachain.store.base import MAX_DOCUMENT, Buffer

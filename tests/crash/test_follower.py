@@ -13,12 +13,12 @@ import pytest
 from deltachain.checkpoint import Checkpoint
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import FolderTarget, Subscriber
-from deltachain.subscribe.folder import LOCK_FILE
+from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.testing.models import State, TinyModel, bits_of, replica_of, same, train_
 
-FOLDER = "deltachain.subscribe.folder"
-JOURNAL = "deltachain.subscribe.journal"
-TARGET = "deltachain.subscribe.target"
+FOLDER = "deltachain.subscribe.targets.folder"
+JOURNAL = "deltachain.subscribe.targets.journal"
+TARGET = "deltachain.subscribe.targets.base"
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_the_command_line_goes_on_where_it_was_killed(
     first = [sys.executable, "-c", run, "pull", url, "--version", "1", "--out", str(mirror)]
     subprocess.run(first, check=True, capture_output=True)
     kill = (
-        "import os, signal, itertools; from deltachain.subscribe import folder\n"
+        "import os, signal, itertools; from deltachain.subscribe.targets import folder\n"
         "write, calls = folder.write, itertools.count()\n"
         "def dying(*args):\n"
         "    os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 1 else write(*args)\n"

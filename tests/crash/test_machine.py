@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError, PoisonedError, PublisherFencedError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store

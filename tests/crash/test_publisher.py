@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import ObjectNotFoundError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store

@@ -12,9 +12,9 @@ from typing import TypeVar
 import pytest
 from torch import nn
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
 from deltachain.errors import PublisherFencedError
-from deltachain.manifest import Edge, Table
+from deltachain.format.documents import Edge, Table
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import MemoryStore, Store, open_store

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber

@@ -9,7 +9,7 @@ import pytest
 
 from deltachain.demo.replica import DemoError
 from deltachain.demo.run import run_demo
-from deltachain.keys import CHAIN_KEY
+from deltachain.format.keys import CHAIN_KEY
 from deltachain.store import open_store
 
 

@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 from rich.console import Console
 
-from deltachain.control.client import ReplicaClient
+from deltachain.control.client.replica import ReplicaClient
 from deltachain.demo.display import Display
 from deltachain.demo.judge import compare, manifests_in, verify
 from deltachain.demo.online.diary import unknown_in

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.subscribe.rank import Rank
-from deltachain.subscribe.spool import Spool
+from deltachain.replica.rank import Rank
+from deltachain.replica.spool import Spool
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import checkpoint
 from tests.engines.matrix import Change, attached, changed, computed, engine_fresh, has_digest

@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
+from deltachain.chain.fetch import Fetched
 from deltachain.checkpoint import Checkpoint, read_assets, write_weights
 from deltachain.delta import TensorDelta
 from deltachain.errors import DeltaChainError
-from deltachain.fetch import Fetched
-from deltachain.subscribe.classes import Agreement, agree, orphans
-from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.rank import Rank
-from deltachain.subscribe.spool import Spool
+from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.update_path import Agreement, agree, orphans
+from deltachain.replica.rank import Rank
+from deltachain.replica.spool import Spool
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint

@@ -16,8 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltachain.subscribe import patch, target
-from deltachain.subscribe.rank import Rank
+from deltachain.replica.rank import Rank
+from deltachain.subscribe.targets import base as target
+from deltachain.subscribe.targets import patch
 
 VARIABLE: Final = "DELTACHAIN_TEST_STRIKE"
 

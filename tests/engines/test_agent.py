@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.control.agent import Agent
-from deltachain.control.reload import ReloadServer
+from deltachain.control.sidecar.agent import Agent
+from deltachain.control.sidecar.reload import ReloadServer
 from deltachain.subscribe import SubscribeConfig
 from tests.engines.serving import Server, start
 from tests.engines.trainer import Trainer

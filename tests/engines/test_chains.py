@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint
 from deltachain.store import open_store
 from deltachain.verify import verify

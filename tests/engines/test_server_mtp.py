@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.publish import PublishConfig
-from deltachain.push import push
+from deltachain.publish.push import push
 from deltachain.store import open_store
 from tests.engines.families import named
 from tests.engines.load import prompt

@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import numpy as np
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.recent_edges import window, window_from
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta, changes
-from deltachain.digest import digest_key
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
+from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import reference
-from deltachain.keys import PayloadKind, payload_key
-from deltachain.manifest import Edge, EdgeSummary, Manifest, ObjectRef, Table
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
-from deltachain.window import window, window_from
 
 FOLDER: Final = Path(__file__).parent / "v1"
 

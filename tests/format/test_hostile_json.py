@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import (
     DigestMismatchError,
     FormatError,
     MalformedError,
     UnsupportedFormatError,
 )
-from deltachain.manifest import (
+from deltachain.format.documents import (
     Document,
     EdgeRecord,
     Head,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
+from deltachain.chain.fetch import fetch
+from deltachain.chain.plan import Plan, make_plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
-from deltachain.fetch import fetch
-from deltachain.plan import Plan, make_plan
 from deltachain.store.memory import MemoryStore
 from tests.format import freeze
 from tests.format.forge import take_apart

@@ -12,17 +12,17 @@ import pytest
 import zstandard
 from blake3 import blake3
 
+from deltachain.chain.plan import REQUEST_NBYTES
+from deltachain.chain.recent_edges import ANCHORS_LISTED, WINDOW
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import MAX_HEADER
 from deltachain.codec.directory import MAX_DIRECTORY
 from deltachain.codec.encode import BUCKET, SEGMENT, WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
-from deltachain.digest import digest_key
+from deltachain.format.digest import digest_key
 from deltachain.kernels import host, reference
-from deltachain.plan import REQUEST_NBYTES
 from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
-from deltachain.window import ANCHORS_LISTED, WINDOW
 from tests.format import freeze, stranger
 from tests.format.stranger_base import mix, state_text, tensor_key, tensor_lanes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from deltachain import keys
+from deltachain.format import keys
 from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.format.freeze import parts
 from tests.fuzz.targets import FROZEN, MANIFEST_KEY, RECORD_KEY

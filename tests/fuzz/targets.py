@@ -8,11 +8,11 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from deltachain import keys
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
+from deltachain.chain.fetch import fetch
+from deltachain.chain.plan import Plan
 from deltachain.codec import Part
 from deltachain.delta import TensorDelta, fold
-from deltachain.digest import digest_key, object_digest
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
@@ -20,9 +20,9 @@ from deltachain.errors import (
     FormatError,
     ObjectNotFoundError,
 )
-from deltachain.fetch import fetch
-from deltachain.kernels import host
-from deltachain.manifest import (
+from deltachain.format import keys
+from deltachain.format.digest import digest_key, object_digest
+from deltachain.format.documents import (
     Document,
     EdgeRecord,
     EdgeSummary,
@@ -35,7 +35,7 @@ from deltachain.manifest import (
     seal,
     unseal,
 )
-from deltachain.plan import Plan
+from deltachain.kernels import host
 from deltachain.store import MemoryStore
 from deltachain.types import MAX_NUMEL
 from tests.format import stranger

@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain.chain.fetch import Fetched
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta, changes
-from deltachain.fetch import Fetched
-from deltachain.subscribe.classes import agree
+from deltachain.replica.layout.update_path import agree
+from deltachain.replica.rank import Rank
+from deltachain.replica.spool import Spool
 from deltachain.subscribe.proof import Effect
-from deltachain.subscribe.rank import Rank
-from deltachain.subscribe.spool import Spool
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.models import train_
 from deltachain.testing.sharding import Shape, full_of, save, trained

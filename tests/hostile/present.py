@@ -23,13 +23,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.checkpoint import HELD_FILE, WEIGHTS_FILE
-from deltachain.names import WIRE_NAMES
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Held, Subscriber
-from deltachain.subscribe.own_folder import write_assets
-from deltachain.subscribe.tensors import TensorTarget
+from deltachain.subscribe.targets.chain_folder import write_assets
+from deltachain.subscribe.targets.tensors import TensorTarget
+from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import TensorSpec
 from tests.hostile.case import Case
 from tests.hostile.corpus import CORPUS

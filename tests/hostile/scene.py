@@ -9,11 +9,11 @@ from typing import Any, Final
 import numpy as np
 from blake3 import blake3
 
-from deltachain import keys
 from deltachain.codec import Part
-from deltachain.digest import digest_key
+from deltachain.format import keys
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, ObjectRef
 from deltachain.kernels import reference
-from deltachain.manifest import Edge, ObjectRef
 from deltachain.types import Bits, StateDigest
 from tests.format.documents import enveloped
 from tests.format.forge import dumps

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.checkpoint import read_assets
 from deltachain.codec import Part
-from deltachain.digest import object_digest
 from deltachain.errors import BrokenChainError, TensorMismatchError
-from deltachain.keys import payload_key
-from deltachain.manifest import Edge, ObjectRef, Table
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import Edge, ObjectRef, Table
+from deltachain.format.keys import payload_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber
-from deltachain.subscribe.own_folder import write_assets
+from deltachain.subscribe.targets.chain_folder import write_assets
 from deltachain.types import StateDigest, TensorSpec
 from tests.format.forge import take_apart
 from tests.format.forgeries import PARTS

@@ -20,7 +20,7 @@ from tests.property.writers import WRITERS
 
 
 class RandomEngine:
-    """One rank; see :class:`deltachain.subscribe.engine.EngineModel`.
+    """One rank; see :class:`deltachain.replica.engine.EngineModel`.
 
     Args:
         recipe: What it is made of.

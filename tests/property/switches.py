@@ -10,15 +10,26 @@ from typing import Any, Final, TypeAlias
 import pytest
 from torch import Tensor
 
-from deltachain.subscribe import attach, finding, others, source, trial, unused
-from deltachain.subscribe.derived import _Search, find_derived
-from deltachain.subscribe.finding import Finding
-from deltachain.subscribe.holders import Holders
-from deltachain.subscribe.members import Members
-from deltachain.subscribe.rest import Rest
-from deltachain.subscribe.state import State
-from deltachain.subscribe.trial import Trial, _Seen
-from deltachain.subscribe.ways import Group, Way
+from deltachain.replica.layout import (
+    discover as attach,
+)
+from deltachain.replica.layout import (
+    finding,
+    source,
+    trial,
+    unused,
+)
+from deltachain.replica.layout import (
+    other_bits as others,
+)
+from deltachain.replica.layout.derived import _Search, find_derived
+from deltachain.replica.layout.finding import Finding
+from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.members import Members
+from deltachain.replica.layout.rest import Rest
+from deltachain.replica.layout.state import State
+from deltachain.replica.layout.trial import Trial, _Seen
+from deltachain.replica.layout.ways import Group, Way
 from tests.property.check import KINDS
 from tests.property.generate import OPAQUE
 from tests.property.recipe import Recipe, Unit

@@ -13,15 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from deltachain.chain.fetch import Fetched
 from deltachain.delta import TensorDelta
-from deltachain.digest import digest_key
 from deltachain.errors import DeltaChainError, PartialApplyError
-from deltachain.fetch import Fetched
+from deltachain.format.digest import digest_key
 from deltachain.kernels import host
-from deltachain.names import WIRE_NAMES
-from deltachain.subscribe.classes import agree, orphans
-from deltachain.subscribe.rank import Rank
-from deltachain.subscribe.spool import Spool
+from deltachain.replica.layout.update_path import agree, orphans
+from deltachain.replica.rank import Rank
+from deltachain.replica.spool import Spool
+from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.property.engine import RandomEngine
 from tests.property.recipe import Recipe

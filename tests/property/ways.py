@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltachain.subscribe.ways import Way, bring
+from deltachain.replica.layout.ways import Way, bring
 from tests.property.engine import RandomEngine
 from tests.property.layers import Layer
 from tests.property.recipe import Recipe

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.errors import RankError, StoreUnavailableError, StoreWentBackError
-from deltachain.keys import manifest_key
+from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.testing.faults import Fault, FaultyStore

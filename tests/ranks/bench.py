@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from deltachain.bench import report
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.held import local_of
+from deltachain.publish.model.shard import local_of
 from tests.ranks.spawn import run
 
 LAYERS, WIDTH = 12, 1024

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from deltachain.names import named_tensors
+from deltachain.torch_names import named_tensors
 
 WIDTH, INNER, VOCAB, EXPERTS = 20, 36, 131, 3
 """Numbers that no count of ranks divides all of."""

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.store import open_store
 from deltachain.verify import verify
 from tests.ranks.spawn import run

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from deltachain.chain import Chain, Committed
-from deltachain.digest import object_digest
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.recent_edges import window, window_from
 from deltachain.errors import AlreadyExistsError
-from deltachain.manifest import Edge, Manifest, Table
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import Edge, Manifest, Table
 from deltachain.store import MemoryStore, ObjectInfo
 from deltachain.store.base import Buffer, Capabilities
 from deltachain.types import StateDigest
-from deltachain.window import window, window_from
 
 TABLE = Table(tensors=(("a", "BF16", (4, 4)), ("b", "F32", (3,))), aliases={"c": "a"})
 ANCHOR = Edge(kind="anchor", encodings=("dense",))

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from deltachain.chain import Chain, Committed
-from deltachain.digest import object_digest
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.recent_edges import WINDOW
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
@@ -18,12 +18,12 @@ from deltachain.errors import (
     StoreUnavailableError,
     UnsupportedFormatError,
 )
-from deltachain.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, manifest_key
-from deltachain.manifest import Edge, EdgeRecord, Head, ObjectRef, Table, dump, seal
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import Edge, EdgeRecord, Head, ObjectRef, Table, dump, seal
+from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.types import StateDigest
-from deltachain.window import WINDOW
 from tests.unit.links import ANCHOR, TABLE, SingleWriterStore, create, extend, manifest_after, state
 
 

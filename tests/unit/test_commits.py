@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from deltachain import commits
-from deltachain.chain import Chain, Committed
+from deltachain.chain import commits
+from deltachain.chain.chain import Chain, Committed
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
@@ -17,8 +17,8 @@ from deltachain.errors import (
     StoreUnavailableError,
     StoreWentBackError,
 )
-from deltachain.keys import CHAIN_KEY, TABLE_KEY, manifest_key
-from deltachain.manifest import Edge, ObjectRef, seal
+from deltachain.format.documents import Edge, ObjectRef, seal
+from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.store.base import Buffer
 from deltachain.testing.faults import Fault, FaultyStore

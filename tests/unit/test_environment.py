@@ -9,7 +9,7 @@ import pytest
 
 from deltachain.environment import FALSE, PREFIX, SECRETS, TRUE, VARIABLES, is_strict, read
 from deltachain.errors import ConfigError
-from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.replica.settings import ReplicaSettings
 
 ROOT = Path(__file__).parents[2]
 URL = {"DELTACHAIN_URL": "s3://bucket/run"}

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
+from deltachain.chain.fetch import fetch, open_base
 from deltachain.errors import ConfigError, ObjectNotFoundError
-from deltachain.fetch import fetch, open_base
-from deltachain.manifest import BaseRef
+from deltachain.format.documents import BaseRef
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.testing.models import plain_model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.subscribe import windows
+from deltachain.replica import windows
 from tests.gpu.bench import bench
 from tests.gpu.ranks import checks
 

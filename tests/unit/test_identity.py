@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import BrokenChainError, ChainMismatchError, ObjectNotFoundError
-from deltachain.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
-from deltachain.manifest import Table
+from deltachain.format.documents import Table
+from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
 from deltachain.store import MemoryStore
 from tests.unit.links import TABLE, SingleWriterStore, WideStore, create, extend
 

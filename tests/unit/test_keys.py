@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain import keys
+from deltachain.format import keys
 from deltachain.store.base import check_key
 
 VERSIONS = st.integers(0, 10**20 - 1)

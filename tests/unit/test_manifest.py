@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltachain.digest import object_digest
 from deltachain.errors import MalformedError
-from deltachain.manifest import (
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import (
     BaseRef,
     Document,
     Edge,

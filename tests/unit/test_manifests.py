@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
     ForkedChainError,
     PublisherFencedError,
 )
-from deltachain.keys import CHAIN_KEY, manifest_key
-from deltachain.manifest import seal
+from deltachain.format.documents import seal
+from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.store.base import Buffer
 from deltachain.testing.faults import FaultyStore

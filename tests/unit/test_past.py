@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from deltachain.chain import Chain, Committed
+from deltachain.chain.ancestry import PLAN_WINDOWS
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.recent_edges import window
 from deltachain.errors import BrokenChainError
-from deltachain.keys import HEAD_KEY, manifest_key
-from deltachain.manifest import Edge, EdgeSummary, Head, ObjectRef, dump, seal, summarise
-from deltachain.past import PLAN_WINDOWS
+from deltachain.format.documents import Edge, EdgeSummary, Head, ObjectRef, dump, seal, summarise
+from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.store import MemoryStore, ObjectInfo
 from deltachain.testing.faults import FaultyStore
 from deltachain.types import StateDigest
-from deltachain.window import window
 from tests.unit.links import ANCHOR, WideStore, create, extend, manifest_after
 
 LONG = 20_000

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltachain.chain.plan import REQUEST_NBYTES, Plan, cost_of, make_plan
 from deltachain.errors import BrokenChainError
-from deltachain.manifest import EdgeKind, EdgeSummary
-from deltachain.plan import REQUEST_NBYTES, Plan, cost_of, make_plan
+from deltachain.format.documents import EdgeKind, EdgeSummary
 
 KNOWN = frozenset({"step", "dense"})
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from deltachain.chain.checks import check_assets, check_edge, check_encodings, check_record
 from deltachain.errors import MalformedError
-from deltachain.keys import asset_key, edge_key, payload_key
-from deltachain.manifest import (
+from deltachain.format.documents import (
     Edge,
     EdgeKind,
     EdgeRecord,
@@ -16,7 +16,7 @@ from deltachain.manifest import (
     ObjectRef,
     summarise,
 )
-from deltachain.references import check_assets, check_edge, check_encodings, check_record
+from deltachain.format.keys import asset_key, edge_key, payload_key
 
 PART = ObjectRef(key=payload_key("skip", 3, 0, "a" * 32, 0), nbytes=7, blake3="0" * 64)
 SKIP = Edge(kind="skip", base=1, encodings=("step",), parts=(PART,))

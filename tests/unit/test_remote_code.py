@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from deltachain.chain import Chain
-from deltachain.manifest import Table
+from deltachain.chain.chain import Chain
+from deltachain.format.documents import Table
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.remote_code import without_remote_code
 from deltachain.store import MemoryStore, open_store
-from deltachain.subscribe.own_folder import write_assets
+from deltachain.subscribe.targets.chain_folder import write_assets
 from deltachain.testing.models import TinyModel
 from tests.unit.cli.support import ok, random_state, write_checkpoint
 

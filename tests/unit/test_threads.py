@@ -10,9 +10,11 @@ from threading import Barrier, Event
 
 import pytest
 
-from deltachain.control.fleet import Fleet
+from deltachain.control.client.fleet import Fleet
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import MemoryStore, open_store, s3_bucket, s3_upload
+from deltachain.store import MemoryStore, open_store
+from deltachain.store.s3 import bucket as s3_bucket
+from deltachain.store.s3 import upload as s3_upload
 from deltachain.subscribe import Subscriber
 from deltachain.testing.models import TinyModel, bits_of, replica_of, same, train_
 from deltachain.testing.seaweed import Seaweed

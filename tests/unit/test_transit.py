@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError, FormatError
-from deltachain.keys import CHAIN_KEY, TABLE_KEY, manifest_key
+from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import FaultyStore
 from tests.unit.links import SingleWriterStore, WideStore, create, extend

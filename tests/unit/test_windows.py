@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
+from deltachain.chain.fetch import fetch
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta
-from deltachain.digest import digest_key
 from deltachain.errors import ConfigError, MalformedError
-from deltachain.fetch import fetch
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, ObjectRef, Table
+from deltachain.format.keys import payload_key
 from deltachain.kernels import reference
-from deltachain.keys import payload_key
-from deltachain.manifest import Edge, ObjectRef, Table
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.types import Bits, Indices, TensorSpec

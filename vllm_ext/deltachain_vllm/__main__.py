@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from deltachain.errors import ConfigError, DeltaChainError
-from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm.beside import BesideEngine
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -35,7 +35,7 @@ def main(
     Example: `python -m deltachain_vllm http://127.0.0.1:8000`
     """
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("deltachain.subscribe.replica").setLevel(logging.INFO)
+    logging.getLogger("deltachain.replica.target").setLevel(logging.INFO)
     try:
         _lead(server, version)
     except DeltaChainError as exc:

@@ -19,7 +19,7 @@ WAIT_S: Final = 3600.0
 
 
 class BesideEngine:
-    """See :class:`deltachain.subscribe.engine.Engine`.
+    """See :class:`deltachain.replica.engine.Engine`.
 
     Args:
         url: Of the server, on this host: plans are decoded once for its workers and this process.

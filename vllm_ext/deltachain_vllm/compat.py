@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, EngineVersionError
-from deltachain.subscribe.running import remember
+from deltachain.replica.layout.running import remember
 
 FIRST: Final = (0, 32)
 BEYOND: Final = (0, 34)

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.members import tensors_in
+from deltachain.replica.layout.members import tensors_in
 from deltachain_vllm.compat import acts_last, allow_tiles, experts, linears
 
 WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
-from deltachain.control.gate import LOOPBACK
-from deltachain.control.lead import Led, lead
-from deltachain.control.routes import router
+from deltachain.control.server.auth import LOOPBACK
+from deltachain.control.server.bootstrap import Led, lead
+from deltachain.control.server.routes import router
 from deltachain.errors import ConfigError
-from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm import speak
 from deltachain_vllm.compat import check_layout, check_version
 from deltachain_vllm.sleep import attach_sleep

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from deltachain.subscribe.verbs import RankVerbs, Verdict, settle, verbs_of
+from deltachain.replica.rpc import RankVerbs, Verdict, settle, verbs_of
 from deltachain_vllm.model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"

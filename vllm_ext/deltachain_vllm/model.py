@@ -14,10 +14,10 @@ from vllm.config import set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
-from deltachain.subscribe.members import Members, tensors_in
-from deltachain.subscribe.probe import Owners, is_plain, layers_of, processed
-from deltachain.subscribe.provenance import storage_id
-from deltachain.subscribe.running import made_by_running
+from deltachain.replica.layout.members import Members, tensors_in
+from deltachain.replica.layout.probe import Owners, is_plain, layers_of, processed
+from deltachain.replica.layout.provenance import storage_id
+from deltachain.replica.layout.running import made_by_running
 from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over
@@ -37,7 +37,7 @@ def checkpoint_of(config: VllmConfig) -> Path:
 
 
 class VllmModel:
-    """See :class:`deltachain.subscribe.engine.EngineModel`.
+    """See :class:`deltachain.replica.engine.EngineModel`.
 
     Args:
         model: As vLLM loaded it.

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deltachain.errors import ApplyError, ConfigError
+from deltachain.replica.settings import spool_folder
+from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.subscribe.replica import ReplicaTarget
-from deltachain.subscribe.settings import spool_folder
 from deltachain_vllm.extension import EXTENSION, knows_us
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class OfflineEngine:
-    """See :class:`deltachain.subscribe.engine.Engine`. Between two ``generate`` calls nothing runs.
+    """See :class:`deltachain.replica.engine.Engine`. Between two ``generate`` calls nothing runs.
 
     Args:
         llm: Made with ``worker_extension_cls="deltachain_vllm.WorkerExtension"``.

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.members import Members
+from deltachain.replica.layout.members import Members
 from deltachain_vllm.compat import (
     UNRECORDED,
     acts_last,

@@ -10,14 +10,14 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
-from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm import BACKEND
 from deltachain_vllm.compat import check_version, mode_in_doubt, pause, pause_mode
 from deltachain_vllm.extension import EXTENSION, knows_us
 
 
 class ServerEngine:
-    """See :class:`deltachain.subscribe.engine.Engine`; called from any thread but the loop's.
+    """See :class:`deltachain.replica.engine.Engine`; called from any thread but the loop's.
 
     Args:
         client: The server's.

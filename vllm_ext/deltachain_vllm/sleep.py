@@ -15,10 +15,10 @@ from typing import Any, Final
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 
-from deltachain.control.gate import Control
-from deltachain.control.sleep import fall_asleep, wake_up
+from deltachain.control.server.auth import Control
+from deltachain.control.server.sleep import fall_asleep, wake_up
 from deltachain.errors import DeltaChainError
-from deltachain.subscribe.leader import Leader
+from deltachain.replica.leader import Leader
 
 WEIGHTS: Final = "weights"
 CACHE: Final = "kv_cache"

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import PurePath
 from typing import Final
 
-from deltachain.control.refusal import refused
+from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
 from deltachain.errors import ConfigError
 from deltachain_vllm.compat import check_version

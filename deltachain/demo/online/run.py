@@ -17,7 +17,7 @@ from typing import Any, Final
 import httpx
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.control.client import ReplicaClient
+from deltachain.control.client.replica import ReplicaClient
 from deltachain.demo.display import Display
 from deltachain.demo.judge import compare, manifests_in, sent, verify
 from deltachain.demo.online.diary import rewards_of, staleness_of, unknown_in
@@ -29,7 +29,7 @@ from deltachain.demo.online.trainer import Orders, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
 from deltachain.demo.replica import DemoError
 from deltachain.errors import ControlPlaneError
-from deltachain.manifest import Manifest
+from deltachain.format.documents import Manifest
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
 from deltachain.testing.seaweed import Seaweed

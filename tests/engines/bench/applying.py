@@ -22,7 +22,7 @@ from torch import Tensor
 from deltachain.bench.timing import say
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
-from deltachain.subscribe.rank import Rank
+from deltachain.replica.rank import Rank
 from deltachain.subscribe.subscriber import Subscriber
 from tests.engines.bench.figures import (
     FETCH,

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from deltachain.bench.timing import say
+from deltachain.replica.engine import Engine
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.engine import Engine
-from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.settings import ReplicaSettings
 from tests.engines.bench.figures import Drawn, Lost
 
 Generate: TypeAlias = "Callable[[list[int], int], AsyncIterator[int]]"

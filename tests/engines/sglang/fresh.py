@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from deltachain.subscribe.engine import EngineModel
+from deltachain.replica.engine import EngineModel
 from tests.engines.serving import free_port
 from tests.engines.two_ranks import RENDEZVOUS
 

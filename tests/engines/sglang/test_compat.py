@@ -17,10 +17,10 @@ from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.utils.auth import add_api_key_middleware
 from torch import nn
 
-from deltachain.control.gate import Control
-from deltachain.control.routes import router
+from deltachain.control.server.auth import Control
+from deltachain.control.server.routes import router
 from deltachain.errors import ConfigError
-from deltachain.subscribe.running import made_by_running
+from deltachain.replica.layout.running import made_by_running
 from deltachain_sglang import PREFIX, compat, loading, ranks
 
 pytestmark = pytest.mark.engine

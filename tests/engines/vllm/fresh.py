@@ -21,7 +21,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
-from deltachain.subscribe.engine import EngineModel
+from deltachain.replica.engine import EngineModel
 from tests.engines.two_ranks import RENDEZVOUS
 
 _ENVIRONMENT: Final[Mapping[str, str]] = {

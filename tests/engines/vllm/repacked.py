@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
-from deltachain.subscribe.members import Members
+from deltachain.replica.layout.members import Members
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import checkpoint
 from tests.engines.vllm.fresh import known, load_in_context
@@ -110,7 +110,7 @@ def _everything(config: Any, model: torch.nn.Module) -> dict[str, Tensor]:
 
 def _groups(engine: Any, files: Checkpoint) -> list[tuple[set[str], set[str]]]:
     """Layers, and the tensors that they are loaded from, as small as they can be."""
-    from deltachain.names import TORCH_DTYPES  # noqa: PLC0415
+    from deltachain.torch_names import TORCH_DTYPES  # noqa: PLC0415
 
     meta = {
         name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")

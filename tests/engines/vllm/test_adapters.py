@@ -14,11 +14,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from deltachain.control.adapters import AdapterServer
-from deltachain.control.agent import Agent
+from deltachain.control.sidecar.adapters import AdapterServer
+from deltachain.control.sidecar.agent import Agent
 from deltachain.errors import ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.lora import adapter_assets, adapter_tensors
+from deltachain.publish.model.lora import adapter_assets, adapter_tensors
 from deltachain.subscribe import SubscribeConfig
 from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
 from tests.engines.serving import MODEL, Server, start

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint, write_weights
 from deltachain.publish import Publisher
 from deltachain.store import open_store

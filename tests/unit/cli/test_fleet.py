@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.subscribe.leader import Leader
+from deltachain.replica.leader import Leader
 from tests.unit.cli.support import invoke
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from deltachain import keys
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.codec import Change, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta, changes
-from deltachain.digest import digest_key
 from deltachain.errors import ChainError, DigestMismatchError, ForkedChainError
+from deltachain.format import keys
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, Manifest, ObjectRef, dump, parse, seal, unseal
 from deltachain.kernels import host
-from deltachain.manifest import Edge, Manifest, ObjectRef, dump, parse, seal, unseal
 from deltachain.store import open_store
 from deltachain.types import StateDigest
 from deltachain.verify import verify

@@ -13,11 +13,11 @@ from unittest import mock
 import uvicorn
 from fastapi import FastAPI
 
-from deltachain.control.gate import Control
-from deltachain.control.routes import router
+from deltachain.control.server.auth import Control
+from deltachain.control.server.routes import router
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
-from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.settings import ReplicaSettings
 from deltachain.testing.sharding import Shape
 from tests.unit.subscribe.replicas import Followed
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from fastapi import FastAPI, Response
 
-from deltachain.control.client import ReplicaClient
+from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.schemas import PREFIXES
 from deltachain.errors import ConfigError, ControlPlaneError
-from deltachain.subscribe.leader import Leader
+from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.subscribe.replicas import Followed
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.cli.fleet import compared
-from deltachain.control.client import ReplicaClient
-from deltachain.control.fleet import Fleet
+from deltachain.control.client.fleet import Fleet
+from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ChainError, ControlPlaneError, StoreWentBackError
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.replica.leader import Leader
 from deltachain.subscribe.follow import LOOK_BACK
-from deltachain.subscribe.leader import Leader
 from deltachain.testing.models import train_
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.subscribe.accidents import copy, restore

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.control.gate import Control
-from deltachain.control.lead import Led, lead
+from deltachain.control.server.auth import Control
+from deltachain.control.server.bootstrap import Led, lead
 from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
-from deltachain.subscribe.settings import ReplicaSettings
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.testing.sharding import Shape
 from tests.unit.control.replicas import followed
 from tests.unit.subscribe.replicas import Followed
@@ -84,7 +84,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
         if next(ranks, 0):
             raise EngineDamagedError("a layer computes something else")
 
-    monkeypatch.setattr("deltachain.subscribe.attach.heal", heal)
+    monkeypatch.setattr("deltachain.replica.layout.discover.heal", heal)
 
 
 @pytest.mark.usefixtures("damaged")

@@ -14,11 +14,11 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from deltachain.control.gate import AT_ONCE, Control, Kind
-from deltachain.control.lead import lead
-from deltachain.control.routes import router
+from deltachain.control.server.auth import AT_ONCE, Control, Kind
+from deltachain.control.server.bootstrap import lead
+from deltachain.control.server.routes import router
 from deltachain.errors import ChainError
-from deltachain.subscribe.leader import Leader
+from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of
 from tests.unit.subscribe.replicas import Followed
 

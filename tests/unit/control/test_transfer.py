@@ -16,13 +16,13 @@ from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from deltachain.control.client import ReplicaClient
-from deltachain.control.fleet import Wait
+from deltachain.control.client.fleet import Wait
+from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.transfer import DeltaChainWeightTransfer
 from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
 from deltachain.demo.online.cpu import run_on_cpu
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
-from deltachain.keys import manifest_key
+from deltachain.format.keys import manifest_key
 from deltachain.publish import publisher as publisher_module
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Action, Fault, FaultyStore

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from deltachain.chain import Chain
-from deltachain.keys import HEAD_KEY
+from deltachain.chain.chain import Chain
+from deltachain.chain.recent_edges import WINDOW
+from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
@@ -22,7 +23,6 @@ from deltachain.testing.models import (
     tensors_of,
     train_,
 )
-from deltachain.window import WINDOW
 
 Attach = Callable[..., Publisher]
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.publish import DeltaChainCallback, PublishConfig
-from deltachain.publish import callback as callback_module
+from deltachain.publish.integrations import hf_trainer as callback_module
 from deltachain.publish.publisher import Publisher
 from deltachain.store import FileStore
 from deltachain.subscribe import Subscriber

@@ -25,8 +25,8 @@ from transformers.core_model_loading import (
 )
 
 from deltachain.errors import ConfigError
+from deltachain.publish.model.source import Source, walk
 from deltachain.publish.snapshot import wire_bits
-from deltachain.publish.source import Source, walk
 from deltachain.testing.models import bits_of
 
 TINY: dict[str, Any] = {

@@ -12,7 +12,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.keys import HEAD_KEY, manifest_key
+from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Action, Fault, FaultyStore

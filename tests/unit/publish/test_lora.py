@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.lora import adapter_assets, adapter_tensors, merged_tensors
+from deltachain.publish.model.lora import adapter_assets, adapter_tensors, merged_tensors
 from deltachain.store import MemoryStore
 from deltachain.testing.models import recompute
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from deltachain.errors import ConfigError
-from deltachain.publish.ownership import check_cover, elect
-from deltachain.publish.route import Box
+from deltachain.publish.model.layout import Box
+from deltachain.publish.ranks.ownership import check_cover, elect
 
 
 def rows(first: int, count: int, of: int = 6) -> Box:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from deltachain import commits
-from deltachain.chain import Chain
+from deltachain.chain import commits
+from deltachain.chain.chain import Chain
 from deltachain.errors import BrokenChainError, DeltaChainError, StoreWentBackError
-from deltachain.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
-from deltachain.manifest import dump
+from deltachain.format.documents import dump
+from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import Publisher, place
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Fault, FaultyStore

@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import (
     ChainMismatchError,
     ConfigError,
     PublisherFencedError,
     StoreUnavailableError,
 )
-from deltachain.keys import HEAD_KEY
+from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Fault, FaultyStore

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain.publish.route import NUMBER_BIT, RUNS, Box, Route, Slot
+from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, Route, Slot
 from deltachain.types import Indices, TensorSpec
 
 
@@ -109,7 +109,7 @@ def test_windows_are_everything_once(
 
 def test_a_window_is_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RUNS > 1
-    monkeypatch.setattr("deltachain.publish.route.RUNS", 3)
+    monkeypatch.setattr("deltachain.publish.model.layout.RUNS", 3)
     spec = TensorSpec("w", "BF16", (8, 8))
     columns = Route.straight(spec, Box((8, 8), (0, 2), (8, 2)))
     assert [len(window.indices) for window in columns.windows(1000)] == [6, 6, 4]

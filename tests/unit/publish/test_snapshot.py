@@ -7,8 +7,8 @@ from torch import nn
 
 from deltachain.errors import ConfigError
 from deltachain.kernels.reference import Changes
+from deltachain.publish.model.source import walk
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.source import walk
 from deltachain.testing.models import TinyModel, bits_of, plain_model, same, train_
 
 

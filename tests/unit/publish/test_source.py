@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.assets import collect_assets
-from deltachain.publish.conversion import Target
-from deltachain.publish.source import _wire_dtype, specs_of, walk
+from deltachain.publish.model.assets import collect_assets
+from deltachain.publish.model.conversion import Target
+from deltachain.publish.model.source import _wire_dtype, specs_of, walk
 from deltachain.store import MemoryStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from deltachain.types import TensorSpec

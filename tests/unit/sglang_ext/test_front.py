@@ -12,8 +12,8 @@ import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from deltachain.control.gate import Control
-from deltachain.subscribe.leader import Leader
+from deltachain.control.server.auth import Control
+from deltachain.replica.leader import Leader
 from deltachain_sglang import compat, front
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.subscribe.replicas import Followed

@@ -131,7 +131,7 @@ def test_length_that_is_not_true_ends_at_the_deadline(nbytes: int) -> None:
 def test_write_is_believed_only_where_the_answer_or_a_look_proves_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deltachain.store.xet.Xet.write", lambda *_, **__: "ab" * 32)
+    monkeypatch.setattr("deltachain.store.hf.xet.Xet.write", lambda *_, **__: "ab" * 32)
     for proof in (b'{"failed": []}', b'{"success": true}'):
         with Stub(Answer(200, body=proof)) as stub:
             assert opened(stub, 10).put("a", b"data") == "ab" * 32

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from deltachain.store import Store, open_store
-from deltachain.store.s3 import S3Store
+from deltachain.store.s3.store import S3Store
 from deltachain.testing.seaweed import Seaweed
 from deltachain.testing.store import StoreContract
 

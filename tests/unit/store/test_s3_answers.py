@@ -13,7 +13,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store.s3 import S3Store, open_s3
+from deltachain.store.s3.store import S3Store, open_s3
 from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub
 
 HERE = "s3://bucket/run"

@@ -11,8 +11,8 @@ import pytest
 
 from deltachain.errors import ConfigError, StorePermissionError
 from deltachain.store import open_store
-from deltachain.store.s3 import S3Store, open_s3
-from deltachain.store.s3_client import make_client
+from deltachain.store.s3.client import make_client
+from deltachain.store.s3.store import S3Store, open_s3
 
 SERVER = "http://127.0.0.1:1"
 KEYS = {"key": "k", "secret": "s"}

@@ -13,7 +13,7 @@ import pytest
 
 from deltachain.errors import AlreadyExistsError, StoreUnavailableError
 from deltachain.store import Store
-from deltachain.store.s3 import S3Store, open_s3
+from deltachain.store.s3.store import S3Store, open_s3
 from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub
 
 HERE = "s3://bucket/run"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.subscribe.holders import Holders
-from deltachain.subscribe.probe import layers_of
-from deltachain.subscribe.recorder import live_tensors
+from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.probe import layers_of
+from deltachain.replica.layout.recorder import live_tensors
 
 SIZE = (4, 6)
 
@@ -20,7 +20,7 @@ SIZE = (4, 6)
 class OneLayer(nn.Module):
     """A parameter and a buffer, both of which checkpoint tensors may be loaded into.
 
-    Implements :class:`deltachain.subscribe.engine.EngineModel` as far as nothing is packed.
+    Implements :class:`deltachain.replica.engine.EngineModel` as far as nothing is packed.
     """
 
     b: Tensor

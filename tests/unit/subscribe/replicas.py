@@ -10,9 +10,9 @@ import torch
 
 from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.subscribe.replica import ReplicaTarget
 from deltachain.testing.faults import FaultyStore
 from deltachain.testing.models import train_
 from deltachain.testing.ranks import FakeEngine

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.subscribe import windows
-from deltachain.subscribe.attach import Attached, attach, attach_again
-from deltachain.subscribe.source import Source
+from deltachain.replica import windows
+from deltachain.replica.layout.discover import Attached, attach, attach_again
+from deltachain.replica.layout.source import Source
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import ODD, Shape, full_of, save, trained
 from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer

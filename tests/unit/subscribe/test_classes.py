@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from deltachain.subscribe.classes import (
+from deltachain.replica.layout.update_path import (
     ORDER,
     Agreement,
     Classified,

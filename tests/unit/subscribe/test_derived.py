@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.subscribe.attach import attach
-from deltachain.subscribe.holders import Holders
-from deltachain.subscribe.probe import layers_of
-from deltachain.subscribe.recorder import live_tensors
-from deltachain.subscribe.source import Source
+from deltachain.replica.layout.discover import attach
+from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.probe import layers_of
+from deltachain.replica.layout.recorder import live_tensors
+from deltachain.replica.layout.source import Source
 
 
 class _Mixer(nn.Module):

@@ -17,10 +17,11 @@ from deltachain.errors import (
 )
 from deltachain.filebits import FileBits
 from deltachain.store import MemoryStore
-from deltachain.subscribe import FolderTarget, Subscriber, folder, journal
-from deltachain.subscribe.folder import LOCK_FILE
-from deltachain.subscribe.patch import Patch
-from deltachain.subscribe.patched import Patches
+from deltachain.subscribe import FolderTarget, Subscriber
+from deltachain.subscribe.targets import folder, journal
+from deltachain.subscribe.targets.folder import LOCK_FILE
+from deltachain.subscribe.targets.local import Patches
+from deltachain.subscribe.targets.patch import Patch
 from deltachain.testing.models import State, TinyModel, bits_of, plain_model, same
 
 Publish = Callable[..., None]

@@ -9,15 +9,15 @@ import pytest
 from msgspec.structs import replace
 from torch import Tensor
 
-from deltachain.chain import Committed
+from deltachain.chain.chain import Committed
 from deltachain.errors import (
     ChainMismatchError,
     ForkedChainError,
     PartialApplyError,
     TensorMismatchError,
 )
-from deltachain.keys import manifest_key
-from deltachain.manifest import Manifest, seal, unseal
+from deltachain.format.documents import Manifest, seal, unseal
+from deltachain.format.keys import manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, Subscriber, follow
 from deltachain.subscribe.follow import LOOK_BACK

@@ -24,7 +24,7 @@ ROOM = NBYTES * 3 // 2
 PULLS = """
 import json, os, resource, sys
 from pathlib import Path
-from deltachain.subscribe import folder
+from deltachain.subscribe.targets import folder
 from tests.unit.cli.support import invoke, ok
 
 chain, disk = sys.argv[1], Path(sys.argv[2])

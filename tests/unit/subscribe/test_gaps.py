@@ -10,7 +10,7 @@ from torch import Tensor
 from deltachain.errors import (
     BrokenChainError,
 )
-from deltachain.keys import HEAD_KEY, manifest_key
+from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.follow import LOOK_BACK

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import EngineDamagedError
-from deltachain.subscribe.attach import attach
-from deltachain.subscribe.source import Source
+from deltachain.replica.layout.discover import attach
+from deltachain.replica.layout.source import Source
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from deltachain.subscribe.hiding import hides, may_hide
-from deltachain.subscribe.provenance import storage_id
+from deltachain.replica.layout.hiding import hides, may_hide
+from deltachain.replica.layout.provenance import storage_id
 
 PACKED = torch.ones(2)
 

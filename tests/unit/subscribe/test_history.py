@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from deltachain.chain import Chain
+from deltachain.chain.chain import Chain
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -17,8 +17,8 @@ from deltachain.errors import (
     StoreWentBackError,
     TensorMismatchError,
 )
-from deltachain.keys import HEAD_KEY, manifest_key
-from deltachain.manifest import seal
+from deltachain.format.documents import seal
+from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber

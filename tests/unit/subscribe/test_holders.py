@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltachain.subscribe.holders import Holders, overlap
+from deltachain.replica.layout.holders import Holders, overlap
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 
 from deltachain.errors import ChainError, ConfigError, ForkedChainError, PoisonedError
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
-from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.settings import ReplicaSettings
 from tests.unit.subscribe.replicas import Followed
 
 Build = Callable[..., Followed]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.subscribe.hiding import may_hide
-from deltachain.subscribe.members import Bits, Members, restoring, tensors_in, undisturbed
+from deltachain.replica.layout.hiding import may_hide
+from deltachain.replica.layout.members import Bits, Members, restoring, tensors_in, undisturbed
 
 
 class Kernel:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from deltachain import chain
+from deltachain.chain import chain
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -22,8 +22,8 @@ from deltachain.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from deltachain.keys import HEAD_KEY, manifest_key
-from deltachain.manifest import EdgeRecord, seal, unseal
+from deltachain.format.documents import EdgeRecord, seal, unseal
+from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber

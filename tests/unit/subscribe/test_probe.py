@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.holders import Holders
-from deltachain.subscribe.probe import is_plain, layers_of, output_of, processed
+from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.probe import is_plain, layers_of, output_of, processed
 
 
 class Method:

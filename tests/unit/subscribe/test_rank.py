@@ -16,10 +16,10 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
-from deltachain.subscribe import target
-from deltachain.subscribe.patch import Patch, write
-from deltachain.subscribe.rank import Rank, RankStaged
-from deltachain.subscribe.ways import Group
+from deltachain.replica.layout.ways import Group
+from deltachain.replica.rank import Rank, RankStaged
+from deltachain.subscribe.targets import base as target
+from deltachain.subscribe.targets.patch import Patch, write
 from deltachain.testing.sharding import Shape
 from deltachain.types import TensorSpec
 from tests.gpu.ranks import Bench

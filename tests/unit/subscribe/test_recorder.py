@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltachain.subscribe.recorder import Recording, live_tensors, record
-from deltachain.subscribe.windows import Window
+from deltachain.replica.layout.recorder import Recording, live_tensors, record
+from deltachain.replica.windows import Window
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import ODD, Shape, full_of, save, trained
 from deltachain.types import TensorSpec

@@ -15,8 +15,8 @@ from deltachain.errors import (
     DigestMismatchError,
     TensorMismatchError,
 )
-from deltachain.subscribe import windows
-from deltachain.subscribe.ticket import Ticket
+from deltachain.replica import windows
+from deltachain.replica.ticket import Ticket
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.faults import Fault
 from deltachain.testing.sharding import HOSTED, Shape, full_of

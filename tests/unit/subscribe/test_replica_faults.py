@@ -14,7 +14,7 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
-from deltachain.subscribe import replica
+from deltachain.replica import target as replica
 from deltachain.testing.sharding import Shape
 from tests.unit.subscribe.replicas import Followed
 

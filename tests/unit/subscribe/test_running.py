@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.subscribe.attach import attach
-from deltachain.subscribe.running import Tables, made_by_running, remember
-from deltachain.subscribe.source import Source
+from deltachain.replica.layout.discover import attach
+from deltachain.replica.layout.running import Tables, made_by_running, remember
+from deltachain.replica.layout.source import Source
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ConfigError
+from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe import SubscribeConfig
-from deltachain.subscribe.settings import ReplicaSettings, spool_folder
 
 URL = {"DELTACHAIN_URL": "s3://bucket/run"}
 

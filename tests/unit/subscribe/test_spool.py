@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from deltachain.chain.fetch import Fetched
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ApplyError, BrokenChainError
-from deltachain.fetch import Fetched
-from deltachain.subscribe import spool as spool_module
-from deltachain.subscribe.spool import ALIGN, DATA, Spool, SpoolReader
+from deltachain.replica import spool as spool_module
+from deltachain.replica.spool import ALIGN, DATA, Spool, SpoolReader
 from deltachain.types import BITS_DTYPES, TensorSpec
 
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "I64"}

@@ -18,10 +18,11 @@ from deltachain.errors import (
 )
 from deltachain.kernels import device
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.subscribe import Subscriber, TensorTarget, tensors
-from deltachain.subscribe import patch as patch_module
-from deltachain.subscribe import target as target_module
-from deltachain.subscribe.patched import Patches
+from deltachain.subscribe import Subscriber, TensorTarget
+from deltachain.subscribe.targets import base as target_module
+from deltachain.subscribe.targets import patch as patch_module
+from deltachain.subscribe.targets import tensors
+from deltachain.subscribe.targets.local import Patches
 from deltachain.testing.models import (
     TinyModel,
     bits_of,

@@ -18,11 +18,12 @@ from deltachain.errors import (
     LeaderReplacedError,
     PartialApplyError,
 )
-from deltachain.subscribe import Subscriber, spool, subscriber
-from deltachain.subscribe.leader import Leader
-from deltachain.subscribe.replica import ReplicaTarget
-from deltachain.subscribe.settings import ReplicaSettings
-from deltachain.subscribe.ticket import Ticket
+from deltachain.replica import spool
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.target import ReplicaTarget
+from deltachain.replica.ticket import Ticket
+from deltachain.subscribe import Subscriber, subscriber
 from deltachain.testing.sharding import HOSTED, Shape
 from tests.unit.subscribe.replicas import Followed
 

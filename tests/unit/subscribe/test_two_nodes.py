@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ApplyError, ConfigError
-from deltachain.subscribe.spool import PROBE, Spool, check_probe
-from deltachain.subscribe.verbs import RankVerbs
+from deltachain.replica.rpc import RankVerbs
+from deltachain.replica.spool import PROBE, Spool, check_probe
 from deltachain.testing.sharding import Shape
 from tests.unit.subscribe.replicas import Followed
 

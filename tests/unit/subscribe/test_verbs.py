@@ -20,8 +20,8 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
-from deltachain.subscribe.engine import EngineModel
-from deltachain.subscribe.verbs import REMEMBERED, VERBS, RankVerbs, error_of, raise_refusal
+from deltachain.replica.engine import EngineModel
+from deltachain.replica.rpc import REMEMBERED, VERBS, RankVerbs, error_of, raise_refusal
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import Shape, save, trained
 

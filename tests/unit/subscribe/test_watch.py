@@ -14,7 +14,7 @@ from deltachain.errors import (
     ObjectNotFoundError,
     StoreWentBackError,
 )
-from deltachain.keys import CHAIN_KEY, manifest_key
+from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.follow import LOOK_BACK

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltachain.delta import TensorDelta
-from deltachain.digest import digest_key
+from deltachain.format.digest import digest_key
 from deltachain.kernels import reference
-from deltachain.subscribe import windows
-from deltachain.subscribe.patch import write
-from deltachain.subscribe.placed import place_delta, state_at
-from deltachain.subscribe.windows import Place, Window, nested, on_device_of, storage_bits
+from deltachain.replica import windows
+from deltachain.replica.shard_patch import place_delta, state_at
+from deltachain.replica.windows import Place, Window, nested, on_device_of, storage_bits
+from deltachain.subscribe.targets.patch import write
 from deltachain.types import BITS_DTYPES, StateDigest, TensorSpec
 
 ON_HOST = [True, False]

@@ -10,8 +10,8 @@ import pytest
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.testclient import TestClient
 
-from deltachain.control.gate import Control
-from deltachain.subscribe.leader import Leader
+from deltachain.control.server.auth import Control
+from deltachain.replica.leader import Leader
 from deltachain_vllm.sleep import attach_sleep
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.subscribe.replicas import Followed

@@ -57,8 +57,8 @@ def measure(drawn: Drawn, spool: Path, *, threads: int, times: int) -> Lost:
 
 
 async def _lose(engine: Any, drawn: Drawn, lost: Lost) -> Lost:
+    from deltachain.replica.settings import ReplicaSettings
     from deltachain.subscribe.config import SubscribeConfig
-    from deltachain.subscribe.settings import ReplicaSettings
     from deltachain_sglang.server import ServerEngine
     from tests.engines.bench.losing import lose
 

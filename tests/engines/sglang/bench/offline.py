@@ -13,7 +13,7 @@ from tests.engines.bench.figures import Applied, Drawn
 
 
 class Alone:
-    """One rank as an engine; see :class:`deltachain.subscribe.engine.Engine`."""
+    """One rank as an engine; see :class:`deltachain.replica.engine.Engine`."""
 
     def __init__(self, verbs: Any) -> None:
         self.verbs = verbs
@@ -41,9 +41,9 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from deltachain.subscribe.replica import ReplicaTarget
+    from deltachain.replica.rpc import RankVerbs
+    from deltachain.replica.target import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber
-    from deltachain.subscribe.verbs import RankVerbs
     from tests.engines.bench.applying import Live, follow
     from tests.engines.sglang.fresh import known, load_in_context
 

@@ -62,8 +62,8 @@ async def _lose(client: Any, drawn: Drawn, lost: Lost) -> Lost:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
+    from deltachain.replica.settings import ReplicaSettings
     from deltachain.subscribe.config import SubscribeConfig
-    from deltachain.subscribe.settings import ReplicaSettings
     from deltachain_vllm.server import ServerEngine
     from tests.engines.bench.losing import lose
 

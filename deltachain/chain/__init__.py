@@ -1,0 +1,1 @@
+"""The log of a chain: its manifests and their order, plans, and what fetches them."""

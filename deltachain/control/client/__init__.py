@@ -1,0 +1,1 @@
+"""Clients of the control plane: one replica, or a fleet of them."""

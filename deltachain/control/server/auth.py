@@ -1,0 +1,231 @@
+"""Who may ask a replica, how much, and how many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
+
+import msgspec
+from fastapi import Depends, HTTPException, Request, Security
+from fastapi.security import HTTPBearer
+from starlette.requests import ClientDisconnect
+
+from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
+from deltachain.errors import ControlPlaneError
+from deltachain.replica.leader import Leader
+from deltachain.threads import started
+
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+
+_HOST: Final = re.compile(
+    r"(?:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
+    r"(?::[0-9]{1,5})?"
+)
+"""What a client may write into ``Host``: a name or an address, and a port."""
+
+LARGEST: Final = 4096
+"""Bytes of a request's body."""
+
+AT_ONCE: Final = 4
+"""Requests of one kind that are worked on at once."""
+
+LOOK_S: Final = 0.5
+"""Seconds between two looks whether somebody still waits for an answer."""
+
+Kind: TypeAlias = Literal["update", "rollback", "quick"]
+
+_SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")
+"""For documents: the token is compared in :meth:`Control.authorise`."""
+
+_T = TypeVar("_T")
+
+
+class Control:
+    """The leader behind the routes, and who may use them.
+
+    Attributes:
+        leader: ``None`` where the server follows no chain.
+        refusal: Why not.
+        is_guarded: Whether the engine asks for a key of its own before anybody gets here.
+
+    Args:
+        token: What callers must know; empty for none.
+        is_open: Whether the server listens on the loopback interface alone.
+    """
+
+    def __init__(
+        self,
+        leader: Leader | None,
+        refusal: str,
+        *,
+        token: str,
+        is_open: bool,
+        is_guarded: bool = False,
+    ) -> None:
+        self.leader = leader
+        self.refusal = refusal
+        self.is_guarded = is_guarded
+        self._token = token.strip().encode()
+        self._is_open = is_open
+        self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(Kind)}
+
+    def authorise(self, request: Request) -> None:
+        """Refuse who does not know the token.
+
+        Raises:
+            HTTPException: 400 for a malformed ``Host``; 401, or 403 where the server has neither
+                token nor key, and for web pages where it is open: a browser asks in its user's name
+                what any page wants.
+        """
+        host = host_of(request)
+        if self._token:
+            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            given = request.headers.get(TOKEN_HEADER, bearer if scheme.lower() == "bearer" else "")
+            if not hmac.compare_digest(given.encode(), self._token):
+                raise HTTPException(401, "wrong or missing token")
+        elif not self.is_guarded:
+            if not self._is_open:
+                raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
+            if host not in LOOPBACK or is_page(request):
+                raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
+
+    async def run(
+        self, action: Callable[[Leader], _T], request: Request | None, kind: Kind = "quick"
+    ) -> _T:
+        """Do something that may take its time, beside the server's event loop.
+
+        Args:
+            action: What.
+            request: Whose, if it is one's; it is given up once nobody waits for it.
+            kind: Those that ask the store may hang; others do not queue up behind them.
+
+        Raises:
+            HTTPException: 503 where the server follows no chain, and once nobody waits for the
+                answer: a server that was told to end waits for its requests.
+        """
+        if self.leader is None:
+            raise HTTPException(503, self.refusal)
+        free = self._free[kind]
+        slot = asyncio.ensure_future(free.acquire())
+        try:
+            await _unless_left(slot, request)
+        finally:
+            slot.cancel()  # nothing, once it is there
+        work = asyncio.ensure_future(aside(action, self.leader))
+        work.add_done_callback(partial(_end, free))
+        await _unless_left(work, request)
+        return work.result()
+
+
+def host_of(request: Request) -> str:
+    """The host that a request is for, without its port.
+
+    Raises:
+        HTTPException: 400, it names none: no client writes that, and what is made of it is guessed.
+    """
+    given = request.headers.getlist("host")
+    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+    if match is None:
+        raise HTTPException(400, "the Host header names no host")
+    return (match["name"] or match["ipv6"]).lower()
+
+
+def is_page(request: Request) -> bool:
+    """Whether a web page asks, of whichever site; not who types an address into a browser.
+
+    Browsers send no ``Origin`` with what a page only loads, but say where it is from.
+    """
+    site = request.headers.get("sec-fetch-site", "none")
+    return "origin" in request.headers or site != "none"
+
+
+async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> None:
+    """Wait until something is done, or nobody waits for it any more."""
+    while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
+        if request is not None and await request.is_disconnected() and not work.done():
+            raise HTTPException(503, "nobody waits for the answer")
+
+
+def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
+    free.release()
+    if not work.cancelled():
+        work.exception()  # nobody may be left to ask for it
+
+
+async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
+    """Call in a thread that does not keep the process from ending, as those of executors do."""
+    outcome: Future[_T] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action(leader))
+        except BaseException as exc:  # noqa: BLE001 - whoever awaits it gets it
+            outcome.set_exception(exc)
+
+    if not started(Thread(target=run, name="deltachain-control", daemon=True)):
+        raise ControlPlaneError("this process has no thread left for the answer", hint="ask again")
+    return await asyncio.wrap_future(outcome)
+
+
+def control_of(request: Request) -> Control:
+    """What stands before this server's leader.
+
+    Raises:
+        HTTPException: 503 while its engine is not up.
+    """
+    control: Control | None = getattr(request.app.state, "deltachain", None)
+    if control is None:
+        raise HTTPException(503, "the engine is not up yet")
+    return control
+
+
+async def _allowed(request: Request, _: Annotated[object, Security(_SCHEME)]) -> Control:
+    control = control_of(request)
+    control.authorise(request)
+    return control
+
+
+Allowed = Annotated[Control, Depends(_allowed)]
+
+
+class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a request that says all by its route."""
+
+
+async def _asked(control: Allowed, request: Request) -> VersionRequest:
+    del control
+    return await _body(request, VersionRequest, '{"version": N} or {}')
+
+
+async def _nothing(control: Allowed, request: Request) -> None:
+    del control
+    await _body(request, _Nothing, "empty or {}")
+
+
+async def _body(request: Request, kind: type[_T], expected: str) -> _T:
+    """The body, which is small: nobody is let in by its size, nor before the token."""
+    if request.url.query:
+        raise HTTPException(422, "what is asked goes into the body")
+    body = b""
+    try:
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > LARGEST:
+                raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+    except ClientDisconnect as exc:
+        raise HTTPException(400, "the body has no end") from exc
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.DecodeError as exc:
+        raise HTTPException(422, f"the body must be {expected}") from exc
+
+
+Asked = Annotated[VersionRequest, Depends(_asked)]
+NothingAsked = Annotated[None, Depends(_nothing)]

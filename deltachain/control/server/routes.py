@@ -1,0 +1,180 @@
+"""The routes of a replica: what a fleet's engineer and a trainer ask of it, whatever its engine.
+
+A request names versions of the one chain that the server was started with, never addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from deltachain.control.schemas import (
+    Detail,
+    Ready,
+    Refused,
+    Trouble,
+    VersionRequest,
+    answers,
+    schema_of,
+)
+from deltachain.control.server.auth import Allowed, Asked, Control, Kind, NothingAsked, control_of
+from deltachain.errors import (
+    ApplyError,
+    ChainError,
+    ConfigError,
+    ControlPlaneError,
+    DeltaChainError,
+    FormatError,
+    StoreError,
+)
+from deltachain.replica.leader import Leader
+from deltachain.replica.status import ReplicaStatus
+
+METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
+
+_VERSION: Final[dict[str, Any]] = {
+    "requestBody": {"content": {"application/json": {"schema": schema_of(VersionRequest)}}}
+}
+_FAILS: Final = answers(400, 409, 413, 422, 500, 502)
+
+router = APIRouter(tags=["deltachain"])
+"""To be included under the prefix of an engine."""
+
+
+@router.get("/healthz", response_class=PlainTextResponse)
+async def healthz() -> PlainTextResponse:
+    """200 while the server answers; asks for no token, since probes know none."""
+    return PlainTextResponse("ok")
+
+
+@router.get(
+    "/readyz", response_class=PlainTextResponse, responses={503: {"description": "not ready"}}
+)
+async def readyz(request: Request) -> PlainTextResponse:
+    """200 when the replica should be sent requests, else 503; asks for no token either."""
+    leader = control_of(request).leader
+    if leader is not None and leader.status().ready:
+        return PlainTextResponse("ready")
+    return PlainTextResponse("not ready", 503)
+
+
+@router.get("/status", responses=answers(400, 413, 422))
+async def status(control: Allowed, _: NothingAsked) -> Response:
+    """What the replica holds, and how."""
+    if control.leader is None:
+        return _follows_nothing(control)
+    return _json(control.leader.status())
+
+
+@router.get("/ready", responses=answers(400, 413, 422, kinds={200: Ready, 503: Ready}))
+async def ready(control: Allowed, _: NothingAsked) -> Response:
+    """200 when the replica should be sent requests, else 503 and why."""
+    if control.leader is None:
+        return _json(Ready(ready=False, reason=control.refusal), 503)
+    found = control.leader.status()
+    body = Ready(ready=found.ready, reason=found.reason, version=found.version)
+    return _json(body, 200 if found.ready else 503)
+
+
+@router.get(
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses=answers(400, 413, 422, kinds={200: None}),
+)
+async def metrics(control: Allowed, _: NothingAsked) -> Response:
+    """Figures for Prometheus."""
+    if control.leader is None:
+        return _follows_nothing(control)
+    try:
+        from deltachain.control.server.metrics import exposition  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError as exc:
+        raise HTTPException(503, "pip install 'deltachain[server]' for metrics") from exc
+    return Response(exposition(control.leader), media_type=METRICS)
+
+
+@router.post("/stage", responses=_FAILS, openapi_extra=_VERSION)
+async def stage(control: Allowed, asked: Asked, request: Request) -> Response:
+    """Fetch and prove a version while the engine generates; an update to it then only swaps."""
+    return await _do(control, request, lambda leader: leader.stage(asked.number), "update")
+
+
+@router.post("/update", responses=_FAILS, openapi_extra=_VERSION)
+async def update(control: Allowed, asked: Asked, request: Request) -> Response:
+    """Bring the replica to a version and answer when it is there; again is allowed."""
+
+    def update(leader: Leader) -> object:
+        return leader.update(asked.number, manifest=asked.manifest)
+
+    return await _do(control, request, update, "update")
+
+
+@router.post("/rollback", responses=_FAILS, openapi_extra=_VERSION)
+async def rollback(control: Allowed, asked: Asked, request: Request) -> Response:
+    """Go back to a version and stay there."""
+    return await _do(control, request, lambda leader: leader.rollback(asked.number), "rollback")
+
+
+@router.post("/release", responses=_FAILS)
+async def release(control: Allowed, _: NothingAsked, request: Request) -> Response:
+    """Follow the head again after a rollback."""
+    return await _do(control, request, Leader.release)
+
+
+@router.post("/pause", responses=_FAILS)
+async def pause(control: Allowed, _: NothingAsked, request: Request) -> Response:
+    """Generate nothing until ``resume``."""
+    return await _do(control, request, Leader.pause)
+
+
+@router.post("/resume", responses=_FAILS)
+async def resume(control: Allowed, _: NothingAsked, request: Request) -> Response:
+    """Generate again; refused when the replica can not prove what it holds."""
+    return await _do(control, request, Leader.resume)
+
+
+@router.post("/scrub", responses=_FAILS)
+async def scrub(control: Allowed, _: NothingAsked, request: Request) -> Response:
+    """Recompute the state of the live weights, to find out whether somebody else wrote to them."""
+    return await _do(control, request, Leader.scrub, "update")
+
+
+async def _do(
+    control: Control, request: Request, action: Callable[[Leader], object], kind: Kind = "quick"
+) -> Response:
+    def act(leader: Leader) -> ReplicaStatus:
+        action(leader)
+        return leader.status()
+
+    if control.leader is None:
+        return _follows_nothing(control)
+    try:
+        found = await control.run(act, request, kind)
+    except DeltaChainError as exc:
+        error = Trouble(type(exc).__name__, str(exc.args[0]), exc.hint, exc.retryable)
+        return _json(Refused(error), _status_of(exc))
+    return _json(found)
+
+
+def _follows_nothing(control: Control) -> Response:
+    """Why; answered and not raised, or vLLM logs a traceback for every question."""
+    return _json(Detail(control.refusal), 503)
+
+
+def _status_of(exc: DeltaChainError) -> int:
+    kinds: Mapping[type[DeltaChainError], int] = {
+        ConfigError: 400,
+        ChainError: 409,
+        ApplyError: 409,
+        FormatError: 502,
+        StoreError: 503,
+        ControlPlaneError: 503,
+    }
+    return next((code for kind, code in kinds.items() if isinstance(exc, kind)), 500)
+
+
+def _json(body: msgspec.Struct, code: int = 200) -> Response:
+    return JSONResponse(msgspec.to_builtins(body), code)

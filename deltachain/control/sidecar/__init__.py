@@ -1,0 +1,1 @@
+"""A sidecar that leads a stock server from outside."""

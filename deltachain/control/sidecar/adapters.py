@@ -1,0 +1,127 @@
+"""LoRA adapters of a vLLM server: every version is an adapter whose name says it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
+from deltachain.control.sidecar.engine_api import EngineClient
+from deltachain.errors import ConfigError
+from deltachain.format.documents import parse
+from deltachain.subscribe.targets.folder import HeldFile
+from deltachain.types import Version
+
+TIMEOUT_S: Final = 120.0
+
+HINT: Final = (
+    "start vLLM with --enable-lora --max-lora-rank R --max-loras N, and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+)
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """A model that vLLM serves, or an adapter, and the folder that it was loaded from."""
+
+    id: str
+    root: str | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    """All of them."""
+
+    data: list[_Model]
+
+
+class AdapterServer:
+    """Loads versions of an adapter into vLLM; a request chooses one as its model: ``policy-v7``.
+
+    Nothing pauses: a request ends with the adapter that it began with. What an older version cached
+    is never used for a newer one, since vLLM tells adapters apart by name.
+
+    Args:
+        url: Of the server, which sees ``folder``.
+        name: Version 7 of ``policy`` is ``policy-v7``.
+        folder: Gets a folder a version.
+        key: The server's API key.
+        keep: Versions that stay loaded.
+    """
+
+    def __init__(self, url: str, *, name: str, folder: Path, key: str = "", keep: int = 2) -> None:
+        if not re.fullmatch(r"[\w.-]+", name) or keep < 1:
+            raise ConfigError(f"{name!r}, keep={keep}: expected a plain name, and 1 or more")
+        self._name, self._folder, self._keep = name, folder.absolute(), keep
+        self._client = EngineClient(url, key=key, timeout_s=TIMEOUT_S, hint=HINT)
+
+    def loaded(self) -> dict[Version, Path]:
+        """Versions that the server has, and the folder that each was loaded from, oldest first.
+
+        Raises:
+            ControlPlaneError: It does not answer.
+        """
+        found: dict[Version, Path] = {}
+        for model in self._client.ask("GET", "/v1/models", _Models).data:
+            match = re.fullmatch(rf"{re.escape(self._name)}-v(\d{{1,18}})", model.id, re.ASCII)
+            if match:
+                found[int(match[1])] = Path(model.root or "")
+        return dict(sorted(found.items()))
+
+    def bring(self, folder: Path, version: Version) -> None:
+        """Load the version that lies in a folder, and unload the oldest; see :class:`Reader`."""
+        loaded = self.loaded()
+        lies = self._folder / f"{self._named(version)}-{_state_of(folder)[:16]}"
+        if version in loaded and loaded[version] != lies:  # of another run
+            self._unload(version)
+        if loaded.get(version) != lies:
+            self._copy(folder, lies)
+            self._client.tell(
+                "/v1/load_lora_adapter",
+                {"lora_name": self._named(version), "lora_path": str(lies)},
+            )
+        others = [number for number in loaded if number != version]
+        for old in others[: max(0, len(others) + 1 - self._keep)]:
+            self._unload(old)
+        # vLLM may still read what was unloaded now: a request that waits began with it.
+        for left in self._folder.glob(f"{self._name}-v*"):
+            if left != lies and left not in loaded.values():
+                shutil.rmtree(left, ignore_errors=True)
+
+    def close(self) -> None:
+        """See :class:`Reader`."""
+        self._client.close()
+
+    def _unload(self, version: Version) -> None:
+        self._client.tell("/v1/unload_lora_adapter", {"lora_name": self._named(version)})
+
+    def _named(self, version: Version) -> str:
+        return f"{self._name}-v{version}"
+
+    def _copy(self, folder: Path, lies: Path) -> None:
+        """The adapter in a folder of its own: the one that is followed into changes under it."""
+        if not (folder / ADAPTER_FILE).is_file():
+            raise ConfigError(
+                f"{folder} has no {ADAPTER_FILE}: the chain is not an adapter's",
+                hint="publish deltachain.publish.model.lora.adapter_tensors(model) "
+                "on a chain of its own",
+            )
+        partial = lies.with_name(f".{lies.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for name, data in read_assets(folder).items():
+            (partial / name).write_bytes(data)
+        shutil.copyfile(folder / ADAPTER_FILE, partial / ADAPTER_FILE)
+        shutil.rmtree(lies, ignore_errors=True)
+        partial.rename(lies)
+
+
+def _state_of(folder: Path) -> str:
+    """What lies in a folder, by its bits: a number alone may be that of another run."""
+    file = folder / HELD_FILE
+    held = parse(file.read_bytes(), HeldFile, key=str(file)).held
+    if held is None:
+        raise ConfigError(f"{folder} holds no version")
+    return held.state

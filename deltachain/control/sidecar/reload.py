@@ -1,0 +1,118 @@
+"""Servers without deltachain, which load a whole checkpoint again from a folder on their host.
+
+The way for engines that can not have our extension. It pauses for as long as a load takes, and what
+the server then holds is what it says it loaded: nobody proves it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from deltachain.control.sidecar.engine_api import EngineClient
+from deltachain.errors import ControlPlaneError
+from deltachain.types import Version
+
+TIMEOUT_S: Final = 1800.0
+
+HINT: Final = (
+    "start vLLM with VLLM_SERVER_DEV_MODE=1, on the loopback interface: its routes then ask nobody "
+    "for a password; give the API key of an SGLang that has one"
+)
+
+
+class Loader(Protocol):
+    """How one engine loads a checkpoint again."""
+
+    def named(self) -> str | None:
+        """What it calls the weights that it holds."""
+
+    def load(self, folder: Path, version: Version) -> None:
+        """Pause, load, name and resume; paused still where it fails."""
+
+
+class ReloadServer:
+    """A server that loads every version whole, whichever engine it is.
+
+    Args:
+        url: Of the server, which sees the folder; it may come up later.
+        key: Its API key.
+    """
+
+    def __init__(self, url: str, *, key: str = "") -> None:
+        self._client = EngineClient(url, key=key, timeout_s=TIMEOUT_S, hint=HINT)
+        self._loader: Loader | None = None
+        self._brought: Version | None = None
+
+    def bring(self, folder: Path, version: Version) -> None:
+        """Pause, load, resume; a server that failed stays paused. See :class:`Reader`."""
+        loader = self._loader = self._loader or self._find()
+        if self._brought == version and loader.named() == str(version):
+            return
+        self._brought = None
+        loader.load(folder.absolute(), version)
+        self._brought = version
+
+    def close(self) -> None:
+        """See :class:`Reader`; closing twice is allowed."""
+        self._client.close()
+
+    def _find(self) -> Loader:
+        is_sglang = self._client.has("/model_info")  # vLLM has no such route
+        return SglangLoader(self._client) if is_sglang else VllmLoader(self._client)
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What an engine calls its weights."""
+
+    weight_version: str | None = None
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Whether SGLang loaded what it was told to."""
+
+    success: bool
+    message: str = ""
+
+
+class VllmLoader:
+    """A vLLM in its development mode."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def named(self) -> str | None:
+        """See :class:`Loader`."""
+        return self._client.ask("GET", "/weight_info", Named).weight_version
+
+    def load(self, folder: Path, version: Version) -> None:
+        """See :class:`Loader`."""
+        tell = self._client.tell
+        tell("/pause?mode=keep&clear_cache=true")
+        loading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        tell("/collective_rpc", loading)
+        tell("/reset_prefix_cache?reset_running_requests=true")
+        tell("/update_weight_version", {"new_version": str(version)})
+        tell("/resume")
+
+
+class SglangLoader:
+    """An SGLang. With several ranks it may say that all is well where one of them refused."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def named(self) -> str | None:
+        """See :class:`Loader`."""
+        return self._client.ask("GET", "/model_info", Named).weight_version
+
+    def load(self, folder: Path, version: Version) -> None:
+        """See :class:`Loader`."""
+        self._client.tell("/pause_generation", {"mode": "retract"})
+        loading = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+        done = self._client.ask("POST", "/update_weights_from_disk", Loaded, loading)
+        if not done.success:
+            raise ControlPlaneError(f"SGLang did not load {folder}: {done.message}")
+        self._client.tell("/continue_generation", {})

@@ -1,0 +1,1 @@
+"""The documents of FORMAT.md: their structure, keys and digests."""

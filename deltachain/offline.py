@@ -1,0 +1,188 @@
+"""Checkpoints to one part and back: what ``diff`` and ``patch`` do."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
+from deltachain.codec import Change, EncodedPart, Part, encode_part
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.errors import BaseMismatchError, ConfigError, TensorMismatchError
+from deltachain.filebits import FileBits
+from deltachain.format.digest import digest_key
+from deltachain.kernels import host
+from deltachain.mapped import map_file
+from deltachain.types import Bits, TensorSpec
+from deltachain.verify import move
+
+MARKS: Final = ("deltachain.json", ".deltachain-journal")
+"""What a folder that follows a chain says of itself; not true of a copy with other weights."""
+
+MAYBE_DENSE: Final = 8
+"""One change in so many elements is the least at which all of them might take fewer bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What tells two checkpoints apart, as one part.
+
+    Attributes:
+        part: The file.
+        tensors: Tensors that changed.
+        nnz: Elements that changed, also where the tensor is given whole.
+        numel: Elements of all tensors.
+        nbytes: Bytes of all tensors.
+    """
+
+    part: EncodedPart
+    tensors: int
+    nnz: int
+    numel: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What a part did to a checkpoint."""
+
+    tensors: int
+    nnz: int
+
+
+def compare(old: Path, new: Path, encoding: str) -> Difference:
+    """Encode what tells ``new`` from ``old``.
+
+    Raises:
+        TensorMismatchError: They do not have the same tensors.
+    """
+    before, after = Checkpoint(old), Checkpoint(new)
+    for name in sorted(before.specs.keys() | after.specs.keys()):
+        _check_spec(name, before.specs.get(name), old, after.specs.get(name), new)
+    found: list[Change] = []
+    nnz = 0
+    for name, spec in after.specs.items():
+        changed = _change(spec, before.bits(name), after.bits(name), encoding)
+        if changed is not None:
+            found.append(changed[0])
+            nnz += changed[1]
+    return Difference(
+        part=encode_part(found, raw=encoding == "raw"),
+        tensors=len(found),
+        nnz=nnz,
+        numel=sum(spec.numel for spec in after.specs.values()),
+        nbytes=sum(spec.nbytes for spec in after.specs.values()),
+    )
+
+
+def _change(spec: TensorSpec, old: Bits, new: Bits, encoding: str) -> tuple[Change, int] | None:
+    """The change of one tensor, sparse or whole as is smaller, and its number of changes."""
+    changes = host.diff_(np.array(old), new)
+    if not changes.indices.size:
+        return None
+    key = digest_key(spec)
+    added = host.digest_at(key, changes.indices, changes.new)
+    removed = host.digest_at(key, changes.indices, changes.old)
+    sparse = TensorDelta(
+        spec=spec,
+        indices=changes.indices,
+        values=changes.new - changes.old if encoding == "step" else changes.new,
+        absolute=STEP if encoding == "step" else ABSOLUTE,
+    )
+    change, nnz = Change(sparse, added - removed), changes.indices.size
+    if MAYBE_DENSE * nnz >= spec.numel:
+        whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(key, new))
+        raw = encoding == "raw"
+        if len(encode_part([whole], raw=raw).data) < len(encode_part([change], raw=raw).data):
+            change = whole
+    return change, nnz
+
+
+def apply(base: Path, file: Path, out: Path) -> Applied:
+    """Write the checkpoint that a part makes of ``base``; whole, or nothing.
+
+    Raises:
+        TensorMismatchError: The base lacks a tensor of the part, or has another shape or dtype.
+        BaseMismatchError: The base has other bits than the part was made from.
+        FormatError: The part is corrupt.
+    """
+    part = Part.from_bytes(map_file(file), key=str(file))
+    part.verify()
+    checkpoint = Checkpoint(base)
+    for name, row in part.rows.items():
+        _check_spec(name, checkpoint.specs.get(name), base, row.spec, file)
+    copy = _copied_folder if base.is_dir() else _copied_file
+    with copy(base, out) as partial:
+        for name in part.rows:
+            _apply_row(checkpoint, part, name, partial)
+    return Applied(len(part.rows), part.nnz)
+
+
+def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> None:
+    """Write one tensor into the copy, once it is proven."""
+    delta, row = part.read(name), part.rows[name]
+    moved = move(checkpoint.bits(name), delta)
+    if not moved.matches(row):
+        raise BaseMismatchError(
+            f"{checkpoint.path}: {name!r} does not hold the bits that {part.key} was made from: "
+            f"expected a change of {row.digest}, found {moved.change}; nothing was written",
+            tensor=name,
+            hint="patch the checkpoint that was OLD when the delta was made",
+        )
+    if not delta.spec.numel:
+        return
+    source, offset = checkpoint.place(name)
+    target = partial / source.name if partial.is_dir() else partial
+    FileBits(target, offset, delta.spec).put(delta.indices, moved.new)
+    sync(target)
+
+
+@contextmanager
+def _copied_file(base: Path, out: Path) -> Iterator[Path]:
+    """A copy of a file to write to; it becomes ``out`` if nothing goes wrong."""
+    if out.is_dir():
+        raise ConfigError(f"{out} is a folder, {base} is a file", hint="name a file after --out")
+    with creating(out) as partial:
+        shutil.copyfile(base, partial)
+        yield partial
+
+
+@contextmanager
+def _copied_folder(base: Path, out: Path) -> Iterator[Path]:
+    """A copy of a folder to write to; it becomes ``out`` if nothing goes wrong."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already", hint="name a folder that is not there yet")
+    scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
+    try:
+        partial, ignore = scratch / out.name, shutil.ignore_patterns(*MARKS)
+        shutil.copytree(base, partial, ignore=ignore, copy_function=shutil.copyfile)
+        yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                sync(file)
+        partial.replace(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    sync_folder(out.absolute().parent)
+
+
+def _check_spec(
+    name: str, one: TensorSpec | None, at: Path, other: TensorSpec | None, there: Path
+) -> None:
+    if one != other:
+        raise TensorMismatchError(
+            f"{name!r} is {_form(one)} in {at}, {_form(other)} in {there}",
+            tensor=name,
+            hint="both must have the same tensors: names, shapes, dtypes",
+        )
+
+
+def _form(spec: TensorSpec | None) -> str:
+    return "missing" if spec is None else f"{spec.dtype}{list(spec.shape)}"

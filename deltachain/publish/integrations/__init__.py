@@ -1,0 +1,1 @@
+"""Publishing from trainers of other libraries."""

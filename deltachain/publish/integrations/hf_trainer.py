@@ -1,0 +1,118 @@
+"""A callback for the Hugging Face Trainer and every TRL trainer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from deltachain.errors import ConfigError
+from deltachain.publish.config import PublishConfig
+from deltachain.publish.model.assets import collect_assets
+from deltachain.publish.publisher import Published, Publisher
+from deltachain.publish.receipt import PublishReceipt
+
+
+class DeltaChainCallback(TrainerCallback):
+    """Publishes the policy after every step: ``Trainer(..., callbacks=[DeltaChainCallback(url)])``.
+
+    The chain begins, or is continued, at train begin; the last version is committed before training
+    ends. Metrics go into ``state.log_history``; after ``bind(trainer)`` to its reporters too. With
+    several ranks each publishes a part.
+
+    Args:
+        url: Where the chain lies.
+        every_steps: Optimizer steps a version.
+        config: All settings at once; ``url`` replaces the one in it.
+        settings: Single settings, as fields of :class:`PublishConfig`.
+
+    Attributes:
+        receipts: What was published, oldest first.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        every_steps: int = 1,
+        config: PublishConfig | None = None,
+        **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
+    ) -> None:
+        if every_steps < 1:
+            raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
+        chosen = dataclasses.replace(config, url=url, **settings) if config else None
+        self.config = chosen or PublishConfig(url=url, **settings)
+        self.every_steps = every_steps
+        self.receipts: list[PublishReceipt] = []
+        self.publisher: Publisher | None = None
+        self._trainer: Trainer | None = None
+        self._futures: list[Published] = []
+
+    def bind(self, trainer: Trainer) -> Self:
+        """Send metrics through the trainer, to wherever it reports."""
+        self._trainer = trainer
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        processing_class: object = None,
+        **_: object,
+    ) -> None:
+        """Begin or continue the chain; the model is wrapped by now, and its weights are final."""
+        del args, state, control
+        if model is None:
+            return
+        self.publisher = Publisher(self.config)
+        assets = collect_assets(model, self.config, processing_class)
+        self.publisher.attach(model, assets=assets)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Publish; the global step counts this one by now, and a skipped one changes nothing."""
+        del control
+        if self.publisher is None or state.global_step % self.every_steps:
+            return
+        self._futures.append(self.publisher.publish(step=state.global_step))
+        self._report(args, state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Commit what is left, and close."""
+        del control
+        if self.publisher is None:
+            return
+        self.publisher.close()
+        self._report(args, state)
+        self.publisher = None
+
+    def _report(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Log the receipts that have come in since the last step."""
+        arrived = [future for future in self._futures if future.done()]
+        self._futures = [future for future in self._futures if not future.done()]
+        for future in arrived:
+            if future.exception() is not None:  # the publisher raises or logs it
+                continue
+            receipt = future.result()
+            if receipt not in self.receipts:
+                self.receipts.append(receipt)
+                self._log(receipt.metrics(), args, state)
+
+    def _log(self, metrics: dict[str, float], args: TrainingArguments, state: TrainerState) -> None:
+        # TRL averages these into its next log line. A plain Trainer has no such place, and a line
+        # of our own for each version would drown its loss unless it logs each step.
+        pending = getattr(self._trainer, "_metrics", None)
+        if isinstance(pending, dict) and "train" in pending:
+            for name, value in metrics.items():
+                pending["train"][name].append(value)
+        elif self._trainer is not None and state.global_step % max(1, int(args.logging_steps)) == 0:
+            self._trainer.log(metrics)
+        else:
+            state.log_history.append({**metrics, "step": state.global_step})

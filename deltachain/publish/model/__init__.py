@@ -1,0 +1,1 @@
+"""The model that is published: its weights, shards and layout."""

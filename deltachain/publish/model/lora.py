@@ -1,0 +1,126 @@
+"""What a model with LoRA adapters publishes: the adapter alone, or what it makes of its base.
+
+Both are exports (see :meth:`Publisher.attach`) and leave the live model as it is: merging into live
+bf16 weights and taking that back changes most of them.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from deltachain.checkpoint import read_assets
+from deltachain.errors import ConfigError
+from deltachain.publish.model.conversion import as_saved
+from deltachain.torch_names import named_tensors
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+
+def adapter_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of an adapter, by the names of ``adapter_model.safetensors``.
+
+    Raises:
+        ConfigError: The model has no such adapter.
+    """
+    from peft import get_peft_model_state_dict  # noqa: PLC0415 - whoever has the model has it
+
+    _find(model, adapter)
+    state: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=adapter)
+    yield from state.items()
+
+
+def adapter_assets(model: PeftModel, adapter: str = "default") -> dict[str, bytes]:
+    """What else makes an adapter: its configuration.
+
+    Raises:
+        ConfigError: The model has no such adapter.
+    """
+    with tempfile.TemporaryDirectory(prefix="deltachain-adapter-") as scratch:
+        _find(model, adapter).save_pretrained(scratch)
+        return read_assets(Path(scratch))
+
+
+def merged_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the base model's checkpoint with one adapter added: ``W + s B A``.
+
+    The sum is taken in fp32 and rounded once, to the dtype of ``W``, into a tensor of its own.
+    Where layers are sharded, their low-rank factors are gathered, one layer at a time.
+
+    Raises:
+        ConfigError: The model has no such adapter, or it does more than add to linear layers.
+    """
+    config = _find(model, adapter)
+    base: Any = model.get_base_model()
+    _refuse_more(config, base, adapter)
+    layers = {
+        f"{name}.weight": layer
+        for name, layer in base.named_modules()
+        if adapter in getattr(layer, "lora_A", ())
+    }
+    seen: dict[int, str] = {}
+    for name, tensor in named_tensors(base):
+        if ".lora_" in name:
+            continue
+        own = name.replace(".base_layer", "")
+        first = seen.setdefault(id(tensor), own)
+        if first != own:
+            if first in layers or own in layers:
+                raise _unmerged(adapter, f"a layer whose weight {first!r} and {own!r} share")
+            continue
+        weight = tensor.detach()
+        if own in layers:
+            weight = _added(layers[own], adapter, weight)
+        yield from as_saved(base, own, weight)
+
+
+def _added(layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401 - of peft
+    a: Tensor = layer.lora_A[adapter].weight.detach()
+    b: Tensor = layer.lora_B[adapter].weight.detach()
+    added: Tensor = layer.scaling[adapter] * (b.float() @ a.float())
+    if layer.fan_in_fan_out:
+        added = added.T
+    return (weight.float() + added).to(weight.dtype)
+
+
+def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
+    """Refuse what ``W + s B A`` of linear layers is not all of."""
+    wanted = (
+        "use_dora",
+        "lora_bias",
+        "modules_to_save",
+        "target_parameters",
+        "trainable_token_indices",
+    )
+    more = [name for name in wanted if getattr(config, name, None)]
+    for layer in base.modules():
+        if adapter in getattr(layer, "lora_embedding_A", ()):
+            more.append("an embedding")
+        elif adapter in getattr(layer, "lora_A", ()) and layer.lora_A[adapter].weight.ndim != 2:
+            more.append("a convolution")
+        if getattr(layer, "merged_adapters", None):
+            more.append("been merged into the live weights already")
+            break
+    if str(getattr(config, "peft_type", "")).rpartition(".")[2] != "LORA":
+        more.append(str(config.peft_type))
+    if more:
+        raise _unmerged(adapter, ", ".join(more))
+
+
+def _unmerged(adapter: str, more: str) -> ConfigError:
+    return ConfigError(
+        f"adapter {adapter!r} has {more}, which is not merged here",
+        hint="publish the adapter by itself (adapter_tensors), or a merged copy of the model",
+    )
+
+
+def _find(model: PeftModel, adapter: str) -> Any:  # noqa: ANN401 - a configuration of peft
+    known: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if adapter not in known:
+        raise ConfigError(f"no adapter {adapter!r}; the model has {sorted(known)}")
+    return known[adapter]

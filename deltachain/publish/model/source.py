@@ -1,0 +1,301 @@
+"""The weights of a live model, under the names and dtypes of its checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import ConfigError, FormatError
+from deltachain.format.documents import Table
+from deltachain.publish.model.conversion import Conversion, Target, conversions
+from deltachain.publish.model.layout import Route, Slot
+from deltachain.publish.model.shard import held, local_of, refuse_foreign
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
+from deltachain.types import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What this rank holds of one tensor of the model.
+
+    Attributes:
+        spec: The model's name for it, wire dtype, shape of the whole tensor.
+        tensor: The local part of the parameter or buffer, as it was when the model was walked.
+        frozen: Whether training leaves it alone: then it is in anchors and digests only.
+        route: Where that lies in the checkpoint.
+        is_buffer: Whether it is no parameter: then ranks may have values of their own.
+    """
+
+    spec: TensorSpec
+    tensor: Tensor
+    frozen: bool
+    route: Route
+    is_buffer: bool = False
+
+    @classmethod
+    def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
+        """A whole tensor that the checkpoint has just so."""
+        return cls(spec, tensor, frozen, Route.straight(spec))
+
+
+Live: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
+"""Gives every tensor, by a name that is its own; asked again for every version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Every tensor that a checkpoint of the model holds, once.
+
+    Attributes:
+        weights: What this rank publishes, sorted by name.
+        specs: The tensors of the checkpoint, those of other ranks included, sorted by name.
+        aliases: Further names of tied weights, and the name each is published under.
+        live: Gives the tensors.
+    """
+
+    weights: tuple[Weight, ...]
+    specs: tuple[TensorSpec, ...]
+    aliases: Mapping[str, str]
+    live: Live
+
+    def now(self) -> Iterator[Weight]:
+        """The weights as they are now, in the order in which they are given.
+
+        Loading a state may have replaced tensors, and an export makes new ones each time: none is
+        held for longer than it takes to look at it.
+
+        Raises:
+            ConfigError: A weight is gone, has another shape or dtype, or is no longer frozen.
+        """
+        missing = {weight.spec.name: weight for weight in self.weights}
+        for name, tensor in self.live():
+            weight = missing.pop(name, None)
+            if weight is not None:
+                yield replace(weight, tensor=_unchanged(weight, tensor))
+        if missing:
+            raise ConfigError(f"{min(missing)!r} is gone since the publisher was attached")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the checkpoint."""
+        return sum(spec.numel for spec in self.specs)
+
+    @property
+    def held_numel(self) -> int:
+        """Elements that this rank publishes."""
+        return sum(weight.route.box.numel for weight in self.weights)
+
+    def table(self) -> Table:
+        """The chain's tensor table."""
+        rows = tuple((spec.name, spec.dtype, spec.shape) for spec in self.specs)
+        return Table(tensors=rows, aliases=dict(sorted(self.aliases.items())))
+
+
+def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
+    """The local part of a tensor, if it is still what was attached."""
+    name, then = weight.spec.name, weight.tensor
+    local = local_of(tensor)
+    if (local.shape, local.dtype) != (then.shape, then.dtype):
+        raise ConfigError(
+            f"{name!r} is {local.dtype}{tuple(local.shape)}, and was {then.dtype}"
+            f"{tuple(then.shape)} when the publisher was attached",
+            hint="publish between steps, when FSDP has sharded everything again",
+        )
+    if weight.frozen and tensor.requires_grad:
+        raise ConfigError(
+            f"{name!r} was frozen when the publisher was attached, and is trained now",
+            hint="decide what is frozen before attaching",
+        )
+    return local
+
+
+def walk(
+    model: nn.Module | Live, *, dtype: str | None = None, checkpoint: Path | None = None
+) -> Source:
+    """Collect what this process holds of a model: parameters and buffers, tied ones once.
+
+    Args:
+        model: Wrapped or not; on any device; whole, or sharded as DTensors. Or what gives the
+            tensors of a checkpoint, in the dtypes to publish, as an export of a trainer does.
+        dtype: Wire dtype of every floating point weight.
+        checkpoint: Where the model's checkpoint lies, for the wire dtypes. Not given: where the
+            model says that it was loaded from, if that is a folder.
+
+    Raises:
+        ConfigError: The model can not be published as it is; the hint says what to do instead.
+    """
+    if not isinstance(model, nn.Module):
+        return _walk_export(model, dtype)
+    model = unwrapped(model)
+    refuse_foreign(model)
+    _refuse_adapters(model)
+    wire = {} if dtype else _checkpoint_dtypes(checkpoint or origin(model))
+    live, aliases = _distinct(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
+    shapes |= {alias: shapes[name] for alias, name in aliases.items()}
+    converted = conversions(model, shapes)
+    weights = [
+        replace(
+            _weight(name, live[name], converted.get(name), dtype, wire),
+            is_buffer=not isinstance(live[name], nn.Parameter),
+        )
+        for name in sorted(live)
+    ]
+    specs = specs_of(slot.spec for weight in weights for slot in weight.route.slots)
+    if not dtype and not wire and any(spec.dtype == "F32" for spec in specs):
+        logger.warning(
+            "no checkpoint says otherwise: fp32 weights are published as fp32, nearly all of which "
+            "change in a step; give dtype='BF16' if they are masters of a bf16 model"
+        )
+    renamed = {name: one.targets[0].name for name, one in converted.items()}
+    named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
+    return Source(tuple(weights), specs, named, partial(named_tensors, model))
+
+
+def _walk_export(live: Live, dtype: str | None) -> Source:
+    """Collect what an export gives; its tensors are not kept."""
+    weights: dict[str, Weight] = {}
+    for name, tensor in live():
+        if name in weights:
+            raise ConfigError(
+                f"the export gives {name!r} twice",
+                hint="what a checkpoint joins must be given joined, once",
+            )
+        weight = _weight(name, tensor.detach(), None, dtype, {})
+        gone = torch.empty_like(weight.tensor, device="meta")
+        weights[name] = replace(weight, tensor=gone, frozen=False)
+    found = tuple(weights[name] for name in sorted(weights))
+    return Source(found, specs_of(weight.route.slots[0].spec for weight in found), {}, live)
+
+
+def _weight(
+    name: str,
+    tensor: Tensor,
+    conversion: Conversion | None,
+    dtype: str | None,
+    wire: Mapping[str, str],
+) -> Weight:
+    local, box = held(name, tensor)
+    _refuse(name, local)
+    goes = conversion or Conversion((Target(name, box.full, 0, 0, tensor.numel()),))
+    wanted = _wire_dtype(goes.targets, local, dtype, wire)
+    slots = tuple(
+        Slot(TensorSpec(t.name, wanted, t.shape), t.start, t.at, t.numel) for t in goes.targets
+    )
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    spec = TensorSpec(name, wanted, box.full)
+    return Weight(spec, local, frozen, Route(box, slots, goes.table))
+
+
+def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
+    """Each of these tensors once, sorted by name.
+
+    Raises:
+        ConfigError: Two of them differ and have one name.
+    """
+    found: dict[str, TensorSpec] = {}
+    for spec in specs:
+        have = found.setdefault(spec.name, spec)
+        if have != spec:
+            raise ConfigError(f"{spec.name!r} is both {have} and {spec}")
+    return tuple(sorted(found.values(), key=lambda spec: spec.name))
+
+
+def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Every tensor by its first name, and the further names of tied ones."""
+    names: dict[int, str] = {}
+    live: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in named_tensors(model):
+        if id(tensor) in names:
+            aliases[name] = names[id(tensor)]
+            continue
+        if name in live:
+            raise ConfigError(f"two weights of the model are called {name!r} once unwrapped")
+        names[id(tensor)] = name
+        live[name] = tensor
+    return live, aliases
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    for name, _ in model.named_parameters():
+        if ".lora_" in name:
+            raise ConfigError(
+                f"{name!r} is an adapter: its base weights do not change",
+                hint="Publisher(url).attach(lambda: adapter_tensors(model)), or merged_tensors for "
+                "what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
+            )
+
+
+def _refuse(name: str, tensor: Tensor) -> None:
+    """Say what to do with weights that have no bits of their own here."""
+    if tensor.is_meta:
+        raise ConfigError(f"{name!r} has no data yet (meta device)", hint="attach after loading")
+    if tensor.dtype not in WIRE_NAMES or not tensor.is_contiguous():
+        raise ConfigError(
+            f"{name!r} is {tensor.dtype}, contiguous: {tensor.is_contiguous()}",
+            hint="quantised and strided weights have no bits of their own on the wire; publish a "
+            "checkpoint with `deltachain push`",
+        )
+
+
+def origin(model: nn.Module) -> Path | None:
+    """The folder that the model was loaded from: a path, or the Hub's cache of its repository."""
+    config = getattr(unwrapped(model), "config", None)
+    name = getattr(config, "_name_or_path", "")
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - if it is there
+        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+    except ImportError:
+        return None
+    try:
+        commit = getattr(config, "_commit_hash", None)
+        cached = try_to_load_from_cache(name, "config.json", revision=commit)
+    except HFValidationError:  # a name that is neither a folder nor a repository
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
+    if folder is None:
+        return {}
+    try:
+        checkpoint = Checkpoint(folder)
+    except (ConfigError, FormatError):  # a folder of other files says nothing about dtypes
+        return {}
+    return {name: spec.dtype for name, spec in checkpoint.specs.items()}
+
+
+def _wire_dtype(
+    targets: Sequence[Target], tensor: Tensor, dtype: str | None, wire: Mapping[str, str]
+) -> str:
+    """The dtype in which all that a live tensor becomes is published."""
+    own, name = WIRE_NAMES[tensor.dtype], targets[0].name
+    found = {wire.get(target.name, own) for target in targets}
+    if len(found) > 1:
+        raise ConfigError(
+            f"{name!r} and what lies beside it in the model are {sorted(found)} in the checkpoint",
+            hint="give dtype= explicitly",
+        )
+    wanted = dtype if dtype and tensor.is_floating_point() else found.pop()
+    if wanted not in TORCH_DTYPES:
+        raise ConfigError(f"dtype {wanted!r} has no wire form", hint="for example dtype='BF16'")
+    narrows = tensor.is_floating_point() and TORCH_DTYPES[wanted].is_floating_point
+    if wanted != own and not (narrows and TORCH_DTYPES[wanted].itemsize <= tensor.element_size()):
+        raise ConfigError(
+            f"{name!r} is {own} in the model and {wanted} in its checkpoint",
+            hint="give dtype= explicitly",
+        )
+    return wanted

@@ -1,0 +1,196 @@
+"""Publishing a checkpoint that is on disk: the way in for every trainer that writes checkpoints.
+
+A push is a publisher that lives for one version. It takes the chain over with the version that it
+commits: its epoch is one higher than the head's, so that a publisher that was at work before is
+fenced and says so, and no empty version lies in between.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.chain.chain import Chain, Committed
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import ChainMismatchError, ObjectNotFoundError, PublisherFencedError
+from deltachain.format.documents import EdgeSummary, Table, parse
+from deltachain.format.keys import TABLE_KEY
+from deltachain.publish.config import PublishConfig
+from deltachain.publish.model.source import Source, Weight
+from deltachain.publish.place import newest, open_or_make
+from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.resume import catch_up, first_version
+from deltachain.publish.session import Session
+from deltachain.publish.snapshot import Snapshot
+from deltachain.publish.writer import Writer
+from deltachain.store import Store
+from deltachain.torch_names import TORCH_DTYPES
+from deltachain.types import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pushed:
+    """What a push did.
+
+    Attributes:
+        chain: Where.
+        head: The newest version now.
+        committed: The versions that it added; none when the head held these bits already.
+        anchor: The anchor that it added behind them, if one was due.
+    """
+
+    chain: Chain
+    head: Committed
+    committed: tuple[Committed, ...]
+    anchor: EdgeSummary | None
+
+
+def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
+    """Make the newest version of a chain hold what a checkpoint holds.
+
+    The first push makes the chain: version 0 is an anchor, or a reference to ``config.base``; in
+    that case, what tells the checkpoint from the base becomes version 1.
+
+    Args:
+        store: Where the chain lies.
+        path: Checkpoint folder, or one safetensors file.
+        config: How to write.
+        step: The trainer's step.
+
+    Raises:
+        ChainMismatchError: The chain is one of another model.
+        BrokenChainError: Versions lie behind a gap, or their identity is lost.
+        PublisherFencedError: Another publisher committed at the same time.
+    """
+    checkpoint = Checkpoint(path)
+    chain = _open_or_create(store, checkpoint, trusted=config.trust_remote_code)
+    source = source_of(checkpoint, chain.table)
+    head = newest(chain)
+    writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
+    session = Session(source, Snapshot(source), writer, config, Ranks.alone())
+    if head is not None:
+        writer.epoch = head.manifest.epoch + 1
+    committed = tuple(_commit(session, step))
+    last = writer.parent or head
+    if last is None:
+        raise ObjectNotFoundError(f"{store.url} lost its first version", url=store.url)
+    return Pushed(
+        chain=chain,
+        head=last,
+        committed=committed,
+        anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
+    )
+
+
+def _commit(session: Session, step: int | None) -> Iterator[Committed]:
+    """Commit what the head lacks."""
+    writer = session.writer
+    try:
+        if writer.parent is None:
+            at = step if session.config.base is None else None
+            first = _first_session(session)
+            first_version(first, step=at)
+            session.head = first.head
+            yield _newest(writer)
+        if _newest(writer).state != session.snapshot.state:
+            catch_up(session, _newest(writer), step=step)
+            yield _newest(writer)
+    except PublisherFencedError as exc:
+        exc.hint = "somebody else publishes here; if that is meant to be, push again"
+        raise
+
+
+def _first_session(session: Session) -> Session:
+    """The session that commits version 0: of the base checkpoint, where there is one."""
+    base = session.config.base
+    if base is None:
+        return session
+    source = source_of(Checkpoint(base), session.source.table())
+    return Session(source, Snapshot(source), session.writer, session.config, session.ranks)
+
+
+def _newest(writer: Writer) -> Committed:
+    if writer.parent is None:
+        raise AssertionError("a commit that did not raise moves the writer on")
+    return writer.parent
+
+
+def _open_or_create(store: Store, checkpoint: Checkpoint, *, trusted: bool) -> Chain:
+    """The chain that is there, else a new one whose tensors are the checkpoint's."""
+    try:
+        return Chain.open(store)
+    except ObjectNotFoundError:
+        table = _table(store, checkpoint)
+        assets = partial(checkpoint.assets, trusted=trusted)
+        return open_or_make(store, table, assets, chain_id=uuid.uuid4().hex, by_state=False)
+
+
+def _table(store: Store, checkpoint: Checkpoint) -> Table:
+    """The table of a chain whose identity is lost, else the checkpoint's tensors."""
+    try:
+        there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
+        source_of(checkpoint, there)
+    except (ObjectNotFoundError, ChainMismatchError):
+        rows = tuple((s.name, s.dtype, s.shape) for s in checkpoint.specs.values())
+        return Table(tensors=rows)
+    return there
+
+
+def source_of(checkpoint: Checkpoint, table: Table) -> Source:
+    """The weights of a checkpoint as a publisher takes them, memory-mapped.
+
+    They count as frozen weights of no module: nothing changes them while they are read, so no copy
+    is taken.
+
+    Raises:
+        ChainMismatchError: The checkpoint has other tensors than the table.
+    """
+    spare = {alias for alias in table.aliases if alias in checkpoint.specs}
+    weights = []
+    for spec in table.specs():
+        tied = [alias for alias, name in table.aliases.items() if name == spec.name]
+        found = [name for name in (spec.name, *tied) if name in checkpoint.specs]
+        for name in found or [spec.name]:
+            _check_spec(checkpoint, name, spec)
+        for name in found[1:]:
+            _check_tied(checkpoint, found[0], name)
+        tensor = _tensor(checkpoint, found[0], spec)
+        weights.append(Weight.straight(spec, tensor, frozen=True))
+    extra = checkpoint.specs.keys() - spare - {weight.spec.name for weight in weights}
+    if extra:
+        raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
+    tensors = {weight.spec.name: weight.tensor for weight in weights}
+    return Source(tuple(weights), table.specs(), table.aliases, tensors.items)
+
+
+def _check_spec(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> None:
+    have = checkpoint.specs.get(name)
+    if have is None or (have.dtype, have.shape) != (spec.dtype, spec.shape):
+        found = f"{have.dtype}{have.shape}" if have else "missing"
+        raise ChainMismatchError(
+            f"{name!r} is {found} in {checkpoint.path}, {spec.dtype}{spec.shape} in the chain"
+        )
+
+
+def _check_tied(checkpoint: Checkpoint, name: str, alias: str) -> None:
+    if not np.array_equal(checkpoint.bits(name), checkpoint.bits(alias)):
+        raise ChainMismatchError(
+            f"{alias!r} and {name!r} differ in {checkpoint.path}; the chain has them tied"
+        )
+
+
+def _tensor(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
+    """A tensor of the checkpoint, mapped so that torch may believe it can write to it."""
+    file, offset = checkpoint.place(name)
+    signed = np.dtype("u1" if spec.itemsize == 1 else f"<i{spec.itemsize}")
+    bits = (
+        np.memmap(file, signed, "c", offset, (spec.numel,)) if spec.numel else np.empty(0, signed)
+    )
+    return torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)

@@ -1,0 +1,1 @@
+"""What the ranks of a trainer do together: rendezvous, collectives, ownership of shards."""

@@ -1,0 +1,81 @@
+"""Which rank publishes what: pure functions of what every rank holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeAlias
+
+from deltachain.errors import ConfigError
+from deltachain.publish.model.layout import Box
+
+Holding: TypeAlias = Mapping[str, Box]
+"""What one rank holds, by the name of the live tensor."""
+
+
+def elect(
+    holdings: Sequence[Holding], *, of_the_first: Collection[str] = ()
+) -> list[frozenset[str]]:
+    """Give every box to one of the ranks that hold it, so that all have about as much to do.
+
+    Every rank finds the same answer from the same holdings. To be at coordinate 0 of all mesh
+    dimensions that replicate would not do: a tensor that a plan leaves out has a mesh of its own.
+
+    Args:
+        holdings: Of every rank.
+        of_the_first: What the first rank that holds it publishes: buffers, of which ranks may have
+            values of their own, are then all of one rank.
+
+    Returns:
+        The names that each rank publishes.
+    """
+    holders: dict[tuple[str, Box], list[int]] = {}
+    for rank, holding in enumerate(holdings):
+        for name, box in holding.items():
+            if box.numel or not math.prod(box.full):
+                holders.setdefault((name, box), []).append(rank)
+    owned: list[set[str]] = [set() for _ in holdings]
+    load = [0] * len(holdings)
+    largest_first = sorted(holders, key=lambda held: (-held[1].numel, held[0], held[1].offset))
+    for name, box in largest_first:
+        ranks = holders[name, box]
+        rank = min(ranks if name not in of_the_first else ranks[:1], key=lambda n: (load[n], n))
+        owned[rank].add(name)
+        load[rank] += box.numel
+    return [frozenset(names) for names in owned]
+
+
+def check_cover(name: str, boxes: Sequence[Box]) -> None:
+    """The boxes of all ranks, each counted once, are the whole tensor.
+
+    Raises:
+        ConfigError: Elements are missing, or are in several boxes that are not the same.
+    """
+    full = boxes[0].full
+    if any(box.full != full for box in boxes):
+        other = next(box.full for box in boxes if box.full != full)
+        raise ConfigError(
+            f"{name!r} has shape {full} on one rank, {other} on another",
+            hint="ranks that hold different tensors must name them differently, or shard them as "
+            "DTensors",
+        )
+    held = {box for box in boxes if box.numel}
+    dims = range(len(full))
+    parts = [sorted({(box.offset[dim], box.shape[dim]) for box in held}) for dim in dims]
+    tiles = all(_tile(part, size) for part, size in zip(parts, full, strict=True))
+    if math.prod(full) and not (tiles and len(held) == math.prod(map(len, parts))):
+        raise ConfigError(
+            f"{name!r}: the ranks' pieces are not all of it, each once: "
+            f"{sum(box.numel for box in held)} of {math.prod(full)} elements",
+            hint="attach on every rank that holds weights",
+        )
+
+
+def _tile(part: Sequence[tuple[int, int]], size: int) -> bool:
+    """Whether intervals follow one another from 0 to a size."""
+    at = 0
+    for start, length in part:
+        if start != at:
+            return False
+        at += length
+    return at == size

@@ -1,0 +1,117 @@
+"""What every rank holds, told to all, so that each publishes a part and no part is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from deltachain.errors import ConfigError
+from deltachain.kernels import host
+from deltachain.publish.model.layout import Box
+from deltachain.publish.model.source import Source, Weight, specs_of
+from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import all_say
+from deltachain.publish.ranks.ownership import check_cover, elect
+from deltachain.publish.snapshot import wire_bits
+from deltachain.types import TensorSpec
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What one rank holds of one live tensor, as the others are told.
+
+    Attributes:
+        full: Shape of the whole tensor.
+        offset: Where what is held begins in it.
+        shape: Of what is held.
+        frozen: Whether training leaves it alone.
+        is_buffer: Whether it is no parameter: all that ranks hold of one are the first holder's.
+        bits: A digest of what is held: ranks that hold the same must hold equal bits.
+    """
+
+    full: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    frozen: bool
+    is_buffer: bool
+    bits: str
+
+    @property
+    def box(self) -> Box:
+        """What is held."""
+        return Box(self.full, self.offset, self.shape)
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What one rank holds: live tensors, and the checkpoint's that they are part of."""
+
+    held: dict[str, Held]
+    specs: tuple[tuple[str, str, tuple[int, ...]], ...]
+    aliases: dict[str, str]
+
+
+def share(walk: Callable[[], Source], ranks: Ranks) -> Source:
+    """What this rank publishes.
+
+    Args:
+        walk: Collects what it holds.
+        ranks: All of them.
+
+    Raises:
+        ConfigError: A rank's model can not be published, the ranks' parts are not a whole model, or
+            copies of one piece differ.
+        RankError: Some rank does not take part.
+    """
+    walked: list[Source] = []
+
+    def holding() -> Holding:
+        walked.append(walk())
+        return _holding(walked[0], alone=ranks.count == 1)
+
+    holdings = all_say(ranks, "held", holding, Holding)
+    _check(holdings)
+    buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
+    boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]
+    owned = elect(boxes, of_the_first=buffers)
+    mine = tuple(w for w in walked[0].weights if w.spec.name in owned[ranks.number])
+    specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
+    aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
+    return replace(walked[0], weights=mine, specs=specs, aliases=aliases)
+
+
+def _holding(source: Source, *, alone: bool) -> Holding:
+    weights = source.weights if alone else source.now()
+    held = {weight.spec.name: _held(weight, alone=alone) for weight in weights}
+    specs = tuple((spec.name, spec.dtype, spec.shape) for spec in source.specs)
+    return Holding(held, specs, dict(source.aliases))
+
+
+def _held(weight: Weight, *, alone: bool) -> Held:
+    box = weight.route.box
+    bits = "" if alone else str(host.digest((0, 0), wire_bits(weight)))
+    return Held(box.full, box.offset, box.shape, weight.frozen, weight.is_buffer, bits)
+
+
+def _check(holdings: Sequence[Holding]) -> None:
+    """Together they hold one model."""
+    if not any(holding.held for holding in holdings):
+        raise ConfigError("there are no weights", hint="no rank has any part of a model")
+    for name in sorted({name for holding in holdings for name in holding.held}):
+        ranks = [number for number, holding in enumerate(holdings) if name in holding.held]
+        pieces = [holdings[number].held[name] for number in ranks]
+        check_cover(name, [piece.box for piece in pieces])
+        first: dict[Box, tuple[int, Held]] = {}
+        for number, piece in zip(ranks, pieces, strict=True):
+            other, same = first.setdefault(piece.box, (number, piece))
+            if piece.box.numel and piece.bits != same.bits and not piece.is_buffer:
+                raise ConfigError(
+                    f"{name!r} differs on ranks {other} and {number}, which both hold this part",
+                    hint="replicas must be equal: load one checkpoint on all, or shard as DTensors",
+                )
+            if piece.frozen != same.frozen:
+                frozen, trained = (other, number) if same.frozen else (number, other)
+                raise ConfigError(
+                    f"{name!r} is frozen on rank {frozen}, trained on rank {trained}",
+                    hint="freeze the same weights on every rank",
+                )

@@ -1,0 +1,1 @@
+"""A replica: the ranks of an inference engine, and the leader that updates them as one."""

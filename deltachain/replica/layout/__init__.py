@@ -1,0 +1,1 @@
+"""Discovery of the layout of an engine: where each checkpoint tensor lives, and proof of it."""

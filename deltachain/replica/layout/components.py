@@ -1,0 +1,45 @@
+"""Tensors sorted into groups that have nothing in common, and places without doubles."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from deltachain.replica.windows import Place
+
+
+def components(
+    names: Iterable[str],
+    links: Mapping[str, frozenset[str]],
+    together: Iterable[frozenset[str]],
+) -> list[list[str]]:
+    """Names in groups, none of which has a layer or a set in common with another; in order."""
+    root: dict[str, str] = {}
+    first: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while root[name] != name:
+            root[name] = name = root[root[name]]
+        return name
+
+    labels: dict[str, list[str]] = defaultdict(list)
+    for number, one in enumerate(together):
+        for name in one:
+            labels[name].append(f"together {number}")
+    wanted = list(names)
+    for name in wanted:
+        root[name] = name
+        for label in (*links[name], *labels[name]):
+            root[find(name)] = find(first.setdefault(label, name))
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in wanted:
+        groups[find(name)].append(name)
+    return list(groups.values())
+
+
+def distinct(places: Iterable[Place]) -> list[Place]:
+    """Places without those that tied names have in common."""
+    found: dict[object, Place] = {}
+    for place in places:
+        found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
+    return list(found.values())

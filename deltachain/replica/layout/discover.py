@@ -1,0 +1,135 @@
+"""Which way leads each checkpoint tensor into one rank's live weights, found out and proven.
+
+Nothing is believed of an engine. What its loader does is recorded; what it did is read back and
+compared with the checkpoint, bit for bit; what it computes from is tried, tensor by tensor. A
+tensor is written in place only if all of that agrees. Otherwise its way is the engine's own
+loading, if that is exact and the model follows this tensor alone, and if not, it is refused by
+name. Whatever is found, the engine holds afterwards exactly what it held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from deltachain.errors import TensorMismatchError
+from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.components import distinct
+from deltachain.replica.layout.derived import find_derived
+from deltachain.replica.layout.finding import Finding
+from deltachain.replica.layout.healing import heal
+from deltachain.replica.layout.in_place import expect_loaded, refuse_alike, try_in_place
+from deltachain.replica.layout.members import undisturbed
+from deltachain.replica.layout.recorder import record
+from deltachain.replica.layout.source import Source
+from deltachain.replica.layout.state import State
+from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
+from deltachain.replica.layout.ways import Group, Way
+from deltachain.replica.windows import Place
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The ways into one rank.
+
+    Attributes:
+        classes: Of every tensor of the chain.
+        reasons: Of those that are not in place.
+        places: Of those that are, aliases included.
+        groups: Of those that the engine loads, with their way.
+        readable: Where those of these are that lie bit by bit in a live tensor, beside what is
+            computed from.
+    """
+
+    classes: Mapping[str, TensorClass]
+    reasons: Mapping[str, str]
+    places: Mapping[str, tuple[Place, ...]]
+    groups: tuple[tuple[Way, Group], ...] = ()
+    readable: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> frozenset[str]:
+        """Layers that the engine loads into."""
+        return frozenset().union(*(group.layers for _, group in self.groups))
+
+    def report(self) -> dict[str, Classified]:
+        """What the leader is told."""
+        return {
+            name: Classified(
+                kind=kind,
+                reason=self.reasons.get(name, ""),
+                windows=tuple(
+                    (p.window.offset, p.window.size, p.window.stride)
+                    for p in self.places.get(name, ())
+                ),
+            )
+            for name, kind in self.classes.items()
+        }
+
+
+def attach(
+    model: EngineModel, source: Source, required: Mapping[str, TensorClass] | None = None
+) -> Attached:
+    """Find a way for every tensor of a chain into a rank that holds the checkpoint it loaded.
+
+    Args:
+        model: Not in use meanwhile. Its modules hold afterwards what they held, bit for bit; the
+            bits are kept on the host meanwhile.
+        source: The checkpoint that it loaded.
+        required: Classes that another rank gave some tensors.
+
+    Raises:
+        TensorMismatchError: The engine keeps weights that no tensor is the source of.
+        EngineDamagedError: It computes something else than before, and nothing leads back.
+    """
+    with undisturbed(model.modules().values(), model.tensors()) as bits:
+        recording = record(model.load, source.loaded.values(), model.modules())
+        state = State(model, bits)
+        try:
+            return _find(Finding(model, source, recording, state), required or {})
+        finally:
+            heal(state, source)
+
+
+def _find(finding: Finding, required: Mapping[str, TensorClass]) -> Attached:
+    finding.require(required)
+    finding.read_back()
+    finding.find_hidden()
+    expect_loaded(finding)
+    try_in_place(finding)
+    refuse_alike(finding)
+    finding.try_loading()
+    find_derived(finding)
+    finding.try_reloading()
+    finding.conclude()
+    return _attached(finding)
+
+
+def attach_again(model: EngineModel, source: Source, before: Attached) -> Attached:
+    """Find places again in an engine that replaced its tensors, whatever they hold now.
+
+    Raises:
+        TensorMismatchError: It also changed how it lays them out.
+    """
+    recording = record(model.load, source.loaded.values(), model.modules())
+    found: dict[str, list[Place]] = {name: [] for name in source.specs}
+    for here, places in recording.places.items():
+        found[source.owner[here]] += places
+    after = replace(
+        before,
+        places={name: tuple(distinct(found[name])) for name in before.places},
+        readable={name: tuple(distinct(found[name])) for name in before.readable},
+    )
+    if after.report() != before.report():
+        raise TensorMismatchError(
+            "the engine laid its weights out anew", hint="restart the engine to follow on"
+        )
+    return after
+
+
+def _attached(finding: Finding) -> Attached:
+    classes = finding.classes
+    kept = {n: tuple(p) for n, p in finding.places.items() if classes[n] == "in_place"}
+    reasons = {n: r for n, r in finding.reasons.items() if classes[n] != "in_place"}
+    readable = {n: tuple(finding.places[n]) for n in finding.read if classes[n] in ON_HOST}
+    return Attached(classes, reasons, kept, tuple(finding.groups), readable)

@@ -1,0 +1,116 @@
+"""Whether a module may hold weights where no look at it shows them, as in a closure."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.replica.layout.members import (
+    LEAVES,
+    SIMPLE,
+    container_of,
+    containers_of,
+    is_configuration,
+)
+from deltachain.replica.layout.provenance import storage_id
+
+HANDLES: Final = (torch.Stream, torch.Event, torch.Generator, PurePath, range, slice)
+"""Objects that hold none either, though what is in them is not looked at."""
+
+
+DEEP: Final = 3
+"""Objects within objects that are looked through."""
+
+
+def hides(module: nn.Module, visible: Container[int]) -> bool:
+    """Whether a module, or what acts on it after loading, keeps what may hold hidden weights.
+
+    Args:
+        module: That is looked at, without its children.
+        visible: Storages of the tensors that a look at the model shows.
+    """
+    return any(
+        may_hide(value) or any(storage_id(one) not in visible for one in _tensors_in(value))
+        for box in containers_of(module, plain=False)
+        for value in _inside(box)
+    )
+
+
+def may_hide(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
+    """Whether something may hold weights where they cannot be found, as a closure does.
+
+    Args:
+        value: A member of a module.
+        within: Identities of what it is in, which may be in it as well.
+    """
+    if id(value) in within:
+        return False
+    if isinstance(value, Tensor | nn.Module | Enum | type | ModuleType) or value is None:
+        return False
+    if isinstance(value, (*SIMPLE, *HANDLES)) or is_configuration(value):
+        return False
+    if container_of(value) is not None and not isinstance(value, partial):
+        return False
+    if isinstance(value, BuiltinFunctionType):
+        return not isinstance(value.__self__, ModuleType | type | None)
+    kept, within = _kept_by(value), within | {id(value)}
+    return kept is None or any(isinstance(one, Tensor) or may_hide(one, within) for one in kept)
+
+
+def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
+    """What something without attributes of its own was made with; ``None`` for what cannot tell."""
+    if isinstance(value, frozenset):
+        return list(value)
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        cells = value.__closure__ or ()
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return defaults + [inner for cell in cells for inner in _in_cell(cell)]
+    slots = [slot for one in type(value).__mro__ for slot in _slots(one)]
+    return [getattr(value, slot) for slot in slots if hasattr(value, slot)] if slots else None
+
+
+def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:  # noqa: ANN401
+    """Tensors that an object leads to, through other objects; modules and groups of ranks aside."""
+    kind = type(value)
+    if isinstance(value, nn.Module) or "distributed" in kind.__module__:
+        return
+    if kind in LEAVES and kind is not FunctionType:
+        return
+    if id(value) in within or len(within) > DEEP:
+        return
+    inner = container_of(value)
+    kept = [value.__self__] if isinstance(value, MethodType) else _kept_by(value) or []
+    if inner is not None:
+        kept = [*kept, *_inside(inner)]
+    elif is_configuration(value):
+        kept = list(vars(value).values()) if hasattr(value, "__dict__") else kept
+    for one in kept:
+        if isinstance(one, Tensor):
+            yield one
+        else:
+            yield from _tensors_in(one, within | {id(value)})
+
+
+def _in_cell(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing is in it yet
+        return []
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _inside(container: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    return tuple(container.values() if isinstance(container, dict) else container)

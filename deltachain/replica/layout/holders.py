@@ -1,0 +1,84 @@
+"""Who holds which live elements: tensors that view one storage may have none in common."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from deltachain.replica.layout.provenance import storage_id
+
+
+class Holders:
+    """Holders of tensors, those on the meta device included.
+
+    Args:
+        held: Names of holders, each with a tensor of its own; a holder may be there several times.
+    """
+
+    def __init__(self, held: Iterable[tuple[str, Tensor]]) -> None:
+        self._held: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, tensor in held:
+            if tensor.numel():
+                self._held[storage_id(tensor)].append((name, tensor))
+        self._beside: dict[str, set[str]] = defaultdict(set)
+        for sharing in self._held.values():
+            self._note_beside(sharing)
+
+    def of(self, tensor: Tensor) -> frozenset[str]:
+        """Who holds an element of a tensor."""
+        sharing = self._held.get(storage_id(tensor), ())
+        return frozenset(name for name, other in sharing if overlap(tensor, other))
+
+    def of_storage(self, tensor: Tensor) -> frozenset[str]:
+        """Who holds anything in the storage that a tensor is in."""
+        return frozenset(name for name, _ in self._held.get(storage_id(tensor), ()))
+
+    def tied(self, names: frozenset[str]) -> frozenset[str]:
+        """Holders, and those that hold an element of one of them."""
+        return names.union(*(self._beside.get(name, ()) for name in names))
+
+    def _note_beside(self, sharing: list[tuple[str, Tensor]]) -> None:
+        for at, (name, tensor) in enumerate(sharing):
+            for other, theirs in sharing[:at]:
+                if other != name and overlap(tensor, theirs):
+                    self._beside[name].add(other)
+                    self._beside[other].add(name)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have a byte in common."""
+    if one is other:
+        return bool(one.numel())
+    (first, last), (start, end) = _span(one), _span(other)
+    if first >= end or start >= last:
+        return False
+    if _is_dense(one) and _is_dense(other):
+        return True
+    if one.element_size() != other.element_size():
+        return True  # as far as is known: nothing but a flat buffer is viewed in two widths
+    base = min(one.storage_offset(), other.storage_offset())
+    width = one.element_size()
+    taken = torch.zeros(max(last, end) // width - base, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - base).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - base).any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    width, first = tensor.element_size(), int(tensor.storage_offset())
+    if not tensor.numel():
+        return first * width, first * width
+    return first * width, (first + _reach(tensor)) * width
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether there is no gap between the elements of a tensor."""
+    return tensor.numel() == _reach(tensor)
+
+
+def _reach(tensor: Tensor) -> int:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes)

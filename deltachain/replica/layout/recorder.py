@@ -1,0 +1,232 @@
+"""Finding out where an engine puts every checkpoint tensor, by running its own loader dry.
+
+The engine's ``load_weights`` is given meta tensors under a dispatch mode that records each write
+and lets none through. The source of a recorded copy is known by its storage: a view of a meta
+tensor keeps offset and strides, so every record says which window of which checkpoint tensor lives
+at which place. What a loader computes, copies, edits or loads in any other way is not guessed: such
+a tensor gets no places but a reason. What is computed from several tensors is known by the
+operations that made it, so tensors that a loader holds back until others arrive are known to belong
+together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deltachain.replica.layout.members import Members, tensors_in
+from deltachain.replica.layout.provenance import Provenance, storage_id
+from deltachain.replica.windows import Place
+from deltachain.torch_names import TORCH_DTYPES
+from deltachain.types import TensorSpec
+
+Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
+"""An engine's own loader of ``(checkpoint name, full tensor)`` pairs."""
+
+PADDING: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""Writes of a constant: vocabulary padding, which no checkpoint tensor is the source of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one dry run showed.
+
+    Attributes:
+        places: Of each tensor that lives in the model bit by bit; empty when this rank has none.
+        reasons: Of each tensor that does not, in words.
+        raised: Those of them that the loader would not take at all.
+        together: Sets of tensors that something is computed from before it is written.
+    """
+
+    places: Mapping[str, tuple[Place, ...]]
+    reasons: Mapping[str, str]
+    raised: frozenset[str]
+    together: tuple[frozenset[str], ...]
+
+
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor that has elements and that the modules of a model hold, by dotted name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: tensor
+        for prefix, module in model.named_modules()
+        for name, tensor in tensors_in(module)
+        if not tensor.is_meta and not is_lazy(tensor) and tensor.numel()
+    }
+
+
+def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Module]) -> Recording:
+    """Run a loader dry, and say where it puts each tensor. No live byte is written.
+
+    Args:
+        load: The engine's loader; called once, and once a tensor if something could not be
+            attributed. Nothing else may use the model meanwhile.
+        specs: The tensors of the checkpoint.
+        modules: Of the engine; afterwards they hold what they held.
+    """
+    wanted = {spec.name: spec for spec in specs}
+    storages = {
+        storage_id(tensor)
+        for module in modules.values()
+        for _, tensor in tensors_in(module)
+        if not is_lazy(tensor)
+    }
+    runs = [_Run(wanted.values(), storages).execute(load, modules)]
+    together = _joined(runs[0].together)
+    if runs[0].unattributed:
+        held = frozenset().union(*together)
+        alone = [spec for spec in wanted.values() if spec.name not in held]
+        runs[0].keep(held)
+        runs += [_Run([spec], storages).execute(load, modules) for spec in alone]
+    places: dict[str, list[Place]] = {name: [] for name in wanted}
+    reasons: dict[str, str] = {}
+    raised: set[str] = set()
+    for run in runs:
+        reasons.update(run.reasons)
+        raised |= run.raised
+        for name, place in run.found:
+            places[name].append(place)
+    kept = {name: tuple(mine) for name, mine in places.items() if name not in reasons}
+    return Recording(kept, reasons, frozenset(raised), together)
+
+
+class _Run(TorchDispatchMode):
+    """One call of the loader: what it copied where, and what else it tried to write."""
+
+    def __init__(self, specs: Iterable[TensorSpec], live: set[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.meta = {
+            s.name: torch.empty(s.shape, dtype=TORCH_DTYPES[s.dtype], device="meta") for s in specs
+        }
+        self.provenance = Provenance(self.meta)
+        self.together: set[frozenset[str]] = set()
+        self.live = live
+        self.found: list[tuple[str, Place]] = []
+        self.reasons: dict[str, str] = {}
+        self.raised: set[str] = set()
+        self.fills: list[Tensor] = []
+        self.unattributed = ""
+
+    def execute(self, load: Load, modules: Mapping[str, nn.Module]) -> _Run:
+        """Run the loader under this mode; the modules hold afterwards what they held."""
+        members = Members(modules.values())
+        try:
+            with torch.no_grad(), self:
+                load(list(self.meta.items()))
+        except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer: it can not
+            self._fail(None, f"the loader raised {type(exc).__name__}: {exc}"[:200])
+            self.raised.update(self.reasons if len(self.meta) == 1 else ())
+        finally:
+            members.put_back()
+        for name, place in self.found:
+            if any(_overlaps(fill, place.live) for fill in self.fills):
+                self._fail(name, "its place is also filled with a constant")
+        return self
+
+    def keep(self, names: frozenset[str]) -> None:
+        """Forget what was found of all other tensors."""
+        self.found = [(name, place) for name, place in self.found if name in names]
+        self.reasons = {name: why for name, why in self.reasons.items() if name in names}
+
+    def _fail(self, name: str | None, why: str) -> None:
+        if name is None and len(self.meta) == 1:
+            name = next(iter(self.meta))
+        if name is None:
+            self.unattributed = self.unattributed or why
+        else:
+            self.reasons.setdefault(name, why)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's signature
+        """Record a copy into a live tensor, refuse every other write, let the rest through."""
+        del types
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            self._copied(args[0], args[1])
+            return args[0]
+        sources = self.provenance.sources((args, kwargs))
+        if func._schema.is_mutable:
+            written = _written(func, args, kwargs)
+            if self._blocks(func, written, sources):
+                return written[0] if func._schema.returns else None
+            self.provenance.made(written, sources)
+        returned = func(*args, **kwargs)
+        self.provenance.made(returned, sources)
+        return returned
+
+    def _copied(self, live: Tensor, source: Tensor) -> None:
+        name, sources = self.provenance.owner(source), self.provenance.sources(source)
+        if storage_id(live) not in self.live:
+            self.provenance.made(live, sources)
+            for one in sources:
+                self._fail(one, "the loader stages it in a temporary")
+        elif name is None:
+            self._computed(sources, "the loader copies or computes before it writes")
+        elif live.shape != source.shape:
+            self._fail(name, "the loader broadcasts it")
+        else:
+            try:
+                self.found.append(
+                    (name, Place(live, int(source.storage_offset()), source.stride()))
+                )
+            except ValueError as exc:
+                self._fail(name, str(exc))
+
+    def _computed(self, sources: frozenset[str], why: str) -> None:
+        """Something computed from these is written: none of them is written in place."""
+        if not sources:
+            self._fail(None, why)
+        for name in sources:
+            self._fail(name, why)
+        if len(sources) > 1:
+            self.together.add(sources)
+
+    def _blocks(self, func: Any, written: list[Tensor], sources: frozenset[str]) -> bool:  # noqa: ANN401
+        """Whether a write goes to a live tensor, and so must not happen."""
+        for tensor in written:
+            name = self.provenance.owner(tensor) if tensor.is_meta else None
+            if name is not None:
+                self._fail(name, f"the loader edits its input: {func}")
+        hit = [t for t in written if not t.is_meta and storage_id(t) in self.live]
+        if func in PADDING:
+            self.fills += [t for t in hit if t.numel()]
+        elif any(t.numel() for t in hit):
+            self._computed(sources, f"the loader writes by {func}")
+        return bool(hit)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:  # noqa: ANN401
+    """The tensors that an operation writes to, by its schema."""
+    schema = func._schema.arguments
+    bound = [*zip(schema, args, strict=False)]
+    bound += [(arg, kwargs[arg.name]) for arg in schema if arg.name in kwargs]
+    leaves = [
+        leaf
+        for arg, value in bound
+        if arg.alias_info is not None and arg.alias_info.is_write
+        for leaf in tree_leaves(value)
+    ]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _joined(sets: Iterable[frozenset[str]]) -> tuple[frozenset[str], ...]:
+    """Sets that have something in common as one."""
+    found: list[frozenset[str]] = []
+    for one in sets:
+        near = [other for other in found if not one.isdisjoint(other)]
+        found = [other for other in found if other not in near] + [one.union(*near)]
+    return tuple(found)
+
+
+def _overlaps(one: Tensor, other: Tensor) -> bool:
+    if storage_id(one) != storage_id(other):
+        return False
+    numel = one.untyped_storage().nbytes() // one.element_size()
+    mask = torch.zeros(numel, dtype=torch.bool)
+    mask.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(mask.as_strided(other.shape, other.stride(), other.storage_offset()).any())

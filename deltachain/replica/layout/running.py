@@ -1,0 +1,159 @@
+"""Tensors that modules make when they run: tables made once from weights, and kept.
+
+No load makes such a tensor again, so that it looks like a constant. It is told from one by what a
+model held when it had been loaded and had not run, and what appears later is forgotten whenever
+weights are written: the module makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.replica.layout.members import containers_of, digest_of, numbers_in, tensors_in
+
+CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that an engine may cast a table to when it first runs."""
+
+KV: Final = "kv_cache"
+"""In names of what requests cached, which is no table."""
+
+ADAPTER: Final = "LoRA"
+"""In names of classes that wrap others, and hold what requests ask for beside the weights."""
+
+_TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}
+"""Attributes of every module."""
+
+_loaded: WeakKeyDictionary[nn.Module, Loaded] = WeakKeyDictionary()
+
+
+class Loaded:
+    """What modules held beside their parameters when a model had been loaded.
+
+    Args:
+        model: That has not run.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._digests = {name: set(_casts(tensor)) for name, tensor in _beside_weights(model)}
+        self._numbers = dict(_numbers(model))
+
+    def changed(self, model: nn.Module) -> frozenset[str]:
+        """Tensors of floating-point numbers, and such numbers, that are new or other ones."""
+        tensors = {
+            name
+            for name, tensor in _beside_weights(model)
+            if tensor.is_floating_point() and digest_of(tensor) not in self._digests.get(name, ())
+        }
+        numbers = {n for n, number in _numbers(model) if not _same(number, self._numbers.get(n))}
+        return frozenset(tensors | numbers)
+
+
+def remember(model: nn.Module) -> None:
+    """Record what a model holds that was loaded, and has not run."""
+    _loaded[model] = Loaded(model)
+
+
+def made_by_running(model: nn.Module) -> frozenset[str]:
+    """Live tensors that running a model made or changed; none where it was not recorded."""
+    found = _loaded.get(model)
+    return found.changed(model) if found is not None else frozenset()
+
+
+def _beside_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors beside the parameters of modules near weights, by dotted name."""
+    for prefix, module in _near_weights(dict(model.named_modules())).items():
+        for path, tensor in tensors_in(module):
+            if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and KV not in path:
+                yield _dotted(prefix, path), tensor
+
+
+def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
+    for prefix, module in _near_weights(dict(model.named_modules())).items():
+        for path, number in numbers_in(module):
+            yield _dotted(prefix, path), number
+
+
+def _same(number: float, before: float | None) -> bool:
+    return number == before or (before is not None and number != number and before != before)  # noqa: PLR0124 - NaN
+
+
+def _dotted(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix else path
+
+
+def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Modules that have parameters of their own, or a child that has; those of adapters aside."""
+    return {
+        name: module
+        for name, module in modules.items()
+        if ADAPTER not in type(module).__name__
+        and any(any(True for _ in one.parameters(False)) for one in (module, *module.children()))
+    }
+
+
+class Tables:
+    """What modules near weights keep, so that what they add can be forgotten.
+
+    Args:
+        modules: By name.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._kept = [_Kept(module) for module in _near_weights(modules).values()]
+
+    def forget(self) -> None:
+        """Drop what was added; the modules make it again when they need it."""
+        for kept in self._kept:
+            kept.put_back()
+
+
+class _Kept:
+    """What one module has, by name: which members there are, which are nothing, which are flags."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._own = vars(module)
+        self._flags = {key: flag for key, flag in self._own.items() if isinstance(flag, bool)}
+        self._boxes = [
+            (box, frozenset(box), [key for key, value in box.items() if value is None])
+            for box in _dictionaries(module)
+        ]
+
+    def put_back(self) -> None:
+        """Drop tables that were added; reset flags, one of which may say that there is one."""
+        dropped = [_drop(*box) for box in self._boxes]
+        if any(dropped):
+            self._own.update(self._flags)
+
+
+def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) -> bool:
+    """Drop the tables that a dictionary did not have; whether there were any."""
+    added = [key for key in box.keys() - known if _is_table(key, box[key])]
+    filled = [key for key in nothing if _is_table(key, box.get(key))]
+    for key in added:
+        del box[key]
+    box.update(dict.fromkeys(filled))
+    return bool(added or filled)
+
+
+def _dictionaries(module: nn.Module) -> Iterator[dict[Any, Any]]:
+    """The dictionaries that a module itself keeps things in, but for those that torch keeps."""
+    own = {id(box) for key, box in vars(module).items() if key in _TORCHS}
+    for box in containers_of(module):
+        if isinstance(box, dict) and id(box) not in own:
+            yield box
+
+
+def _is_table(key: object, value: object) -> bool:
+    values = value if isinstance(value, tuple | list) else (value,)
+    return KV not in str(key) and any(isinstance(one, Tensor) for one in values)
+
+
+def _casts(tensor: Tensor) -> Iterator[bytes]:
+    yield digest_of(tensor)
+    if tensor.is_floating_point():
+        yield from (digest_of(tensor.to(dtype)) for dtype in CASTS)

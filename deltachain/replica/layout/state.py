@@ -1,0 +1,157 @@
+"""What an engine holds and computes at one moment, and what has changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import TensorMismatchError
+from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.hiding import hides
+from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.members import Bits, Members, numbers_in
+from deltachain.replica.layout.provenance import storage_id
+from deltachain.replica.layout.ways import modules_in
+
+
+class State:
+    """What a model holds and computes, as it was when this was made.
+
+    Args:
+        model: Not in use meanwhile.
+        bits: Of its live tensors.
+        layers: Those that are tried; all when not given.
+    """
+
+    def __init__(
+        self, model: EngineModel, bits: Bits, layers: frozenset[str] | None = None
+    ) -> None:
+        self.model = model
+        self.bits = bits
+        self.tensors = dict(model.tensors())
+        modules = model.modules()
+        self.owner = {name: layer_of(name, modules) for name in self.tensors}
+        self.modules = modules
+        self.holders = Holders((self.owner[name], one) for name, one in self.tensors.items())
+        self._members = Members(modules.values())
+        self.numbers = dict(_numbers(modules))
+        self.processed = model.processed()
+        self.outputs = self._compute(frozenset(modules) if layers is None else layers)
+
+    @cached_property
+    def opaque(self) -> frozenset[str]:
+        """Processed layers that cannot be tried, and keep what nobody can look into."""
+        hidden = self.processed - self.outputs.keys()
+        visible = {storage_id(tensor) for tensor in self.tensors.values()}
+        return frozenset(
+            layer
+            for layer in hidden
+            if any(hides(module, visible) for module in modules_in(self.model, {layer}))
+        )
+
+    def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
+        """Live tensors with other bits, or in other memory, than they had, and other numbers.
+
+        Args:
+            layers: Those that are looked at; all when not given.
+        """
+        now = self.model.tensors()
+        numbers = dict(_numbers(self.modules))
+        return frozenset(
+            name
+            for name, tensor in self.tensors.items()
+            if (layers is None or self.owner[name] in layers)
+            and (
+                name not in now
+                or now[name].data_ptr() != tensor.data_ptr()
+                or self.bits.has_changed(tensor)
+            )
+        ) | frozenset(
+            {name for name in now if name not in self.tensors}
+            | {
+                name
+                for name, number in self.numbers.items()
+                if numbers.get(name) != number
+                and (layers is None or layer_of(name, self.modules) in layers)
+            }
+        )
+
+    def follows(self, layers: frozenset[str]) -> frozenset[str]:
+        """Layers that compute something else; or hold it, where they cannot be tried or need not.
+
+        What is processed after loading may be computed from a hidden copy; nothing else is.
+        """
+        found = set(self.other_outputs(layers))
+        shown = self.outputs.keys() & self.processed
+        for name, tensor in self.tensors.items():
+            layer = self.owner[name]
+            if layer in layers and layer not in shown and self.bits.has_changed(tensor):
+                found.add(layer)
+        return frozenset(found)
+
+    def expect_same(self, layers: frozenset[str] = frozenset()) -> None:
+        """Refuse any bit that changed, any tensor that moved, any other output.
+
+        Args:
+            layers: Those that are tried; all where empty.
+
+        Raises:
+            TensorMismatchError: One did.
+        """
+        for name in sorted(self.changed(layers or None)):
+            raise TensorMismatchError(f"{name} changed", tensor=name)
+        for layer in sorted(self.other_outputs(layers or frozenset(self.outputs))):
+            raise TensorMismatchError(f"{layer} computes something else", tensor=layer)
+
+    def put_back(self, load: Callable[[], object] | None = None) -> None:
+        """Have the model hold again what it held.
+
+        Args:
+            load: Brings the first bits, and may raise. It is called where what is computed is not
+                what it was: a reload that writes into what nobody can see may undo that.
+        """
+        self._members.put_back()
+        self.bits.put_back()
+        if load is not None and self.other_outputs(frozenset(self.outputs)):
+            with suppress(Exception):
+                load()
+            self.put_back()
+
+    def other_outputs(self, layers: frozenset[str]) -> list[str]:
+        """Layers that can be tried and compute something else."""
+        wanted = layers & self.outputs.keys()
+        now = self._compute(wanted)
+        return [n for n in wanted if n not in now or not _same(now[n], self.outputs[n])]
+
+    def _compute(self, layers: frozenset[str]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            found = self.model.compute(layers) if layers else {}
+        return {layer: output.detach().to("cpu", copy=True) for layer, output in found.items()}
+
+
+def _numbers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
+    for prefix, module in modules.items():
+        for name, number in numbers_in(module):
+            yield f"{prefix}.{name}" if prefix else name, number
+
+
+def layer_of(name: str, modules: Mapping[str, object]) -> str:
+    """The module that holds a live tensor, by the tensor's dotted name."""
+    layer = name
+    while layer:
+        layer = layer.rpartition(".")[0]
+        if layer in modules:
+            return layer
+    return ""
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are the same, bit for bit."""
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    pair = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*pair)

@@ -1,0 +1,119 @@
+"""How each tensor of the chain reaches an engine's live weights, and how ranks agree on it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal, TypeAlias, get_args
+
+from deltachain.format.documents import Struct
+from deltachain.types import TensorSpec
+
+TensorClass: TypeAlias = Literal[
+    "absent", "unused", "in_place", "loaded", "reloaded", "repacked", "refused"
+]
+"""``in_place``: changed elements are scattered into live parameters. ``loaded``: the whole tensor
+goes through the engine's own loader, from a copy on the host. ``reloaded``: so do all tensors of
+its layer, because the engine packs that layer after loading. ``repacked``: the same, from raw
+weights, where the engine's own reload does not repeat its packing. ``unused``: nothing that the
+engine holds or computes follows it. ``refused``: no way is proven. ``absent``: this rank has none
+of it."""
+
+ON_HOST: Final = ("loaded", "reloaded", "repacked")
+"""Classes of tensors that a rank keeps a copy of on the host."""
+
+ORDER: Final[dict[str, int]] = {kind: number for number, kind in enumerate(get_args(TensorClass))}
+"""A tensor takes the worst class that any rank gives it."""
+
+Form: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A window by its numbers: offset, size and stride."""
+
+
+class Classified(Struct, frozen=True, kw_only=True):
+    """One tensor on one rank.
+
+    Attributes:
+        kind: Its class.
+        reason: Why it is not in place; empty when it is.
+        windows: The elements that this rank holds in place.
+    """
+
+    kind: TensorClass
+    reason: str = ""
+    windows: tuple[Form, ...] = ()
+
+
+class Agreement(Struct, frozen=True, kw_only=True):
+    """What all ranks do, decided from what each of them found.
+
+    Attributes:
+        classes: Of every tensor; never ``absent``.
+        reasons: Of every tensor that is not in place.
+        holders: Of every tensor, for each rank, who holds each of its windows: the ranks by number,
+            joined by commas, one that has them at two places named twice. One entry on a rank that
+            holds a copy on the host, none where absent.
+    """
+
+    classes: dict[str, TensorClass]
+    reasons: dict[str, str]
+    holders: dict[str, tuple[tuple[str, ...], ...]]
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """Tensors that no way leads to, and why."""
+        return {n: self.reasons[n] for n, kind in self.classes.items() if kind == "refused"}
+
+
+def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
+    """Decide for every tensor what all ranks do with it."""
+    classes: dict[str, TensorClass] = {}
+    reasons: dict[str, str] = {}
+    holders: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for spec in specs:
+        found = [rank[spec.name] for rank in ranks]
+        kind, reason = _worst(spec, found)
+        classes[spec.name] = kind
+        if reason:
+            reasons[spec.name] = reason
+        holders[spec.name] = _holders(found, on_host=kind != "in_place")
+    return Agreement(classes=classes, reasons=reasons, holders=holders)
+
+
+def orphans(specs: Iterable[str], ranks: Sequence[Mapping[str, Classified]]) -> list[str]:
+    """Tensors that no rank holds, and that some rank has not proven to be unused."""
+    kinds = {name: {rank[name].kind for rank in ranks} for name in specs}
+    return [n for n, found in kinds.items() if "absent" in found <= {"absent", "unused"}]
+
+
+def _worst(spec: TensorSpec, found: Sequence[Classified]) -> tuple[TensorClass, str]:
+    present = [one for one in found if one.kind not in ("absent", "unused")]
+    if found and all(one.kind == "unused" for one in found):
+        return "unused", found[0].reason
+    if not present:
+        return "refused", "no rank holds it"
+    worst = max(present, key=lambda one: ORDER[one.kind])
+    if worst.kind != "in_place":
+        return worst.kind, worst.reason
+    held = sum(_numel(form) for form in {form for one in present for form in one.windows})
+    if held != spec.numel:
+        return "refused", f"the ranks hold {held:,} of its {spec.numel:,} elements"
+    return "in_place", ""
+
+
+def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, ...], ...]:
+    if on_host:
+        held = [one.kind not in ("absent", "unused") for one in found]
+        label = ",".join(str(number) for number, holds in enumerate(held) if holds)
+        return tuple((label,) if holds else () for holds in held)
+    who: dict[Form, list[str]] = defaultdict(list)
+    for number, one in enumerate(found):
+        for form in one.windows:
+            who[form].append(str(number))
+    return tuple(tuple(",".join(who[form]) for form in one.windows) for one in found)
+
+
+def _numel(form: Form) -> int:
+    numel = 1
+    for size in form[1]:
+        numel *= size
+    return numel

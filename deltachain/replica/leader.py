@@ -1,0 +1,395 @@
+"""The leader of a replica: the one place that decides what its ranks apply, and when.
+
+It lives beside the engine's scheduler, in whatever process can ask all ranks. Everything it knows
+is answered from memory, so that asking for its status costs neither the store nor the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from threading import Event, Thread
+from typing import Any, Final
+
+import msgspec
+
+from deltachain.errors import (
+    ApplyError,
+    BaseMismatchError,
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    DeltaChainError,
+    EngineDamagedError,
+    LeaderReplacedError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.replica.engine import Engine
+from deltachain.replica.settings import ReplicaSettings, spool_folder
+from deltachain.replica.status import ReplicaStatus
+from deltachain.replica.target import ReplicaTarget
+from deltachain.replica.totals import Tally
+from deltachain.store import Store
+from deltachain.subscribe.history import is_past
+from deltachain.subscribe.receipt import ApplyReceipt
+from deltachain.subscribe.stage import Staged
+from deltachain.subscribe.status import lag
+from deltachain.subscribe.subscriber import Subscriber
+from deltachain.subscribe.targets.base import Held
+from deltachain.threads import started
+from deltachain.types import Version
+
+REFUSALS: Final = (ConfigError, TensorMismatchError)
+"""What no waiting mends: the engine, or how it was started, is not for this chain."""
+
+logger = logging.getLogger(__name__)
+
+
+class Leader:
+    """Follows a chain for all ranks of an engine, by itself or when told to.
+
+    Methods may be called from any thread.
+
+    Args:
+        settings: Of this replica.
+        engine: Its ranks and its scheduler.
+        store: The store, if it is not to be opened from the URL.
+        takes_over: Whether the engine may have had a leader before, that was killed inside a swap
+            and left it paused; it generates again as soon as this one knows what it holds.
+
+    Attributes:
+        tally: What was applied so far, for metrics.
+        released: Kinds of memory that the engine has given back; set by who hears of it first.
+    """
+
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        engine: Engine,
+        *,
+        store: Store | None = None,
+        takes_over: bool = False,
+    ) -> None:
+        self.settings = settings
+        self.engine = engine
+        url = settings.subscribe.url
+        self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
+        self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
+        self.tally = Tally()
+        self.released: frozenset[str] = frozenset()
+        self.trouble: DeltaChainError | None = None
+        self._staged: Staged | None = None
+        self._ended = ""
+        self._has_failed = False
+        self._caught_up = False
+        self._takes_over = takes_over
+        self._stop = Event()
+        self._thread: Thread | None = None
+
+    def start(self) -> None:
+        """Catch up with the head, then follow if that is asked for.
+
+        What goes wrong is logged and kept for ``status``: the engine serves what it loaded, and the
+        replica is not ready. An engine that is refused follows nothing: it would be refused again.
+
+        Raises:
+            ConfigError: The engine is refused, and so that it ends, the settings are strict.
+            TensorMismatchError: The same for its tensors.
+            EngineDamagedError: It must not serve, whatever the settings are.
+        """
+        try:
+            self.update()
+        except DeltaChainError as exc:
+            if isinstance(exc, REFUSALS):
+                if self.settings.strict or isinstance(exc, EngineDamagedError):
+                    self.stop()
+                    raise
+                self._ended = f"following ended: {exc}"
+            logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
+        if self.settings.follow and not self._ended:
+            self._follow_in_a_thread()
+
+    def end(self) -> None:
+        """Let following end soon; may be called from a signal handler."""
+        self._stop.set()
+        self.subscriber.notify()
+
+    def stop(self) -> None:
+        """End following, and give the store back. Stopping twice is allowed."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join()
+        self.subscriber.close()
+
+    def stage(self, version: Version | None = None) -> Version | None:
+        """Fetch, prove and stage a version while the engine generates; ``update`` to it then swaps.
+
+        Args:
+            version: Which; the head when not given.
+
+        Returns:
+            The version that is staged; ``None`` where there is nothing to do.
+
+        Raises:
+            DeltaChainError: As :meth:`Subscriber.stage`. A replica that is poisoned generates
+                nothing from now on; an update heals it.
+        """
+        try:
+            staged = self._staged = self.subscriber.stage(version)
+        except DeltaChainError as exc:
+            self._failed(exc, version)  # staging may find that it can not prove what it holds
+            raise
+        return None if staged is None else staged.to.version
+
+    def update(self, version: Version | None = None, *, manifest: str = "") -> ApplyReceipt | None:
+        """Bring the replica to a version, from nothing if it can not prove what it holds.
+
+        Args:
+            version: Where to; the head when not given.
+            manifest: What the version's manifest must be. A later version that is held is then
+                as good, if both are in the store.
+
+        Returns:
+            ``None`` when it is there already, or pinned.
+
+        Raises:
+            DeltaChainError: As :meth:`Subscriber.update`. A replica that is poisoned generates
+                nothing from now on.
+        """
+        try:
+            if self._is_past(version, manifest):
+                return None
+            receipt = self._swap_staged(version) or self.subscriber.update(version)
+        except DeltaChainError as exc:
+            self._failed(exc, version)
+            if not self.subscriber.poisoned:
+                raise
+            receipt = self._heal(version)
+        self._well()
+        return receipt
+
+    def _is_past(self, version: Version | None, manifest: str) -> bool:
+        held = self.subscriber.held
+        if version is None or not manifest or held is None or held.version < version:
+            return False
+        return is_past(self.subscriber.chain, held, version, manifest)
+
+    def _swap_staged(self, version: Version | None) -> ApplyReceipt | None:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.to.version != version:
+            return None
+        with suppress(BaseMismatchError):  # something else was swapped since: it is staged anew
+            return self.subscriber.swap(staged)
+        return None
+
+    def rollback(self, version: Version | None = None) -> Held:
+        """Go back and stay there; see :meth:`Subscriber.rollback`."""
+        try:
+            held = self.subscriber.rollback(version)
+        except DeltaChainError as exc:
+            self._failed(exc, -1 if version is None else version)
+            raise
+        self._well()
+        return held
+
+    def release(self) -> None:
+        """Follow the head again after a rollback, also where following has ended.
+
+        Raises:
+            ApplyError: No thread is left to follow in.
+        """
+        self.subscriber.release()
+        if self._thread is not None and self._has_failed and not self._stop.is_set():
+            self._thread.join()  # it has said why it ends
+            self._ended, self._has_failed = "", False
+            self._follow_in_a_thread()
+
+    def notify(self) -> None:
+        """Look for a new version now."""
+        self.subscriber.notify()
+
+    def pause(self) -> None:
+        """Generate nothing until ``resume``, whatever is applied meanwhile."""
+        with self.subscriber.alone():
+            self.target.pause()
+
+    def resume(self) -> None:
+        """Generate again.
+
+        Raises:
+            PoisonedError: The replica can not prove what it holds.
+        """
+        with self.subscriber.alone():  # never in the middle of a swap
+            if self.subscriber.poisoned:
+                raise PoisonedError("this replica can not prove what it holds; it stays paused")
+            self.target.resume()
+
+    def scrub(self) -> bool:
+        """Recompute the state of the live weights; heal the replica if it is not what it should be.
+
+        Returns:
+            Whether it was.
+        """
+        fine = self.subscriber.scrub()
+        if not fine:
+            self._troubled(ApplyError("the live weights are not what this replica should hold"))
+            self.update()
+        return fine
+
+    def status(self) -> ReplicaStatus:
+        """What the replica knows of itself."""
+        subscriber, target = self.subscriber, self.target
+        held, chain = subscriber.held, subscriber.opened
+        head = chain.latest if chain else None
+        last = subscriber.last
+        reason = self._unready()
+        return ReplicaStatus(
+            url=self.settings.subscribe.url,
+            chain=chain.identity.chain if chain else None,
+            version=held.version if held else None,
+            state=held.state if held else None,
+            staged=self._staged.to.version if self._staged else None,
+            head=head,
+            lag_versions=lag(head, held.version if held else None),
+            ready=not reason,
+            reason=reason,
+            following=self.settings.follow and not self._ended,
+            paused=target.paused,
+            pinned=subscriber.pinned,
+            poisoned=subscriber.poisoned,
+            classes=target.classes(),
+            on_host=target.on_host(),
+            ranks=[dict(verdict) for verdict in target.ranks],
+            last=None if last is None else _plain(last),
+            trouble=str(self.trouble) if self.trouble else "",
+            manifest=held.manifest if held else None,
+            doubt=self._doubt(),
+        )
+
+    def _unready(self) -> str:
+        """Why the replica should not be sent requests; empty when it should."""
+        subscriber = self.subscriber
+        reason = self._ended
+        if subscriber.poisoned:
+            reason = "poisoned: it can not prove what it holds"
+        elif subscriber.held is None:
+            reason = "it holds no version of the chain"
+        elif self.released:
+            reason = f"asleep: the engine has released its {', '.join(sorted(self.released))}"
+        elif self.target.paused:
+            reason = "paused"
+        elif self._doubt():
+            reason = self._doubt()
+        elif not reason and not subscriber.pinned:
+            reason = self._behind(subscriber.held)
+        return reason
+
+    def _doubt(self) -> str:
+        """Why what is held may not be the chain's; a manifest that is lost unpins nobody."""
+        doubt = self.subscriber.watch.doubt
+        if doubt is None or (self.subscriber.pinned and isinstance(doubt, BrokenChainError)):
+            return ""
+        return str(doubt.args[0])
+
+    def _behind(self, held: Held) -> str:
+        if not self._caught_up:
+            return "it has not caught up yet"
+        chain = self.subscriber.opened
+        behind = ((chain.latest if chain else None) or 0) - held.version
+        most = self.settings.max_lag
+        return "" if most is None or behind <= most else f"{behind} versions behind"
+
+    def follow(self) -> Iterator[ApplyReceipt]:
+        """Apply versions as they are committed, in the thread of the caller, until ``stop``.
+
+        Raises:
+            DeltaChainError: What only a person can resolve.
+        """
+        try:
+            yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
+        except Exception as exc:
+            self._ended, self._has_failed = f"following ended: {exc}", True
+            self._troubled(exc)
+            raise
+
+    def _follow_in_a_thread(self) -> None:
+        self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
+        if not started(self._thread):
+            self._thread = None
+            raise ApplyError(
+                "no thread is left to follow in", hint="let this process have more (ulimit -u)"
+            )
+
+    def _follow(self) -> None:
+        try:
+            for _ in self.follow():
+                pass  # the subscriber has logged it, and status shows it
+        except Exception:
+            logger.exception("following %s ended", self.settings.subscribe.url)
+
+    def _heal(self, version: Version | None) -> ApplyReceipt | None:
+        """Once more, from nothing: what is held is unknown."""
+        try:
+            return self.subscriber.update(version)
+        except DeltaChainError as exc:
+            self._troubled(exc)
+            raise
+
+    def _failed(self, exc: DeltaChainError, asked: Version | None) -> None:
+        """Keep why a request failed, unless what it asked for is all that is wrong."""
+        if type(exc) is ChainError and asked is not None and not self.subscriber.poisoned:
+            self.tally.failures += 1
+        else:
+            self._troubled(exc)
+
+    def _troubled(self, exc: Exception) -> None:
+        """Keep an error for ``status``; a replica that can not prove its weights stops serving."""
+        self.tally.failures += 1
+        self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
+        if isinstance(exc, LeaderReplacedError):
+            self._ended = str(exc.args[0])
+            return
+        with self.subscriber.alone():  # nobody heals it, or swaps, between the look and the word
+            if self.subscriber.poisoned or isinstance(exc, EngineDamagedError):
+                try:
+                    self.target.stop_serving()
+                except ApplyError as failed:  # healing is tried all the same, and then this again
+                    logger.error("the engine did not pause: %s", failed)  # noqa: TRY400
+                return
+            with suppress(ApplyError):  # what went wrong first is what is told
+                self._name()
+
+    def _looked(self, exc: DeltaChainError | None) -> None:
+        if exc is None:
+            self._well()
+        else:
+            self._troubled(exc)
+
+    def _well(self) -> None:
+        with self.subscriber.alone():
+            self.trouble = None
+            self.tally.count(self.subscriber.last)
+            held, chain = self.subscriber.held, self.subscriber.opened
+            head = chain.latest if chain else None
+            if self._staged and held and self._staged.to.version <= held.version:
+                self._staged = None  # nobody will ask for it: the ranks need not keep it
+            at_head = held is not None and head is not None and held.version >= head
+            self._caught_up = self._caught_up or at_head or self.subscriber.pinned
+            self._name()
+            if self._takes_over and held is not None:
+                self.target.resume()
+                self._takes_over = False
+
+    def _name(self) -> None:
+        """Let tokens be known by the version that is held, whether it is the newest or not."""
+        version = self.subscriber.version
+        if version is not None:
+            self.target.name(version)
+
+
+def _plain(receipt: ApplyReceipt) -> dict[str, Any]:
+    found: Mapping[str, Any] = msgspec.to_builtins(receipt)
+    return {**found, "state": str(receipt.state)}

@@ -1,0 +1,72 @@
+"""What tensors that an engine does not use add to the state digest.
+
+Nobody keeps their bits. What they hold is known by its digest: from the files that the engine
+loaded, then from the rows of anchors and deltas, which the manifests prove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from deltachain.chain.fetch import Fetched
+from deltachain.codec.directory import DENSE, PLAIN
+from deltachain.format.digest import digest_key
+from deltachain.kernels import host
+from deltachain.subscribe.proof import Effect
+from deltachain.types import StateDigest
+
+WHOLE: Final = (DENSE, PLAIN)
+"""Encodings whose rows have the digest of the new bits alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnusedState:
+    """State digests of tensors that no rank holds.
+
+    Attributes:
+        digests: By name; ``None`` where it is not known what the tensor holds.
+    """
+
+    digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
+
+    @property
+    def total(self) -> StateDigest | None:
+        """Their sum; ``None`` where one is not known."""
+        known = [digest for digest in self.digests.values() if digest is not None]
+        return sum(known, StateDigest()) if len(known) == len(self.digests) else None
+
+    def after(self, fetched: Fetched) -> UnusedState:
+        """What they hold after a plan."""
+        return UnusedState({n: _after(fetched, n, held) for n, held in self.digests.items()})
+
+    def effect(self, after: UnusedState) -> Effect | None:
+        """What a plan does that leads from these to others; ``None`` where that is not known.
+
+        ``change`` is zero where only the result is known, as of a plan from nothing.
+        """
+        before, total = self.total, after.total
+        if total is None:
+            return None
+        return Effect(StateDigest() if before is None else total - before, total, 0)
+
+
+def unused_state(names: Iterable[str], known: Mapping[str, StateDigest]) -> UnusedState:
+    """What tensors hold of which some digests are known."""
+    return UnusedState({name: known.get(name) for name in names})
+
+
+def _after(fetched: Fetched, name: str, held: StateDigest | None) -> StateDigest | None:
+    spec = fetched.specs[name]
+    if fetched.base is not None:
+        held = host.digest(digest_key(spec), fetched.base.bits(name))
+    for part in fetched.parts:
+        row = part.rows.get(name)
+        if row is None:
+            continue
+        if row.encoding not in WHOLE:
+            held = None if held is None else held + row.change
+        else:
+            held = row.change if row.nnz == spec.numel else None
+    return held

@@ -1,0 +1,1 @@
+"""The store of folders of a file system."""

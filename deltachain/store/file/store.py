@@ -1,0 +1,330 @@
+"""Objects as files below one folder, on a local disk or a shared file system such as NFS.
+
+A write goes to a hidden temporary file in the folder of its object and becomes visible by one
+``rename`` or ``link``, so that a killed writer leaves nothing that anybody reads. Symbolic links
+below the root are refused, so that a key never leads out of it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    DeltaChainError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from deltachain.store.base import (
+    MAX_DOCUMENT,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    bytes_view,
+    check_key,
+    check_limit,
+    check_nbytes,
+    check_prefix,
+    check_range,
+    find_each,
+    not_found,
+    too_short,
+)
+from deltachain.store.file.posix import (
+    fsync_folder,
+    is_same_file,
+    open_file,
+    open_folder,
+    scan,
+    stat_file,
+    sweep,
+    temporary_file,
+)
+from deltachain.store.guard import guarded
+
+_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
+
+_MAX_PRUNE_RACES: Final = 32
+"""Attempts of one write whose folder others keep removing; each of them takes a delete to fail."""
+
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_HINTS: Final = {
+    errno.ENOSPC: "the disk is full: free some space, then try again",
+    errno.EDQUOT: "the disk quota is used up: free some space, then try again",
+    errno.EFBIG: "the object is larger than a file may be here: see ulimit -f",
+    errno.EMFILE: "this process has too many open files: see ulimit -n",
+    errno.EIO: "the disk or the file server failed: see the system log",
+    errno.ESTALE: "the file server replaced the file meanwhile; try again",
+}
+
+_Commit: TypeAlias = Callable[[str, int], None]
+"""Makes the temporary file of this name visible, in the folder of this descriptor."""
+
+
+@guarded
+class FileStore:
+    """Objects as files below ``root``, shared by every process and machine that sees the folder.
+
+    The root is made by the first write. A writer that was killed leaves a file ``.tmp-*`` behind
+    that no method shows. Once it is a day old it is removed by the first write of another store
+    into the same folder, or by a delete in it.
+
+    On NFS other machines see a new object, and a listing shows it, up to the attribute cache time
+    of their mount later (``actimeo``). ``put_if_absent`` is decided by the server: it has one
+    winner there too.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = Path(root).absolute()
+        self._swept: set[tuple[str, ...]] = set()
+
+    @property
+    def url(self) -> str:
+        """``file://`` and the absolute path of the root."""
+        return self._root.as_uri()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Everything; see the class about NFS."""
+        return _CAPABILITIES
+
+    @property
+    def requests(self) -> int:
+        """None that a file server would count."""
+        return 0
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """Read a whole small object; see ``Store``."""
+
+        def whole(file: int, nbytes: int) -> bytes:
+            check_limit(key, self.url, nbytes=nbytes, limit=limit)
+            return self._read(key, file, 0, nbytes)
+
+        return self._reading(key, whole)
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:  # noqa: ARG002
+        """Read a whole object of known size; see ``Store``."""
+        check_range(0, nbytes)
+
+        def whole(file: int, actual: int) -> bytes:
+            check_nbytes(key, self.url, expected=nbytes, actual=actual)
+            return self._read(key, file, 0, nbytes)
+
+        return self._reading(key, whole)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Read exactly ``length`` bytes of an object; see ``Store``."""
+        check_range(start, length)
+
+        def part(file: int, nbytes: int) -> bytes:
+            if start + length > nbytes:  # before memory is taken for it: the caller may be misled
+                raise too_short(key, self.url, nbytes=nbytes, end=start + length)
+            return self._read(key, file, start, length)
+
+        return self._reading(key, part)
+
+    def put(self, key: str, data: Buffer) -> str:
+        """Write an object, in place of any other; see ``Store``."""
+
+        def replace(temporary: str, folder: int) -> None:
+            os.replace(temporary, _leaf(key), src_dir_fd=folder, dst_dir_fd=folder)
+
+        with self._errors_named(check_key(key)):
+            self._write(key, data, replace)
+        return ""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Write an object under a key that has none; see ``Store``.
+
+        Raises:
+            ConfigError: The file system has no hard links. Looking first and writing then would let
+                two publishers win, so it is not done.
+        """
+
+        def link(temporary: str, folder: int) -> None:
+            self._link(key, temporary, folder)
+
+        with self._errors_named(check_key(key)):
+            self._write(key, data, link)
+
+    def find(self, key: str) -> ObjectInfo | None:
+        """Look an object up without reading it; see ``Store``."""
+        folders, leaf = _split(check_key(key))
+        with self._errors_named(key):
+            try:
+                with open_folder(self._root, folders) as folder:
+                    status = stat_file(leaf, folder)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """Look several objects up; see ``Store``."""
+        return find_each(self, keys)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key begins with ``prefix``, in order; see ``Store``."""
+        return self._walk(_split(check_prefix(prefix))[0], prefix)
+
+    def delete(self, key: str) -> None:
+        """Remove an object if there is one, and the folders that this leaves empty; see ``Store``.
+
+        A deleted object may be back after a power cut.
+        """
+        folders, leaf = _split(check_key(key))
+        with self._errors_named(key):
+            try:
+                with open_folder(self._root, folders) as folder:
+                    os.unlink(leaf, dir_fd=folder)
+                    sweep(folder)
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                return
+            self._prune(folders)
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between calls."""
+
+    def _write(self, key: str, data: Buffer, commit: _Commit) -> None:
+        view = bytes_view(data)
+        folders, leaf = _split(key)
+        for _ in range(_MAX_PRUNE_RACES):
+            try:
+                with open_folder(self._root, folders, create=True) as folder:
+                    with temporary_file(view, folder) as temporary:
+                        commit(temporary, folder)
+                    fsync_folder(folder)
+                    if folders not in self._swept:
+                        self._swept.add(folders)
+                        sweep(folder)
+            except FileNotFoundError:
+                continue  # a delete removed the empty folder after it was opened
+            except (NotADirectoryError, IsADirectoryError) as exc:
+                raise ConfigError(
+                    f"key {key!r} in {self.url}: {exc.filename or leaf!r} is a folder of other "
+                    "objects, or an object in the place of a folder"
+                ) from exc
+            return
+        raise StoreUnavailableError(
+            f"{self.url}: the folder of {key!r} kept vanishing while it was written to",
+            key=key,
+            url=self.url,
+            hint="something keeps deleting it; stop that, then try again",
+        )
+
+    def _link(self, key: str, temporary: str, folder: int) -> None:
+        try:
+            os.link(temporary, _leaf(key), src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError as exc:
+            # A file server may make the link and lose the reply; the repeated request then finds
+            # the name taken, by us. Not asked of the link count: a backup may have linked it too,
+            # and an NFS client looks the new name up afresh but may have the old count cached.
+            if is_same_file(temporary, _leaf(key), folder):
+                return
+            if exc.errno == errno.EEXIST:
+                raise AlreadyExistsError(
+                    f"{self.url} already has an object {key!r}", key=key, url=self.url
+                ) from exc
+            if exc.errno in _NO_LINKS:
+                raise ConfigError(
+                    f"the file system of {self.url} has no hard links, which putting an object "
+                    "only if it is absent needs",
+                    hint="keep the chain on a local Linux file system, on NFS, or in a bucket",
+                ) from exc
+            raise
+
+    def _reading(self, key: str, read: Callable[[int, int], bytes]) -> bytes:
+        """Open an object and read it; once more if a file server replaced it in between."""
+        with self._errors_named(check_key(key)):
+            try:
+                with self._open_object(key) as opened:
+                    return read(*opened)
+            except OSError as exc:
+                if exc.errno != errno.ESTALE:
+                    raise
+            with self._open_object(key) as opened:
+                return read(*opened)
+
+    @contextmanager
+    def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
+        """Open an object for reading, and say how many bytes it has."""
+        folders, leaf = _split(key)
+        try:
+            with open_folder(self._root, folders) as folder:
+                file, status = open_file(leaf, folder)
+        except (FileNotFoundError, NotADirectoryError) as exc:
+            raise not_found(key, self.url) from exc
+        try:
+            yield file, status.st_size
+        finally:
+            os.close(file)
+
+    def _read(self, key: str, file: int, start: int, length: int) -> bytes:
+        """Read ``length`` bytes, in as many calls as it takes: one returns 2 GiB at most."""
+        parts: list[bytes] = []
+        end = start + length
+        while start < end:
+            part = os.pread(file, end - start, start)
+            if not part:
+                raise too_short(key, self.url, nbytes=start, end=end)
+            parts.append(part)
+            start += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _walk(self, folders: Sequence[str], prefix: str) -> Iterator[ObjectInfo]:
+        with self._errors_named("/".join(folders)):
+            try:
+                with open_folder(self._root, folders) as folder:
+                    entries = scan(folder)
+            except (FileNotFoundError, NotADirectoryError):
+                return
+        for name, status in entries:
+            key = "/".join((*folders, name))
+            if not key.startswith(prefix):
+                continue
+            if stat.S_ISDIR(status.st_mode):
+                yield from self._walk((*folders, name), prefix)
+            else:
+                yield ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
+
+    def _prune(self, folders: Sequence[str]) -> None:
+        """Remove a folder and its parents as far as they are empty."""
+        # Any failure means that a folder is in use or not ours to remove; empty ones do no harm.
+        with suppress(OSError):
+            for depth in range(len(folders) - 1, -1, -1):
+                with open_folder(self._root, folders[:depth]) as parent:
+                    os.rmdir(folders[depth], dir_fd=parent)
+
+    @contextmanager
+    def _errors_named(self, key: str) -> Iterator[None]:
+        """Turn what the operating system says into what a caller does next."""
+        try:
+            yield
+        except DeltaChainError:  # some of ours are an OSError too
+            raise
+        except OSError as exc:
+            message = f"object {key!r} in {self.url}: {exc.strerror or exc}"
+            if exc.errno == errno.ELOOP:
+                hint = "symbolic links inside a store are not followed; move the files instead"
+                raise StorePermissionError(message, key=key, url=self.url, hint=hint) from exc
+            if exc.errno in _REFUSED:
+                hint = "check who owns the folder, its permissions, and how it is mounted"
+                raise StorePermissionError(message, key=key, url=self.url, hint=hint) from exc
+            hint = _HINTS.get(exc.errno or 0, "")
+            raise StoreUnavailableError(message, key=key, url=self.url, hint=hint) from exc
+
+
+def _split(key: str) -> tuple[tuple[str, ...], str]:
+    *folders, leaf = key.split("/")
+    return tuple(folders), leaf
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition("/")[2]

@@ -1,0 +1,379 @@
+"""Objects wherever fsspec reaches: Google and Azure buckets, SFTP, Windows shares and others.
+
+fsspec hides what a storage guarantees, so that is looked up by protocol; see ``PROMISES``. Nothing
+is claimed that the storage does not decide by itself: where two writers race for a key, looking
+first and writing then lets both win.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    DeltaChainError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
+from deltachain.store.base import (
+    MAX_DOCUMENT,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    bytes_view,
+    check_key,
+    check_limit,
+    check_nbytes,
+    check_prefix,
+    check_range,
+    find_each,
+    is_segment,
+    not_found,
+    too_short,
+)
+from deltachain.store.fs.errors import failures, modified, store_error
+from deltachain.store.fs.promises import PROMISES, Promises, promises_of
+from deltachain.store.fs.url import locate
+from deltachain.store.guard import guarded
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+_PIECE: Final = 16 << 20
+"""Bytes of one ranged read of a large object."""
+
+_TOGETHER: Final = 8
+"""Ranged reads at once: what they hold is copied into the result before the next ones begin."""
+
+_NO_OBJECT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)
+
+
+@guarded
+class FsspecStore:
+    """Objects below one path of an fsspec file system.
+
+    What it promises depends on the protocol. Where nobody knows how to write an object whole, it
+    can be read and not written. ``put`` is as durable as the storage makes it: object stores are
+    when they answer, others are not synced. Temporary files are hidden ``.tmp-*`` files; those of a
+    killed writer stay. Requests that fail are repeated by the file systems of object stores, by
+    others not.
+
+    Listings are not cached: keep no other use of the same file system object that relies on it.
+
+    Args:
+        filesystem: Any fsspec file system that is not asynchronous for its caller.
+        root: The path that objects lie below, as the file system takes it.
+        promises: What it promises, if not what is known of its protocol.
+        url: How ``open_store`` takes it, without credentials, if not what the file system says.
+    """
+
+    def __init__(
+        self,
+        filesystem: AbstractFileSystem,
+        root: str,
+        *,
+        promises: Promises | None = None,
+        url: str = "",
+    ) -> None:
+        self._fs = filesystem
+        self._fs.dircache.use_listings_cache = False
+        self._root = str(filesystem._strip_protocol(root)).rstrip("/")
+        if not self._root.strip("/"):
+            raise ConfigError("an fsspec store needs a bucket, or a path below the root")
+        self._promises = promises_of(filesystem.protocol) if promises is None else promises
+        self._url = url or filesystem.unstrip_protocol(self._root)
+        self._requests = 0
+        self._counting = threading.Lock()
+        self._turn: AbstractContextManager[object] = (
+            nullcontext() if self._promises.threads else threading.RLock()
+        )
+        self._failures = failures()
+        self._create = self._promises.create
+
+    @property
+    def url(self) -> str:
+        """Where the objects are."""
+        return self._url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What is known of the protocol."""
+        return Capabilities(
+            conditional_put=self._promises.create is not None,
+            list_consistent=self._promises.list_consistent,
+        )
+
+    @property
+    def requests(self) -> int:
+        """Calls into the file system, which does not tell how many requests it makes of one."""
+        return self._requests
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        """Read a whole small object; see ``Store``."""
+        path = self._path(key)
+        with self._reading(key):
+            check_limit(key, self.url, nbytes=self._nbytes(key, path), limit=limit)
+            data = bytes(self._call(self._fs.cat_file, path))
+        check_limit(key, self.url, nbytes=len(data), limit=limit)  # it may be another one by now
+        return data
+
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:  # noqa: ARG002
+        """Read a whole object of known size, a large remote one in pieces; see ``Store``."""
+        check_range(0, nbytes)
+        path = self._path(key)
+        with self._reading(key):
+            check_nbytes(key, self.url, expected=nbytes, actual=self._nbytes(key, path))
+            if nbytes > _PIECE and not getattr(self._fs, "local_file", False):
+                return self._read_in_pieces(key, path, nbytes)
+            data: bytes = self._call(self._fs.cat_file, path)
+        check_nbytes(key, self.url, expected=nbytes, actual=len(data))
+        return data
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """Read exactly ``length`` bytes of an object; see ``Store``."""
+        check_range(start, length)
+        path, end = self._path(key), start + length
+        with self._reading(key):
+            nbytes = self._nbytes(key, path)
+            if end > nbytes:
+                raise too_short(key, self.url, nbytes=nbytes, end=end)
+            data = (
+                bytes(self._call(self._fs.cat_file, path, start=start, end=end)) if length else b""
+            )
+        if len(data) != length:
+            raise too_short(key, self.url, nbytes=start + len(data), end=end)
+        return data
+
+    def put(self, key: str, data: Buffer) -> str:
+        """Write an object, in place of any other; see ``Store``."""
+        self._write(self._path(key), key, _as_bytes(data))
+        return ""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Write an object under a key that has none; see ``Store``.
+
+        Without ``capabilities.conditional_put`` this looks first: of two racers both may return.
+        """
+        path = self._path(key)
+        if self._create is None:
+            if self.find(key) is not None:
+                raise self._taken(key)
+            self._write(path, key, _as_bytes(data))
+            return
+        self._check_writable(key)
+        with self._writing(key):
+            try:
+                self._call(self._fs.pipe_file, path, _as_bytes(data), **self._create)
+            except FileExistsError as exc:
+                raise self._taken(key) from exc
+
+    def find(self, key: str) -> ObjectInfo | None:
+        """Look an object up without reading it; see ``Store``."""
+        path = self._path(key)
+        try:
+            with self._reading(key):
+                return self._described(key, self._info(path))
+        except ObjectNotFoundError:
+            return None
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        """Look several objects up; see ``Store``."""
+        return find_each(self, keys)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Every object whose key begins with ``prefix``, in order; see ``Store``."""
+        folder = check_prefix(prefix).rpartition("/")[0]
+        # Walking a tree leaves out what it can not list, unless it is told what to do then.
+        walks = {} if self._promises.writes == "put" else {"on_error": _raise_unless_gone}
+        try:
+            with self._reading(folder):
+                self._fs.invalidate_cache()
+                path = f"{self._root}/{folder}" if folder else self._root
+                found = self._call(self._fs.find, path, detail=True, **walks)
+        except ObjectNotFoundError:
+            found = {}
+        start = len(self._root.strip("/")) + 1
+        entries = found.items() if isinstance(found, Mapping) else ()  # a list names the one file
+        keyed = {str(name).strip("/")[start:]: info for name, info in entries}
+        return iter(
+            [
+                self._described(key, keyed[key])
+                for key in sorted(keyed)
+                if key.startswith(prefix)
+                and keyed[key].get("type") == "file"
+                and all(is_segment(name) for name in key.split("/"))
+            ]
+        )
+
+    def delete(self, key: str) -> None:
+        """Remove an object if there is one; see ``Store``."""
+        path = self._path(key)
+        with suppress(ObjectNotFoundError), self._reading(key):
+            self._call(self._fs.rm_file, path)
+
+    def close(self) -> None:
+        """Do nothing: the file system closes its connections when nobody holds it."""
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{check_key(key)}"
+
+    def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with self._counting:
+            self._requests += 1
+        with self._turn:
+            return method(*args, **kwargs)
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        self._fs.invalidate_cache()
+        info: Mapping[str, Any] = self._call(self._fs.info, path)
+        if info.get("type") == "directory":
+            raise IsADirectoryError(path)
+        return info
+
+    def _nbytes(self, key: str, path: str) -> int:
+        return self._described(key, self._info(path)).nbytes
+
+    def _described(self, key: str, info: Mapping[str, Any]) -> ObjectInfo:
+        if info.get("size") is None:
+            raise StoreUnavailableError(
+                f"{self.url} does not tell how large {key!r} is", key=key, url=self.url
+            )
+        return ObjectInfo(key=key, nbytes=int(info["size"]), modified=modified(info))
+
+    def _read_in_pieces(self, key: str, path: str, nbytes: int) -> memoryview:
+        whole = memoryview(bytearray(nbytes))
+        for first in range(0, nbytes, _PIECE * _TOGETHER):
+            last = min(nbytes, first + _PIECE * _TOGETHER)
+            starts = list(range(first, last, _PIECE))
+            ends = [min(start + _PIECE, last) for start in starts]
+            paths = [path] * len(starts)
+            pieces = self._call(self._fs.cat_ranges, paths, starts, ends, on_error="raise")
+            for start, end, piece in zip(starts, ends, pieces, strict=True):
+                if len(piece) != end - start:
+                    raise too_short(key, self.url, nbytes=start + len(piece), end=end)
+                whole[start:end] = piece
+        return whole
+
+    def _write(self, path: str, key: str, data: bytes) -> None:
+        self._check_writable(key)
+        with self._writing(key):
+            if self._promises.writes == "put":
+                self._call(self._fs.pipe_file, path, data)
+            else:
+                self._write_beside(path, data)
+
+    def _write_beside(self, path: str, data: bytes) -> None:
+        """Write under a name that no key has, then rename."""
+        folder = path.rpartition("/")[0]
+        temporary = f"{folder}/.tmp-{secrets.token_hex(8)}"
+        self._call(self._fs.makedirs, folder, exist_ok=True)
+        with ExitStack() as unless_moved:
+            unless_moved.callback(self._remove_quietly, temporary)
+            self._call(self._fs.pipe_file, temporary, data)
+            self._refuse_folder(path)
+            if self._promises.writes == "swap" and self._call(self._fs.exists, path):
+                self._call(self._fs.rm_file, path)
+            self._call(self._fs.mv, temporary, path)
+            unless_moved.pop_all()
+
+    def _remove_quietly(self, path: str) -> None:
+        with suppress(*self._failures):  # what counts is how the write ended
+            self._call(self._fs.rm_file, path)
+
+    def _refuse_folder(self, path: str) -> None:
+        # Some file systems move a file into a folder that has the name which it shall get.
+        if self._call(self._fs.isdir, path):
+            raise IsADirectoryError(path)
+
+    def _check_writable(self, key: str) -> None:
+        if self._promises.writes == "none":
+            raise ConfigError(
+                f"{self.url}: deltachain does not know how to write an object whole here",
+                hint="follow from here, and publish where it knows: " + ", ".join(PROMISES),
+            )
+        # Asked of gcsfs, which keeps the answer: such buckets overwrite where they should create.
+        ask = getattr(self._fs, "_is_zonal_bucket", None)
+        if ask is not None:
+            from fsspec.asyn import sync  # noqa: PLC0415 - gcsfs has imported it
+
+            with self._writing(key):
+                if sync(self._fs.loop, ask, self._root.partition("/")[0]):
+                    raise ConfigError(
+                        f"{self.url} is a zonal bucket, which overwrites what it should create",
+                        hint="use a bucket that is not zonal",
+                    )
+
+    def _taken(self, key: str) -> AlreadyExistsError:
+        return AlreadyExistsError(
+            f"{self.url} already has an object {key!r}", key=key, url=self.url
+        )
+
+    @contextmanager
+    def _reading(self, key: str) -> Iterator[None]:
+        """Turn what the file system says about a read into what a caller does next."""
+        try:
+            yield
+        except DeltaChainError:
+            raise
+        except _NO_OBJECT as exc:
+            raise not_found(key, self.url) from exc
+        except self._failures as exc:
+            raise store_error(exc, key, self.url) from exc
+
+    @contextmanager
+    def _writing(self, key: str) -> Iterator[None]:
+        """Turn what the file system says about a write into what a caller does next."""
+        try:
+            yield
+        except DeltaChainError:
+            raise
+        except _IN_THE_WAY as exc:
+            raise ConfigError(
+                f"key {key!r} in {self.url}: a folder of other objects has this name, or an "
+                "object is in the place of a folder"
+            ) from exc
+        except FileNotFoundError as exc:
+            raise StoreUnavailableError(
+                f"object {key!r} in {self.url}: there is no place for it",
+                key=key,
+                url=self.url,
+                hint="make the bucket or the share first; check its name",
+            ) from exc
+        except self._failures as exc:
+            raise store_error(exc, key, self.url) from exc
+
+
+def _as_bytes(data: Buffer) -> bytes:
+    # Not a view: some libraries take anything but bytes for a sequence of numbers.
+    return data if isinstance(data, bytes) else bytes(bytes_view(data))
+
+
+def _raise_unless_gone(error: Exception) -> None:
+    if not isinstance(error, FileNotFoundError):  # removed since its folder was listed
+        raise error
+
+
+def open_fsspec(url: str, options: Mapping[str, Any] | None = None) -> FsspecStore:
+    """Open the store at a URL that fsspec knows.
+
+    Args:
+        url: Where, as fsspec takes it.
+        options: What fsspec calls ``storage_options``; credentials are better left to what the
+            library of the storage finds by itself.
+
+    Raises:
+        ConfigError: The scheme is unknown, its package is not installed, or the URL or the options
+            are not what it takes.
+        StoreError: The storage could not be reached.
+    """
+    filesystem, path, shown = locate(url, options)
+    return FsspecStore(filesystem, path, url=shown)

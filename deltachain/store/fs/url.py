@@ -1,0 +1,101 @@
+"""From a URL to an fsspec file system and a path on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from deltachain.errors import ConfigError
+from deltachain.store.fs.errors import failures, store_error
+from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS
+
+_PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"})
+"""Schemes whose URLs name a container or a login, neither of them secret, before an ``@``."""
+
+_OURS: Final = ("file", "memory", "s3", "hf")
+
+
+def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str, str]:
+    """Make the file system of a URL.
+
+    Args:
+        url: As fsspec takes it: nothing in it is unquoted.
+        options: What fsspec calls ``storage_options``.
+
+    Returns:
+        A file system that nobody else uses, the path, and the URL without credentials.
+
+    Raises:
+        ConfigError: The scheme is unknown, its package is not installed, or the URL or the options
+            are not what it takes.
+        StoreError: The storage could not be reached.
+    """
+    scheme = url.partition(":")[0].lower()
+    fsspec = _fsspec(scheme)
+    if scheme not in fsspec.available_protocols():
+        raise ConfigError(
+            f"store URLs that begin with {scheme}:// are not supported", hint=_known(fsspec)
+        )
+    if scheme in WRAPPERS or "::" in url:
+        raise ConfigError(
+            f"{scheme}:// shows another file system, whose guarantees are lost on the way",
+            hint="give the URL of the storage itself",
+        )
+    if not url[len(scheme) :].startswith("://") or "?" in url or "#" in url:
+        raise ConfigError(
+            f"{scheme}:// store URLs have two slashes, no query and no fragment",
+            hint="give credentials in the environment or as options",
+        )
+    try:
+        shown = _without_credentials(url)
+    except ValueError as exc:
+        raise ConfigError(f"{scheme}:// store URL whose host can not be read") from exc
+    try:
+        filesystem, path = fsspec.core.url_to_fs(
+            url, **{**(options or {}), "skip_instance_cache": True}
+        )
+    except ImportError as exc:
+        raise ConfigError(
+            f"{scheme}:// stores need a package that is not installed", hint=_install(scheme, exc)
+        ) from exc
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"{shown}: the file system does not take this URL with these options: "
+            f"{', '.join(sorted(options or {})) or 'none'}"
+        ) from exc
+    except failures() as exc:
+        raise store_error(exc, "", shown) from exc
+    return filesystem, path, shown
+
+
+def _fsspec(scheme: str) -> ModuleType:
+    try:
+        return import_module("fsspec")
+    except ImportError as exc:
+        raise ConfigError(
+            f"store URLs that begin with {scheme}:// need fsspec, or are not supported",
+            hint="pip install 'deltachain[fsspec]'",
+        ) from exc
+
+
+def _known(fsspec: ModuleType) -> str:
+    names = {*_OURS, *fsspec.available_protocols()} - WRAPPERS
+    return "give the path of a folder, or a URL that begins with one of: " + ", ".join(
+        sorted(names)
+    )
+
+
+def _install(scheme: str, error: ImportError) -> str:
+    package = PROMISES.get(scheme, UNKNOWN).package
+    return f"pip install {package}" if package else str(error)
+
+
+def _without_credentials(url: str) -> str:
+    parts = urlsplit(url)
+    who, at, host = parts.netloc.rpartition("@")
+    if at and parts.scheme in _PLACES:
+        host = f"{who.partition(':')[0]}@{host}"
+    return f"{parts.scheme}://{host}{parts.path}".rstrip("/")

@@ -1,0 +1,347 @@
+"""The one door to the API of the Hugging Face Hub: every request is counted, budgeted and retried.
+
+Requests go through the session of ``huggingface_hub``, with its proxies and certificates, and with
+its token: ``HF_TOKEN``, or the one that ``hf auth login`` saved. Its errors end here.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from deltachain.errors import (
+    ConfigError,
+    DeltaChainError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from deltachain.store.hf.rate_limit import Budget
+from deltachain.store.hf.reply import (
+    RedirectedError,
+    Reply,
+    ReplyError,
+    Until,
+    check_redirect,
+    read_reply,
+)
+
+_TRY_S: Final = 20.0
+"""Seconds that one try may wait for an answer."""
+
+_REDIRECTS: Final = 4
+"""Requests that one may become."""
+
+_FIRST_PAUSE_S: Final = 0.5
+_LONGEST_PAUSE_S: Final = 8.0
+
+_SPENT: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(?P<reset>\d+)")
+"""In a RateLimit header: no requests left, and seconds until there are."""
+
+_LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
+_READ_ONLY: Final = (
+    "a token with read access can follow but not publish; make one with write access to this "
+    "bucket at https://huggingface.co/settings/tokens"
+)
+IN_BETWEEN: Final = (
+    "something between here and the Hub answers in its place: a portal, a proxy, a cache; check "
+    "HF_ENDPOINT, or the option endpoint"
+)
+_RATE: Final = (
+    "the rate limit of this token is used up: let fewer followers share it, give them tokens of "
+    "their own, or poll less often"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which bucket, where, and by whose leave.
+
+    Attributes:
+        endpoint: Of the Hub.
+        bucket: Namespace and name.
+        url: How messages name the store.
+        token: None for the one that ``huggingface_hub`` finds.
+    """
+
+    endpoint: str
+    bucket: str
+    url: str
+    token: str | None = field(repr=False)
+
+
+class Deadline:
+    """A moment by which something must have worked."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds until then; negative afterwards."""
+        return self._at - time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """Why a request has to be tried again; nothing is said where it has not."""
+
+    said: str = ""
+    hint: str = ""
+    wait_s: float = 0.0
+    cause: Exception | None = None
+
+
+def pause_s(tries: int) -> float:
+    """How long to wait after so many tries failed: longer each time, and never in step."""
+    most = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**tries)
+    return random.uniform(most / 2, most)  # noqa: S311 - spreads load, hides nothing
+
+
+class Hub:
+    """Requests to the API of one bucket. Safe to use from any thread."""
+
+    def __init__(self, place: Place, budget: Budget, *, deadline_s: float) -> None:
+        try:
+            import huggingface_hub.utils  # noqa: F401, PLC0415 - an extra, and takes a while
+        except ImportError as exc:
+            raise ConfigError(
+                "hf:// stores need huggingface_hub and hf-xet",
+                hint="pip install 'deltachain[hf]'",
+            ) from exc
+        self.place = place
+        self.deadline_s = deadline_s
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._requests = 0
+
+    @property
+    def requests(self) -> int:
+        """Requests sent so far, each try of each call among them."""
+        return self._requests
+
+    def admit(self, deadline: Deadline, key: str = "") -> None:
+        """Wait until the budget has room for one more request, and count it.
+
+        Raises:
+            StoreUnavailableError: It has none before the deadline.
+        """
+        wait_s = self._budget.take(deadline.left)
+        if wait_s:
+            raise StoreUnavailableError(
+                f"{self.place.url}: {self._budget.calls} requests in {self._budget.window_s:g} s "
+                f"are spent; the next may leave in {wait_s:.0f} s",
+                key=key,
+                url=self.place.url,
+                hint="try again then, or allow more by the option calls or DELTACHAIN_HF_CALLS",
+            )
+        with self._lock:
+            self._requests += 1
+
+    def _charge(self, redirects: int) -> None:
+        """Count requests that a redirect took beyond the one that was admitted."""
+        self._budget.charge(redirects)
+        with self._lock:
+            self._requests += redirects
+
+    def call(
+        self,
+        method: str,
+        route: str,
+        wanted: type,
+        *,
+        key: str = "",
+        body: bytes | None = None,
+        media: str = "application/json",
+    ) -> Reply:
+        """Send a request until it is answered: refusals by status are raised, others tried again.
+
+        Every request has to be idempotent: an answer may be lost after the request was served.
+
+        Args:
+            method: Of HTTP.
+            route: Behind the name of the bucket, or a whole URL as a listing names its next page.
+            wanted: What the document of a success must be: ``dict`` or ``list``. Anything else is
+                the answer of a proxy or a portal.
+            key: What errors name.
+            body: What is sent.
+            media: Type of that.
+
+        Returns:
+            A reply that is not an error, or has status 422, or 404 for an entry.
+
+        Raises:
+            ConfigError: There is no such bucket, or the Hub did not understand.
+            StorePermissionError: The token does not allow it.
+            StoreUnavailableError: Nothing worked before the deadline.
+        """
+        url = route if "://" in route else f"{self._root}/{route}"
+        deadline = Deadline(self.deadline_s)
+        tries = 0
+        while True:
+            self.admit(deadline, key)
+            reply, trouble = self._try(method, url, body, media, deadline)
+            if reply is not None and not trouble.said:
+                trouble = self._judge(reply, wanted, key)
+                if not trouble.said:
+                    return reply
+            wait_s = max(pause_s(tries), trouble.wait_s)
+            if wait_s >= deadline.left:
+                raise StoreUnavailableError(
+                    f"{self.place.url}: {trouble.said}",
+                    key=key,
+                    url=self.place.url,
+                    hint=trouble.hint,
+                ) from trouble.cause
+            time.sleep(wait_s)
+            tries += 1
+
+    def ask(self, url: str, token: str) -> tuple[int, Any]:
+        """Ask the storage beside the Hub, once: a status and a document. Counted by nobody.
+
+        Raises:
+            StoreUnavailableError: It did not answer.
+        """
+        headers = {"Authorization": f"Bearer {token}"}
+        try:
+            reply = self._send("GET", url, None, headers, min(_TRY_S, self.deadline_s))
+            return reply.status, reply.document()
+        except Exception as exc:  # see _try
+            raise StoreUnavailableError(
+                f"{self.place.url}: {_named(exc)}", url=self.place.url
+            ) from exc
+
+    @property
+    def _root(self) -> str:
+        return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
+
+    def _try(
+        self, method: str, url: str, body: bytes | None, media: str, deadline: Deadline
+    ) -> tuple[Reply | None, _Trouble]:
+        """One try: a reply, or what went wrong."""
+        from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
+        from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
+
+        headers = build_hf_headers(token=self.place.token, library_name="deltachain")
+        headers["Content-Type"] = media
+        try:
+            timeout_s = max(0.1, min(_TRY_S, deadline.left))
+            return self._send(method, url, body, headers, timeout_s), _Trouble()
+        except OfflineModeIsEnabled as exc:
+            raise ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
+        except RedirectedError as exc:
+            return None, _Trouble(str(exc), hint=exc.hint, cause=exc)
+        except Exception as exc:  # noqa: BLE001
+            # No answer, or none that can be read. huggingface_hub left httpx for another library
+            # with 2.0, and closes the session of all threads when one of them can not connect.
+            return None, _Trouble(_named(exc), cause=exc)
+
+    def _send(
+        self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> Reply:
+        """Send a request, and again where it is redirected to another path of the same server.
+
+        Raises:
+            RedirectedError: It is redirected elsewhere, or too often.
+        """
+        from huggingface_hub.utils import get_session  # noqa: PLC0415
+
+        session: Any = get_session()
+        until = Until(timeout_s)
+        # Not a number: see Until. Before there is a connection, it has nothing that could be slow.
+        timeouts = {"connect": timeout_s, "pool": timeout_s, "read": until, "write": until}
+        request = session.build_request(
+            method,
+            url,
+            content=body,
+            headers=headers | {"Accept-Encoding": "identity"},
+            extensions={"timeout": timeouts},
+        )
+        for _ in range(_REDIRECTS):
+            with closing(session.send(request, stream=True, follow_redirects=False)) as response:
+                following = response.next_request
+                if following is None and not 300 <= response.status_code < 400:
+                    return read_reply(response, until)
+            check_redirect(response)
+            self._charge(1)
+            request = following
+        raise RedirectedError(response.status_code, "")
+
+    def _judge(self, reply: Reply, wanted: type, key: str) -> _Trouble:
+        """What is wrong with a reply that may be another the next time; nothing, if it is one.
+
+        Raises:
+            DeltaChainError: It will not.
+        """
+        if self._is_answer(reply):
+            return _Trouble()
+        if 200 <= reply.status < 300:
+            try:
+                document = reply.document()
+            except ReplyError as exc:
+                return _Trouble(f"{reply.words}: {exc}", hint=IN_BETWEEN, cause=exc)
+            if isinstance(document, wanted):
+                return _Trouble()
+            return _Trouble(f"{reply.words}: the answer is no {wanted.__name__}", hint=IN_BETWEEN)
+        if not _may_pass(reply.status):
+            raise self._refusal(reply, key)
+        if reply.status == 429:
+            return _Trouble(reply.words, hint=_RATE, wait_s=_told_to_wait(reply.headers))
+        return _Trouble(reply.words)
+
+    def _is_answer(self, reply: Reply) -> bool:
+        if reply.status == 404:
+            return reply.headers.get("X-Error-Code") == "EntryNotFound"
+        return reply.status == 422
+
+    def _refusal(self, reply: Reply, key: str) -> DeltaChainError:
+        """The error for an answer that trying again does not change."""
+        url, words = self.place.url, reply.words
+        if reply.status == 401:
+            return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
+        if reply.status == 403:
+            return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
+        if reply.status == 404:
+            # Not ObjectNotFoundError: a chain that nobody has begun yet is something to wait for.
+            return ConfigError(
+                f"{url}: there is no bucket {self.place.bucket}, or the token may not see it",
+                hint=f"make it: hf buckets create {self.place.bucket}",
+            )
+        return StoreError(f"{url}: {words}", key=key, url=url)
+
+
+def _may_pass(status: int) -> bool:
+    return status in (408, 429) or status >= 500
+
+
+def _told_to_wait(headers: Mapping[str, str]) -> float:
+    """Seconds that a reply asks to wait: by Retry-After, else by the limit that it tells of."""
+    after = headers.get("Retry-After", "").strip()
+    if after.isdigit():
+        return float(after) + random.uniform(0.1, 0.6)  # noqa: S311
+    limit = _SPENT.search(headers.get("RateLimit", ""))
+    return float(limit["reset"]) + random.uniform(0.1, 0.6) if limit else 0.0  # noqa: S311
+
+
+def _named(error: Exception) -> str:
+    """What went wrong, in a line; of a header that can not be sent, without the token in it."""
+    words = str(error).partition("\n")[0]
+    return type(error).__name__ if "Bearer" in words else f"{type(error).__name__}: {words}"
+
+
+def parse_reply(reply: Reply, url: str) -> Any:  # noqa: ANN401 - JSON
+    """The document in a reply.
+
+    Raises:
+        StoreUnavailableError: It is none: a proxy or a portal answered in the Hub's place.
+    """
+    try:
+        return reply.document()
+    except ReplyError as exc:
+        raise StoreUnavailableError(f"{url}: {exc}", url=url, hint=IN_BETWEEN) from exc

@@ -1,0 +1,131 @@
+"""Objects of a bucket through the Hub's S3 gateway, whose PUT can be conditional.
+
+Only ``put_if_absent`` goes this way: the gateway passes every byte through one region.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    DeltaChainError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from deltachain.store import retry
+from deltachain.store.hf.api import Deadline, Hub, pause_s
+
+_TRY_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayKey:
+    """An access key of the gateway, and where that is."""
+
+    endpoint: str
+    key_id: str
+    secret: str = field(repr=False)
+
+
+class Maybe(Exception):  # noqa: N818
+    """The object is there, and an earlier try of this very call may have put it there."""
+
+
+class Gateway:
+    """Conditional writes to one bucket. Safe to use from any thread."""
+
+    def __init__(self, hub: Hub, key: GatewayKey) -> None:
+        try:
+            import boto3  # noqa: PLC0415 - an extra
+            import botocore.config  # noqa: PLC0415
+        except ImportError as exc:
+            raise ConfigError(
+                "the S3 gateway of the Hub needs boto3", hint="pip install 'deltachain[s3]'"
+            ) from exc
+        timeout = min(_TRY_S, hub.deadline_s)
+        self._hub = hub
+        self._bucket = hub.place.bucket.partition("/")[2]
+        self._client: Any = boto3.session.Session().client(
+            "s3",
+            endpoint_url=key.endpoint,
+            aws_access_key_id=key.key_id,
+            aws_secret_access_key=key.secret,
+            region_name="us-east-1",
+            config=botocore.config.Config(
+                # One attempt: a second one must know that it is not the first.
+                retries={"total_max_attempts": 1, "mode": "standard"},
+                connect_timeout=timeout,
+                read_timeout=timeout,
+                s3={"addressing_style": "path"},
+                # The gateway can not read the trailers that newer checksums come in.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        )
+        from deltachain.store.s3.calls import refuse_redirects  # noqa: PLC0415 - needs boto3
+        from deltachain.store.s3.client import bound_sockets  # noqa: PLC0415
+
+        bound_sockets(self._client)
+        refuse_redirects(self._client)
+
+    def put_if_absent(self, path: str, data: bytes, *, key: str) -> None:
+        """Write an object at a path of the bucket that has none; of racing callers one returns.
+
+        Raises:
+            AlreadyExistsError: Another call wrote one.
+            Maybe: This call may have; only reading it tells.
+            StorePermissionError: The key does not allow it.
+            StoreUnavailableError: Nothing worked before the deadline.
+        """
+        from deltachain.store.s3.calls import once  # noqa: PLC0415
+        from deltachain.store.s3.errors import status_of  # noqa: PLC0415
+        from deltachain.store.s3.replies import whole  # noqa: PLC0415
+
+        def put() -> None:
+            at = {"Bucket": self._bucket, "Key": path}
+            whole(self._client.put_object(**at, Body=data, IfNoneMatch="*"), "ETag")
+
+        deadline, tries, unsure = Deadline(self._hub.deadline_s), 0, False
+        ends = retry.Deadline(key, self._hub.place.url, self._hub.deadline_s)
+        while True:
+            self._hub.admit(deadline, key)
+            try:
+                once(put, ends)
+            except Exception as exc:
+                status = status_of(exc)  # 0 where there was no answer, or none of the gateway
+                if status == 412:
+                    raise (Maybe() if unsure else self._exists(key)) from exc
+                if 400 <= status < 500 and status not in (408, 409, 429):
+                    raise self._refusal(status, exc, key) from exc
+                trouble = exc
+                unsure = unsure or not 400 <= status < 500
+            else:
+                return
+            wait_s = pause_s(tries)
+            if wait_s >= deadline.left:
+                url = self._hub.place.url
+                raise StoreUnavailableError(
+                    f"{url}: S3 gateway: {trouble}", key=key, url=url
+                ) from trouble
+            time.sleep(wait_s)
+            tries += 1
+
+    def close(self) -> None:
+        """Give connections back."""
+        self._client.close()
+
+    def _exists(self, key: str) -> AlreadyExistsError:
+        url = self._hub.place.url
+        return AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
+
+    def _refusal(self, status: int, exc: Exception, key: str) -> DeltaChainError:
+        url = self._hub.place.url
+        message = f"{url}: S3 gateway: {exc}"
+        if status in (401, 403):
+            hint = "check HF_S3_ACCESS_KEY_ID and HF_S3_SECRET_ACCESS_KEY, and what they may do"
+            return StorePermissionError(message, key=key, url=url, hint=hint)
+        return ConfigError(message, hint="check the bucket and the option s3_endpoint")

@@ -1,0 +1,312 @@
+"""Requests on one bucket: repeated while they fail for reasons that pass, with errors of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeAlias, TypeVar
+
+from deltachain.errors import AlreadyExistsError, ConfigError, DeltaChainError
+from deltachain.store.base import ObjectInfo, not_found, too_short
+from deltachain.store.ranges import Opened, ReplacedError
+from deltachain.store.retry import DEADLINE_S, Deadline
+from deltachain.store.s3.body import Download, Upload
+from deltachain.store.s3.calls import Calls, StatusError, once
+from deltachain.store.s3.client import make_client
+from deltachain.store.s3.errors import is_conflict, is_transient, no_bucket, status_of, typed
+from deltachain.store.s3.replies import ETags, object_nbytes, whole, wrote_nothing
+from deltachain.store.s3.upload import PART_NBYTES, Uploader
+
+_SMALL: Final = 1 << 20
+"""Bytes that a socket takes in one call on the slowest network."""
+
+_Body: TypeAlias = bytes | Upload
+_T = TypeVar("_T")
+
+Holds: TypeAlias = Callable[[], bool]
+"""Whether the object under the key that is being written is there with these very bytes."""
+
+
+class Bucket:
+    """The objects below a prefix of a bucket; thread-safe.
+
+    Args:
+        name: The bucket.
+        prefix: Of every key; empty, or with a slash at its end.
+        options: See ``open_s3``.
+
+    Raises:
+        ConfigError: The options, the environment or the profile do not make a client.
+    """
+
+    def __init__(self, name: str, prefix: str, options: Mapping[str, Any]) -> None:
+        self._bucket = name
+        self._prefix = prefix
+        self._stall_s = _seconds(options.get("deadline_s", DEADLINE_S))
+        self._client, own_endpoint = make_client(options, deadline_s=self._stall_s)
+        self._calls = Calls(self._client, self.url)
+        self._uploader = Uploader(self._client, self._calls)
+        self._etags = ETags()
+        self._conditions_hold = not own_endpoint
+        self._exists = False
+
+    @property
+    def url(self) -> str:
+        """``s3://``, the bucket and the prefix."""
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    @property
+    def requests(self) -> int:
+        """Every HTTP request that was sent, those that were repeated too."""
+        return self._calls.requests
+
+    def deadline(self, key: str, nbytes: int = 0) -> Deadline:
+        """How long a call on this object may take from now on."""
+        return Deadline(key, self.url, self._stall_s, nbytes)
+
+    def close(self) -> None:
+        """Give the connections back."""
+        self._client.close()
+
+    def open(
+        self,
+        key: str,
+        deadline: Deadline,
+        *,
+        pin: str = "",
+        span: tuple[int, int] | None = None,
+        nbytes: int = 0,
+    ) -> Opened:
+        """Open an object, or some of its bytes.
+
+        Args:
+            key: The object.
+            deadline: When to give up.
+            pin: Names the content that it must have, where one is known.
+            span: The first byte, and the one behind the last.
+            nbytes: How many bytes the answer may bring beyond those of a document.
+
+        Raises:
+            ObjectNotFoundError: No object has this key.
+            ReplacedError: It is not the one that ``pin`` names.
+            StatusError: 416, where it has no byte of the span.
+        """
+        pinned = {"IfMatch": pin} if pin else {}
+        ranged = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {}
+
+        def get() -> Opened:
+            reply = self._client.get_object(**self._at(key), **pinned, **ranged)
+            total = object_nbytes(reply, span)
+            return Opened(Download(reply["Body"]), total, reply.get("ETag", ""))
+
+        try:
+            return self._repeat(get, deadline, key, 404, 412, 416, nbytes=nbytes)
+        except StatusError as exc:
+            if exc.status == 404:
+                raise not_found(key, self.url) from exc
+            if exc.status == 412 or pin:  # a range of the object that was pinned is inside it
+                raise ReplacedError from exc
+            raise
+
+    def open_range(
+        self, key: str, start: int, stop: int, deadline: Deadline, pin: str = ""
+    ) -> Opened:
+        """Open bytes ``start`` to ``stop`` of an object.
+
+        Raises:
+            ObjectNotFoundError: No object has this key.
+            MalformedError: It has no byte ``start``.
+            ReplacedError: It is not the one that ``pin`` names.
+        """
+        try:
+            return self.open(key, deadline, pin=pin, span=(start, stop), nbytes=stop - start)
+        except StatusError as exc:
+            nbytes = self.head(key, deadline).nbytes
+            raise too_short(key, self.url, nbytes=nbytes, end=stop) from exc
+
+    def find(self, key: str, deadline: Deadline) -> ObjectInfo | None:
+        """Look an object up.
+
+        Raises:
+            ConfigError: The bucket does not exist.
+        """
+
+        def head() -> Any:  # noqa: ANN401
+            reply = self._client.head_object(**self._at(key))
+            return whole(reply, "ContentLength", "LastModified")
+
+        try:
+            reply = self._repeat(head, deadline, key, 404)
+        except StatusError:
+            self._check_exists(deadline)
+            return None
+        modified = reply["LastModified"].timestamp()
+        return ObjectInfo(key=key, nbytes=reply["ContentLength"], modified=modified)
+
+    def head(self, key: str, deadline: Deadline) -> ObjectInfo:
+        """Look up an object that must be there.
+
+        Raises:
+            ObjectNotFoundError: It is not.
+        """
+        found = self.find(key, deadline)
+        if found is None:
+            raise not_found(key, self.url)
+        return found
+
+    def put(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> None:
+        """Write an object, in parts if it is large.
+
+        Args:
+            key: The object.
+            view: Its bytes.
+            deadline: When to give up.
+            holds: Asked where the answer does not prove that the server has it.
+        """
+
+        def put() -> None:
+            reply = self._client.put_object(**at, Body=_body(view, deadline))
+            self._prove(str(reply.get("ETag", "")), view, holds)
+
+        at = self._at(key)
+        if view.nbytes > PART_NBYTES:
+            self._uploader.upload(at, key, view, deadline, holds)
+        else:
+            self._repeat(put, deadline, key)
+
+    def put_if_absent(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> None:
+        """Write an object under a key that has none.
+
+        Args:
+            key: The object.
+            view: Its bytes.
+            deadline: When to give up.
+            holds: Asked where an attempt may have written it that was not answered, or whose answer
+                does not prove it.
+
+        Raises:
+            AlreadyExistsError: The key has an object, and it is not known to be ours.
+            ConfigError: The server ignores the condition.
+        """
+        if self._create(key, view, deadline, holds):
+            self._exists = True
+            if not self._conditions_hold:
+                self._try_condition(key, view, deadline)
+
+    def delete(self, key: str, deadline: Deadline) -> None:
+        """Remove an object if there is one."""
+        self._repeat(lambda: self._client.delete_object(**self._at(key)), deadline, key)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every object whose name begins with ``prefix``, in the order and names of the server."""
+        page = {"Bucket": self._bucket, "Prefix": f"{self._prefix}{prefix}"}
+
+        def get() -> Any:  # noqa: ANN401
+            return self._client.list_objects_v2(**page)
+
+        while True:
+            reply = self._repeat(get, self.deadline(prefix), prefix)
+            for entry in reply.get("Contents", []):
+                yield ObjectInfo(
+                    key=entry["Key"].removeprefix(self._prefix),
+                    nbytes=entry["Size"],
+                    modified=entry["LastModified"].timestamp(),
+                )
+            if not reply.get("IsTruncated"):
+                return
+            page["ContinuationToken"] = reply["NextContinuationToken"]
+
+    def _at(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._bucket, "Key": f"{self._prefix}{key}"}
+
+    def _repeat(
+        self, call: Callable[[], _T], deadline: Deadline, key: str, *answers: int, nbytes: int = 0
+    ) -> _T:
+        """See ``Calls.repeat``; what succeeds shows that the bucket exists."""
+        reply = self._calls.repeat(call, deadline, key, *answers, nbytes=nbytes)
+        self._exists = True
+        return reply
+
+    def _check_exists(self, deadline: Deadline) -> None:
+        """Tell an absent object from an absent bucket, of which a HEAD says the same."""
+        if self._exists:
+            return
+        try:
+            # 403 is an answer too: of a bucket that is there, and may not be looked up.
+            self._repeat(
+                lambda: self._client.head_bucket(Bucket=self._bucket), deadline, "", 403, 404
+            )
+        except StatusError as exc:
+            if exc.status == 404:
+                raise no_bucket(self.url) from exc
+        self._exists = True
+
+    def _prove(self, etag: str, view: memoryview, holds: Holds) -> None:
+        """Believe that the server has the object which it says it wrote.
+
+        Raises:
+            AnswerError: It has not.
+        """
+        if self._etags.show(etag, view):
+            return
+        if not holds():
+            raise wrote_nothing()
+        self._etags.learn(etag, view)
+
+    def _put_absent(self, key: str, view: memoryview, deadline: Deadline) -> str:
+        """Try to write an object under a key that has none; the ETag that it was given."""
+
+        def put() -> Any:  # noqa: ANN401
+            body = _body(view, deadline)
+            return self._client.put_object(**self._at(key), Body=body, IfNoneMatch="*")
+
+        return str(once(put, deadline).get("ETag", ""))
+
+    def _create(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> bool:
+        """See ``put_if_absent``; whether the last attempt was the one that wrote the object."""
+        attempt, unanswered = 0, False
+        while True:
+            try:
+                self._prove(self._put_absent(key, view, deadline), view, holds)
+            except DeltaChainError:
+                raise
+            except Exception as exc:  # see Calls.repeat
+                if status_of(exc) == 412:
+                    self._conditions_hold = True
+                    if unanswered and holds():
+                        return False
+                    message = f"{self.url} already has an object {key!r}"
+                    raise AlreadyExistsError(message, key=key, url=self.url) from exc
+                # A conflict or a refusal wrote nothing; after all else the object may be there.
+                unanswered |= not is_conflict(exc) and not 400 <= status_of(exc) < 500
+                if not is_transient(exc) or not deadline.pause(attempt):
+                    raise typed(exc, key, self.url) from exc
+                attempt += 1
+            else:
+                return True
+
+    def _try_condition(self, key: str, view: memoryview, deadline: Deadline) -> None:
+        """Write an object once more that was just written; a server that takes it is refused."""
+        try:
+            etag = self._put_absent(key, view, deadline)
+        except DeltaChainError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - see Calls.repeat
+            # After another answer, or none, the next object is tried instead.
+            self._conditions_hold = status_of(exc) == 412
+            return
+        if not self._etags.show(etag, view):
+            return  # not the server's answer
+        raise ConfigError(
+            f"the server of {self.url} ignores If-None-Match, so that two publishers can both win",
+            hint="keep the chain on a server that has conditional writes",
+        )
+
+
+def _body(view: memoryview, deadline: Deadline) -> _Body:
+    return bytes(view) if view.nbytes <= _SMALL else Upload(view, deadline)
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ConfigError("the option deadline_s of an s3:// store must be seconds, above 0")
+    return float(value)

@@ -1,0 +1,1 @@
+"""What a subscriber writes into: tensors, or a checkpoint folder."""

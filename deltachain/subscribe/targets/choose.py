@@ -1,0 +1,29 @@
+"""What a subscriber can be given to write into."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+from deltachain.subscribe.targets.base import Target
+from deltachain.subscribe.targets.folder import FolderTarget
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]"
+
+
+def as_target(thing: TargetLike) -> Target:
+    """The target that a module, a dict of tensors or a path stands for."""
+    if isinstance(thing, str | os.PathLike):
+        return FolderTarget(Path(thing))
+    torch = sys.modules.get("torch")  # imported already where there is a module
+    if isinstance(thing, Mapping) or (torch is not None and isinstance(thing, torch.nn.Module)):
+        from deltachain.subscribe.targets.tensors import TensorTarget  # noqa: PLC0415
+
+        return TensorTarget(thing)
+    return cast("Target", thing)

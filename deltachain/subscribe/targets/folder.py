@@ -1,0 +1,306 @@
+"""A checkpoint folder as a target: a mirror on disk that survives being killed at any moment.
+
+New bits go into a journal first. Once the journal is complete and durable it *is* the swap:
+whatever interrupts the writing, opening the folder again finishes it, and doing so twice changes
+nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from deltachain.chain.fetch import Fetched
+from deltachain.checkpoint import (
+    HELD_FILE,
+    Checkpoint,
+    allocate,
+    creating,
+    sync,
+    weights_file,
+    write_atomic,
+)
+from deltachain.delta import TensorDelta
+from deltachain.errors import (
+    ApplyError,
+    ConfigError,
+    DeltaChainError,
+    FormatError,
+    MalformedError,
+    PartialApplyError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.filebits import FileBits
+from deltachain.format.documents import Document, dump, parse
+from deltachain.room import check_room, fill_holes, hint_for
+from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.journal import Journal, Seal
+from deltachain.subscribe.targets.local import PatchedTarget, Patches
+from deltachain.subscribe.targets.patch import Patch, prepare, same_bits, state_of
+from deltachain.types import StateDigest, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE: Final = ".deltachain-lock"
+
+
+class HeldFile(Document, frozen=True, kw_only=True):
+    """Which chain fills the folder, and what it holds: nothing while a swap is being written."""
+
+    chain: str
+    held: Held | None
+
+
+class FolderTarget(PatchedTarget):
+    """A checkpoint folder. One process at a time may write to it.
+
+    A folder that has no weights is given them by the first swap, which must then write every
+    tensor. Files that are not weights are left alone.
+
+    Args:
+        folder: Where; made if it is not there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._journal = Journal(folder)
+        self._specs: Mapping[str, TensorSpec] = {}
+        self._aliases: Mapping[str, str] = {}
+        self._live: dict[str, list[FileBits]] = {}
+        self._unlock: weakref.finalize[..., FolderTarget] | None = None
+        self._made = False
+
+    def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        """Match by name, and finish a swap that was interrupted; see :class:`Target`.
+
+        Raises:
+            PoisonedError: It could not be finished now; its journal stays.
+            ConfigError: Another process writes to the folder.
+            ApplyError: The folder cannot be read or written to now.
+        """
+        self._specs, self._aliases, self._live = specs, aliases, {}
+        with explained(self.folder):
+            while not self._lock():
+                pass
+            self._map()
+            self._recover()
+
+    def close(self) -> None:
+        """Let other processes write to the folder; closing twice is allowed.
+
+        A folder that was never filled is left as it was found.
+        """
+        if self._unlock is not None and self._unlock.alive:
+            with suppress(OSError):
+                if [file.name for file in self.folder.iterdir()] == [LOCK_FILE]:
+                    (self.folder / LOCK_FILE).unlink()
+                    if self._made:
+                        self.folder.rmdir()
+            self._unlock()
+
+    def _lock(self) -> bool:
+        """Keep other processes out for as long as this target lives.
+
+        Returns:
+            Whether the lock is still there: who leaves an empty folder takes it along.
+        """
+        if self._unlock is not None and self._unlock.alive:
+            return True
+        self._made |= not self.folder.exists()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / LOCK_FILE
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        self._unlock = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), file.stat()):
+                return True
+        except (BlockingIOError, PermissionError) as exc:
+            self._unlock()
+            raise ConfigError(
+                f"another process writes to {self.folder}",
+                hint="give every follower a folder of its own",
+            ) from exc
+        except FileNotFoundError:
+            pass
+        self._unlock()
+        return False
+
+    def held(self) -> Held | None:
+        """What the last complete swap wrote, whichever process made it."""
+        file = self.folder / HELD_FILE
+        with explained(self.folder):
+            if not self._live or not file.is_file():
+                return None
+            try:
+                return parse(file.read_bytes(), HeldFile, key=str(file)).held
+            except FormatError:  # a torn or foreign file: the state digest will tell
+                return None
+
+    def state(self) -> StateDigest | None:
+        """Recomputed from the files; see :class:`Target`."""
+        if not self._live:
+            return None
+        total = StateDigest()
+        with explained(self.folder):
+            for name, live in self._live.items():
+                if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
+                    return None
+                total += state_of(self._specs[name], live[0].bits)
+        return total
+
+    def stage(
+        self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
+    ) -> Patches:
+        """See :class:`Target`; a disk that is too small is found here already."""
+        staged = super().stage(fetched, base=base, state=state, budget=budget)
+        if not self._live:
+            with explained(self.folder):
+                check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
+        return staged
+
+    def prepare(self, delta: TensorDelta) -> Patch:
+        """See :class:`PatchedTarget`; without weights there are zeros: only dense deltas fit."""
+        live = self._live.get(delta.spec.name)
+        with explained(self.folder):
+            if live is not None:
+                return prepare(live[0].bits, delta)
+        return prepare(np.zeros(delta.spec.numel, delta.spec.bits_dtype), delta)
+
+    def write(self, patches: Iterable[Patch], held: Held) -> None:
+        """See :class:`PatchedTarget`."""
+        try:
+            if not self._live:
+                self._create(patches, held)
+                return
+            seal = self._journal.write(patches, held)
+        except (OSError, FormatError, ConfigError) as exc:
+            self._journal.clear()
+            raise PartialApplyError(
+                f"{self.folder}: version {held.version} could not be written down, "
+                f"the weights are as they were: {exc}",
+                version=held.version,
+                hint=hint_for(exc, self.folder),
+            ) from exc
+        try:
+            self._replay(seal)
+        except (OSError, FormatError) as exc:
+            raise _stopped(self.folder, exc) from exc
+
+    def _create(self, patches: Iterable[Patch], held: Held) -> None:
+        """Write the weights file of a folder that had none, one patch in memory at a time."""
+        file = weights_file(self._specs)
+        for left in self.folder.glob(f".{file}.*"):  # by a process that was killed
+            left.unlink()
+        absent = set(self._specs)
+        with creating(self.folder / file) as partial:
+            allocate(partial, self._specs.values())
+            checkpoint = Checkpoint(partial)
+            for patch in patches:
+                for place in self._places(checkpoint, patch.spec, [patch.spec.name]):
+                    write(place, patch)
+                absent.discard(patch.spec.name)
+            if absent:
+                raise ConfigError(f"{self.folder} has no weights, nor has the plan {min(absent)!r}")
+            self._remember(
+                held.chain, held
+            )  # before the weights appear: until then it means nothing
+        self._map()
+
+    def _recover(self) -> None:
+        """Finish a swap that was interrupted; a journal that is not whole is forgotten."""
+        try:
+            seal = self._journal.pending()
+            if seal is not None:
+                self._replay(seal)
+        except (FormatError, FileNotFoundError) as exc:
+            logger.warning("%s: an interrupted swap can not be finished: %s", self.folder, exc)
+        except OSError as exc:
+            raise _stopped(self.folder, exc) from exc
+        self._journal.clear()
+
+    def _replay(self, seal: Seal) -> None:
+        """Write the journal into the files, then remember, then forget the journal."""
+        self._remember(seal.held.chain, None)
+        for delta in self._journal.read(seal):
+            if self._specs.get(delta.spec.name) != delta.spec:
+                raise MalformedError(f"{self.folder}: its journal is of another model")
+            patch = self.prepare(delta)
+            for place in self._live.get(delta.spec.name, ()):
+                write(place, patch)
+        for file in self._files():
+            sync(file)
+        self._remember(seal.held.chain, seal.held)
+        self._journal.clear()
+
+    def _remember(self, chain: str, held: Held | None) -> None:
+        write_atomic(self.folder / HELD_FILE, dump(HeldFile(chain=chain, held=held)))
+
+    def _files(self) -> list[Path]:
+        """The weights files that tensors of the chain lie in."""
+        return sorted({place.file for live in self._live.values() for place in live})
+
+    def _map(self) -> None:
+        """Find every tensor of the chain where it lies in the folder, tied ones at every place."""
+        if not any(self.folder.glob("*.safetensors")):
+            return
+        checkpoint = Checkpoint(self.folder)
+        for file in checkpoint.paths:
+            fill_holes(file)  # where memory is the disk, even a look at a hole takes room
+        for name, spec in self._specs.items():
+            names = [name, *(alias for alias, of in self._aliases.items() if of == name)]
+            found = [n for n in names if n in checkpoint.specs]
+            self._live[name] = list(self._places(checkpoint, spec, found))
+
+    def _places(
+        self, checkpoint: Checkpoint, spec: TensorSpec, names: list[str]
+    ) -> Iterator[FileBits]:
+        if not names:
+            raise TensorMismatchError(f"{self.folder} has no {spec.name!r}", tensor=spec.name)
+        for name in names:
+            have = checkpoint.specs[name]
+            if (have.dtype, have.shape) != (spec.dtype, spec.shape):
+                raise TensorMismatchError(
+                    f"{name!r} is {have.dtype}{have.shape} in {self.folder}, "
+                    f"{spec.dtype}{spec.shape} in the chain",
+                    tensor=name,
+                )
+            yield FileBits(*checkpoint.place(name), spec)
+
+
+def write(place: FileBits, patch: Patch) -> None:
+    """Write a patch where its tensor lies."""
+    indices = None if patch.indices is None else np.asarray(patch.indices)
+    place.put(indices, np.asarray(patch.new))
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Say of a folder what the system said, so that followers try again.
+
+    Raises:
+        ApplyError: It cannot be read or written to now.
+    """
+    try:
+        yield
+    except DeltaChainError:  # some of ours are an OSError too
+        raise
+    except OSError as exc:
+        message = f"{exc.filename or folder}: {exc.strerror or exc}"
+        raise ApplyError(message, hint=hint_for(exc, folder)) from exc
+
+
+def _stopped(folder: Path, cause: Exception) -> PoisonedError:
+    return PoisonedError(
+        f"{folder}: writing stopped in the middle: {cause}",
+        hint="open the folder again: its journal finishes the swap",
+    )

@@ -1,0 +1,142 @@
+"""Targets in this process: what they stage is a patch for each tensor."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from deltachain.chain.fetch import Fetched
+from deltachain.delta import TensorDelta
+from deltachain.errors import BrokenChainError
+from deltachain.format.digest import digest_key
+from deltachain.kernels import host
+from deltachain.subscribe.proof import Effect, check_whole, judge
+from deltachain.subscribe.targets.base import Held, Prepared
+from deltachain.subscribe.targets.patch import Patch
+from deltachain.types import StateDigest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patches:
+    """Patches whose result is proven; see :class:`Prepared`.
+
+    Attributes:
+        patches: What fits the budget.
+        deferred: Tensors that did not fit: decoded again while they are written.
+        fetched: The objects they are decoded from.
+        nnz: Elements that are written.
+        base_too: Whether what is overwritten is proven as well.
+    """
+
+    patches: tuple[Patch, ...]
+    deferred: tuple[str, ...]
+    fetched: Fetched | None
+    nnz: int
+    base_too: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the patches that are kept."""
+        return sum(patch.nbytes for patch in self.patches)
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether every old bit is kept."""
+        return not self.deferred
+
+    def undo(self) -> Patches:
+        """The patches that take these back.
+
+        Raises:
+            ValueError: Not every old bit was kept.
+        """
+        if self.deferred:
+            raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
+        undone = tuple(patch.undo() for patch in self.patches)
+        return replace(self, patches=undone, fetched=None)
+
+
+class PatchedTarget(ABC):
+    """A target whose bits this process can read and write, tensor by tensor."""
+
+    @abstractmethod
+    def prepare(self, delta: TensorDelta) -> Patch:
+        """Compute from live bits what applying the delta will write."""
+
+    @abstractmethod
+    def write(self, patches: Iterable[Patch], held: Held) -> None:
+        """Write patches, all or none, and remember ``held``. Consumes ``patches`` once.
+
+        Raises:
+            PartialApplyError: It failed, and the old bits are back.
+            PoisonedError: It failed, and what the target holds can not be proven.
+        """
+
+    def stage(
+        self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
+    ) -> Patches:
+        """See :class:`Target`."""
+        patches: list[Patch] = []
+        deferred: list[str] = []
+        effect = Effect()
+        nbytes = 0
+        for name, delta in zip(fetched.names, fetched.deltas(), strict=True):
+            if fetched.from_nothing and not delta.is_dense:  # before there is room for the rest
+                raise BrokenChainError(
+                    f"{name}: the plan from nothing gives only {delta.nnz} elements"
+                )
+            patch = self.prepare(delta)
+            nbytes += patch.nbytes
+            if nbytes <= budget:
+                patches.append(patch)
+            else:
+                deferred.append(name)
+            written = StateDigest()
+            if fetched.from_nothing:
+                written = host.digest(digest_key(delta.spec), delta.values)
+            effect += Effect(patch.change, written, patch.nnz)
+        check_whole(fetched)
+        base_too = judge(
+            fetched, effect, base=base, state=state, suspect=partial(_suspect, fetched, patches)
+        )
+        return Patches(
+            patches=tuple(patches),
+            deferred=tuple(deferred),
+            fetched=fetched,
+            nnz=effect.nnz,
+            base_too=base_too,
+        )
+
+    def swap(self, prepared: Prepared, held: Held) -> float:
+        """See :class:`Target`.
+
+        Raises:
+            TypeError: It was staged by another kind of target.
+        """
+        if not isinstance(prepared, Patches):
+            raise TypeError(f"{type(self).__name__} can not swap {type(prepared).__name__}")
+        start = time.perf_counter()
+        self.write(self._all(prepared), held)
+        return time.perf_counter() - start
+
+    def _all(self, prepared: Patches) -> Iterator[Patch]:
+        """Every patch, the deferred ones made as they are asked for."""
+        yield from prepared.patches
+        if prepared.fetched is not None:
+            for name in prepared.deferred:
+                yield replace(self.prepare(prepared.fetched.read(name)), old=None)
+
+
+def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
+    """Name the tensor whose change is not the one that the publisher saw, if that can be told."""
+    for patch in patches:
+        rows = [
+            part.rows[patch.spec.name] for part in fetched.parts if patch.spec.name in part.rows
+        ]
+        expected = sum((row.change for row in rows), StateDigest())
+        if patch.indices is not None and patch.change != expected:
+            return f" (first tensor that differs: {patch.spec.name!r})"
+    return ""

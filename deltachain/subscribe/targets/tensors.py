@@ -1,0 +1,140 @@
+"""Targets in memory: a dict of tensors, or a torch module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
+
+from deltachain.delta import TensorDelta
+from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismatchError
+from deltachain.kernels.device import bits_of
+from deltachain.subscribe.targets.base import Held, Write, write_all
+from deltachain.subscribe.targets.local import PatchedTarget
+from deltachain.subscribe.targets.patch import LiveBits, Patch, prepare, same_bits, state_of
+from deltachain.torch_names import WIRE_NAMES, named_tensors
+from deltachain.types import StateDigest, TensorSpec
+
+
+class TensorTarget(PatchedTarget):
+    """Tensors by checkpoint name, on the host or on devices, written in place.
+
+    Addresses never change. Tied weights may be one tensor or several; each place is written once.
+
+    Args:
+        tensors: Contiguous tensors, or a module.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
+        self._source = tensors
+        self._tensors = self._current()
+        self._live: dict[str, list[LiveBits]] = {}
+        self._specs: Mapping[str, TensorSpec] = {}
+        self._aliases: Mapping[str, str] = {}
+        self._held: Held | None = None
+
+    def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        """Match by name; see :class:`Target`."""
+        places = {name: [name] for name in specs}
+        for alias, name in aliases.items():
+            if name in places:
+                places[name].append(alias)
+        self._live = {name: self._places(specs[name], names) for name, names in places.items()}
+        self._specs, self._aliases = specs, aliases
+        self._refuse_shared()
+        unknown = sorted(set(self._tensors) - set(specs) - set(aliases))
+        if unknown:
+            raise TensorMismatchError(
+                f"{unknown[0]!r} and {len(unknown) - 1} more tensors of the target are not in the "
+                "chain",
+                tensor=unknown[0],
+            )
+
+    def close(self) -> None:
+        """Nothing to give back; see :class:`Target`."""
+
+    def _current(self) -> dict[str, Tensor]:
+        """The tensors as they are now: casting or loading a module may have replaced them."""
+        source = self._source
+        return dict(named_tensors(source) if isinstance(source, nn.Module) else source)
+
+    def _has_moved(self) -> bool:
+        """Whether the tensors are not those that were bound; then bind those that are there."""
+        current = self._current()
+        bound = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+        if {name: tensor.data_ptr() for name, tensor in current.items()} == bound:
+            return False
+        self._tensors = current
+        self.bind(self._specs, self._aliases)
+        return True
+
+    def held(self) -> Held | None:
+        """What the last swap wrote in this process."""
+        return self._held
+
+    def state(self) -> StateDigest | None:
+        """Recomputed from live bits; see :class:`Target`."""
+        self._has_moved()
+        total = StateDigest()
+        for name, live in self._live.items():
+            if any(not same_bits(live[0], other) for other in live[1:]):
+                return None
+            total += state_of(self._specs[name], live[0])
+        return total
+
+    def prepare(self, delta: TensorDelta) -> Patch:
+        """See :class:`PatchedTarget`."""
+        return prepare(self._live[delta.spec.name][0], delta)
+
+    def write(self, patches: Iterable[Patch], held: Held) -> None:
+        """See :class:`PatchedTarget`."""
+        if self._has_moved():
+            raise BaseMismatchError(
+                f"version {held.version}: the target's tensors were replaced since; nothing was "
+                "written",
+                version=held.version,
+            )
+        before, self._held = self._held, None
+        try:
+            writes = (Write(patch, self._live[patch.spec.name]) for patch in patches)
+            write_all(writes, held.version)
+        except PartialApplyError:
+            self._held = before
+            raise
+        self._held = held
+
+    def _refuse_shared(self) -> None:
+        """Two tensors of the chain in the same memory would overwrite one another."""
+        owner: dict[int, str] = {}
+        for name, live in self._live.items():
+            for bits in live:
+                at = bits.data_ptr() if isinstance(bits, Tensor) else bits.ctypes.data
+                if len(bits) and owner.setdefault(at, name) != name:
+                    raise TensorMismatchError(
+                        f"{owner[at]!r} and {name!r} are tied in the target, not in the chain",
+                        tensor=name,
+                    )
+
+    def _places(self, spec: TensorSpec, names: list[str]) -> list[LiveBits]:
+        """Every distinct piece of memory that holds a tensor."""
+        found = {self._tensors[n].data_ptr(): n for n in reversed(names) if n in self._tensors}
+        if not found:
+            raise TensorMismatchError(f"the target has no tensor {spec.name!r}", tensor=spec.name)
+        return [_flat(self._tensors[name], name, spec) for name in reversed(found.values())]
+
+
+def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> LiveBits:
+    """Flat live bits of a tensor, once it is what the chain says."""
+    dtype = WIRE_NAMES.get(tensor.dtype)
+    if dtype != spec.dtype or tuple(tensor.shape) != spec.shape or not tensor.is_contiguous():
+        raise TensorMismatchError(
+            f"{name!r} is {dtype}{tuple(tensor.shape)} in the target, "
+            f"{spec.dtype}{spec.shape} in the chain",
+            tensor=name,
+            hint="load the target in the dtype of the chain (`deltachain log URL` shows it)",
+        )
+    bits = bits_of(tensor)
+    if bits.device.type != "cpu":
+        return bits
+    array = bits.numpy()
+    return array.view(f"<u{array.itemsize}")
