@@ -211,7 +211,7 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
         loaders(207),
     ),
     "what a reload leaves out is confirmed": (_confirmed, modules(994)),
-    "what is read after a swap can be": (partial(_empty, Finding, "_moved"), modules(107)),
+    "what is read after a swap can be": (partial(_empty, Finding, "_moved"), loaders(10501)),
     "what is opaque is left alone": (_opaque, INTO),
     "what a load changes beside is followed": (
         partial(_off, _Seen, "_expect_followed"),
