@@ -31,7 +31,7 @@ MAYBE_DENSE: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class CheckpointDiff:
     """What tells two checkpoints apart, as one part.
 
     Attributes:
@@ -57,7 +57,7 @@ class Applied:
     nnz: int
 
 
-def compare(old: Path, new: Path, encoding: str) -> Difference:
+def compare(old: Path, new: Path, encoding: str) -> CheckpointDiff:
     """Encode what tells ``new`` from ``old``.
 
     Raises:
@@ -73,7 +73,7 @@ def compare(old: Path, new: Path, encoding: str) -> Difference:
         if changed is not None:
             found.append(changed[0])
             nnz += changed[1]
-    return Difference(
+    return CheckpointDiff(
         part=encode_part(found, raw=encoding == "raw"),
         tensors=len(found),
         nnz=nnz,

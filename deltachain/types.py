@@ -21,6 +21,9 @@ Version: TypeAlias = int
 Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 """Flat array of uint8, uint16, uint32 or uint64: one unsigned integer an element."""
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Anything bytes-like; ``collections.abc.Buffer`` once Python 3.12 is the oldest supported."""
+
 Indices: TypeAlias = npt.NDArray[np.int64]
 """Flat indices into a full tensor, strictly increasing."""
 

@@ -24,7 +24,7 @@ from deltachain.demo.online.cpu import run_on_cpu
 from deltachain.demo.online.engine import HOST, command, variables
 from deltachain.demo.online.game import environment_folder, transcripts
 from deltachain.demo.online.processes import Service, free_port, until
-from deltachain.demo.online.rollouts import GameWorker, Table
+from deltachain.demo.online.rollouts import GameTable, GameWorker
 from deltachain.demo.online.run import answers
 from deltachain.demo.pretrain import pretrain
 
@@ -35,7 +35,7 @@ def train(base: Path, url: str, engine: str, environment: str, diary: Path) -> A
     run_on_cpu()  # not on a GPU: TRL's attention comes as a CUDA kernel
     tokenizer: Any = AutoTokenizer.from_pretrained(base)
     transfer = DeltaChainWeightTransfer(url, engines=[engine], token=TOKEN, wait="all")
-    games = Table(
+    games = GameTable(
         engine=engine,
         kind="vllm",
         environment=environment,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
+import os
+import re
 import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +128,44 @@ def test_endpoint_plugin_has_the_shape_vllm_expects() -> None:
         "print(plugin.name, plugin.required_tasks, 'vllm' in sys.modules, leader)"
     )
     assert run_python(code).split() == ["deltachain_http", "None", "False", "None"]
+
+
+PRODUCT = ("deltachain", "vllm_ext/deltachain_vllm", "sglang_ext/deltachain_sglang")
+
+
+def public_types() -> Iterator[tuple[str, str]]:
+    """Every public class and type alias of the product, and the file that defines it."""
+    for path in (file for folder in PRODUCT for file in (ROOT / folder).rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            name = ""
+            if isinstance(node, ast.ClassDef):
+                name = node.name
+            elif isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias":
+                name = ast.unparse(node.target)
+            if name and not name.startswith("_"):
+                yield name, str(path.relative_to(ROOT))
+
+
+def test_no_public_type_is_defined_twice() -> None:
+    """One idea a word: a reader who knows a name from one file is not misled in another."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, path in public_types():
+        found[name].append(path)
+    assert len(found) > 300
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
+def stem(name: str) -> str:
+    """A module's name without number and tense."""
+    return re.sub(r"(ing|ed|er|es|s|d|e)$", "", name)
+
+
+def test_no_two_modules_of_a_folder_differ_only_by_number_tense_or_prefix() -> None:
+    for folder in (Path(root) for top in PRODUCT for root, *_ in os.walk(ROOT / top)):
+        names = sorted(modules_of(folder) - {"__init__", "__main__"})
+        stems: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            stems[stem(name)].append(name)
+        twins = [found for found in stems.values() if len(found) > 1]
+        twins += [[a, b] for a in names for b in names if a.endswith(f"_{b}")]
+        assert not twins, folder

@@ -25,7 +25,7 @@ from deltachain.delta import TensorDelta
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.device import bits_of
-from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.patch import Patch, write
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec
@@ -43,11 +43,11 @@ SWAP: Final = "swap"
 UNDO: Final = "undo"
 STAGE: Final = "stage: read, verify, decode, gather, digest"
 WHOLE: Final = "stage and swap"
-HELD: Final = Held(chain="", version=1, epoch=0, manifest="", state="")
+HELD: Final = HeldVersion(chain="", version=1, epoch=0, manifest="", state="")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class TensorSample:
     """One tensor before and after, live and as a delta.
 
     Attributes:
@@ -78,7 +78,7 @@ class Tensors:
 class Scene:
     """A dict of tensors one version behind, and the part that brings them forward."""
 
-    tensors: Sequence[Tensors]
+    tensors: Sequence[TensorSample]
     target: TensorTarget
     data: bytes
     change: StateDigest
@@ -92,7 +92,7 @@ class Scene:
             spec = TensorSpec(f"model.layers.{number}.weight", "BF16", (numel,))
             live = torch.from_numpy(data.snapshot.view(np.int16)).view(torch.bfloat16)
             new = data.current[data.indices]
-            made.append(Tensors(spec, live, data.old, new, data.indices))
+            made.append(TensorSample(spec, live, data.old, new, data.indices))
             key = digest_key(spec)
             change = host.digest_at(key, data.indices, new)
             change -= host.digest_at(key, data.indices, data.old)
@@ -153,7 +153,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class ApplyRow:
     """One candidate: nanoseconds a changed element, and dense bf16 gigabytes a second.
 
     ``times_bare`` is its time over that of the bare ``index_copy_``; ``None`` where it does more.
@@ -201,10 +201,10 @@ def measure(scene: Scene, rounds: int) -> Timings:
         return round_robin(candidates, rounds)
 
 
-def rows(timings: Timings, scene: Scene) -> list[Row]:
+def rows(timings: Timings, scene: Scene) -> list[ApplyRow]:
     """Every candidate, by changed element."""
     return [
-        Row(
+        ApplyRow(
             name=name,
             best_ns=timings.best(name) / scene.nnz * 1e9,
             median_ns=timings.typical(name) / scene.nnz * 1e9,

@@ -18,7 +18,7 @@ import numpy as np
 
 from deltachain.bench import report
 from deltachain.bench.chains import Step, SyntheticChain
-from deltachain.bench.layouts import LAYOUTS, Changes, bits_per_change, changes_of
+from deltachain.bench.layouts import LAYOUTS, ChangedTensors, bits_per_change, changes_of
 from deltachain.bench.limits import entropy_limits
 from deltachain.bench.timing import Candidate, one_core, round_robin, say
 from deltachain.chain.recent_edges import WINDOW
@@ -88,7 +88,7 @@ class ChainRow:
     limits: Mapping[str, float]
 
 
-def encode(specs: Specs, changes: Changes, encoding: str) -> EncodedPart:
+def encode(specs: Specs, changes: ChangedTensors, encoding: str) -> EncodedPart:
     """One part of an update, the state digest of its changes included."""
     return encode_part(_parts(specs, changes, encoding), raw=encoding == "raw")
 
@@ -98,7 +98,7 @@ def decode(data: bytes) -> list[TensorDelta]:
     return list(Part.from_bytes(data))
 
 
-def check(changes: Changes, deltas: Sequence[TensorDelta]) -> None:
+def check(changes: ChangedTensors, deltas: Sequence[TensorDelta]) -> None:
     """Prove that decoded deltas do exactly what the update did.
 
     Raises:
@@ -222,7 +222,7 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
     return 1 if document["missed"] else 0
 
 
-def _parts(specs: Specs, changes: Changes, encoding: str) -> Iterator[Change]:
+def _parts(specs: Specs, changes: ChangedTensors, encoding: str) -> Iterator[Change]:
     for name, change in changes.items():
         if not change.indices.size:
             continue
@@ -240,7 +240,7 @@ def _parts(specs: Specs, changes: Changes, encoding: str) -> Iterator[Change]:
 
 def _time(
     specs: Specs,
-    changes: Changes,
+    changes: ChangedTensors,
     parts: Mapping[str, EncodedPart],
     rounds: int,
     manifest: int,

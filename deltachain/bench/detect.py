@@ -93,7 +93,7 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DetectRow:
     """One candidate: seconds, dense bf16 gigabytes a second, and shares of its floor's speed."""
 
     name: str
@@ -145,13 +145,13 @@ def measure(data: Data, rounds: int) -> Timings:
         return round_robin(candidates, rounds)
 
 
-def rows(timings: Timings, numel: int) -> list[Row]:
+def rows(timings: Timings, numel: int) -> list[DetectRow]:
     """Every candidate against its floor, fastest first within a floor."""
     found = []
     for name in timings.seconds:
         floor = CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
         found.append(
-            Row(
+            DetectRow(
                 name=name,
                 best_s=timings.best(name),
                 median_s=timings.typical(name),
@@ -164,12 +164,12 @@ def rows(timings: Timings, numel: int) -> list[Row]:
     return sorted(found, key=lambda row: ("cast" in row.name or row.name == CAST_FLOOR, row.best_s))
 
 
-def missed(found: Sequence[Row]) -> list[str]:
+def missed(found: Sequence[DetectRow]) -> list[str]:
     """Names of what is slower than it should be."""
     return [row.name for row in found if row.aim is not None and row.ratio < row.aim]
 
 
-def document(data: Data, found: Sequence[Row], rounds: int) -> dict[str, Any]:
+def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, Any]:
     """Everything, for programs."""
     return {
         "benchmark": "detect",

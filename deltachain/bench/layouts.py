@@ -40,10 +40,10 @@ class TensorChange:
     new: U16
 
 
-Changes: TypeAlias = Mapping[str, TensorChange]
+ChangedTensors: TypeAlias = Mapping[str, TensorChange]
 """Tensor name -> what changed, in checkpoint order; a tensor may have no change."""
 
-Entry: TypeAlias = tuple[str, str, int]
+HeaderEntry: TypeAlias = tuple[str, str, int]
 """Tensor of a safetensors file: name, dtype, elements."""
 
 
@@ -56,13 +56,13 @@ def changes_of(step: Step) -> dict[str, TensorChange]:
     return changes
 
 
-def trl_v1(changes: Changes) -> int:
+def trl_v1(changes: ChangedTensors) -> int:
     """TRL's first draft: ``{name}.indices`` int32 and ``{name}.values`` bf16, not compressed.
 
     48 bits a change and a safetensors header. Source: TRL PR 5417, branch delta-weight-sync
     d6504b7, the whole file including its metadata.
     """
-    entries: list[Entry] = []
+    entries: list[HeaderEntry] = []
     for name, change in changes.items():
         entries.append((f"{name}.indices", "I32", change.indices.size))
         entries.append((f"{name}.values", "BF16", change.indices.size))
@@ -70,13 +70,13 @@ def trl_v1(changes: Changes) -> int:
     return _safetensors_nbytes(entries, _trl_metadata(changes) | extra)
 
 
-def trl_gap(changes: Changes) -> int:
+def trl_gap(changes: ChangedTensors) -> int:
     """TRL's later drafts: gaps as uint16, or uint32 where one does not fit, and bf16 values.
 
     32 bits a change and a safetensors header. Source: TRL PRs 5932 and 5937 (encoding
     ``gap_delta``), branches delta-weight-sync-v2 3253247 and -v3 aa9adc3, the whole file.
     """
-    entries: list[Entry] = []
+    entries: list[HeaderEntry] = []
     for name, change in changes.items():
         dtype = "U32" if np.any(_gaps(change.indices) > 0xFFFF) else "U16"
         entries.append((f"{name}.idx", dtype, change.indices.size))
@@ -84,7 +84,7 @@ def trl_gap(changes: Changes) -> int:
     return _safetensors_nbytes(entries, _trl_metadata(changes) | {"encoding": "gap_delta"})
 
 
-def slime_xor(changes: Changes) -> int:
+def slime_xor(changes: ChangedTensors) -> int:
     """Default of slime: old XOR new of every byte of a changed tensor, a zstd-1 frame a tensor.
 
     Counts the uint8 tensors of the safetensors file, its header with a digest of 32 hexadecimal
@@ -95,7 +95,7 @@ def slime_xor(changes: Changes) -> int:
     return _slime_nbytes(frames, "xor")
 
 
-def slime_overwrite(changes: Changes) -> int:
+def slime_overwrite(changes: ChangedTensors) -> int:
     """Overwrite mode of slime: changed *bytes* of a tensor, one zstd-1 frame a tensor.
 
     A frame holds a uint32 count, that many uint32 byte positions, and the new bytes. Files,
@@ -105,7 +105,7 @@ def slime_overwrite(changes: Changes) -> int:
     return _slime_nbytes(frames, "overwrite")
 
 
-def skyrl_xor(changes: Changes) -> int:
+def skyrl_xor(changes: ChangedTensors) -> int:
     """SkyRL: the zstd-1 frames of `slime_xor` in safetensors files.
 
     Counts the frames and a plain safetensors header, not the manifest, whose layout is not
@@ -116,7 +116,7 @@ def skyrl_xor(changes: Changes) -> int:
     return _safetensors_nbytes([(name, "U8", size) for name, size in frames.items()], None)
 
 
-def slime_deltas(changes: Changes) -> int:
+def slime_deltas(changes: ChangedTensors) -> int:
     """Former ``deltas`` encoding of slime: uint16 gaps and bf16 values, 32 bits a change.
 
     Counts the two streams over the concatenation of all tensors, no header. A gap that does not
@@ -126,7 +126,7 @@ def slime_deltas(changes: Changes) -> int:
     return sum(stream.nbytes for stream in _delta_streams(changes))
 
 
-def slime_deltas_zstd(changes: Changes) -> int:
+def slime_deltas_zstd(changes: ChangedTensors) -> int:
     """Former ``deltas_zstd`` of slime: the two streams of `slime_deltas`, a zstd-1 frame each.
 
     Source: as `slime_deltas`.
@@ -134,7 +134,7 @@ def slime_deltas_zstd(changes: Changes) -> int:
     return sum(_zstd(stream) for stream in _delta_streams(changes))
 
 
-LAYOUTS: Final[dict[str, Callable[[Changes], int]]] = {
+LAYOUTS: Final[dict[str, Callable[[ChangedTensors], int]]] = {
     "TRL v1: int32 + bf16": trl_v1,
     "TRL v2/v3: u16 gap + bf16": trl_gap,
     "slime xor, zstd-1": slime_xor,
@@ -146,12 +146,12 @@ LAYOUTS: Final[dict[str, Callable[[Changes], int]]] = {
 """Name for a table -> bytes of one update."""
 
 
-def bits_per_change(nbytes: int, changes: Changes) -> float:
+def bits_per_change(nbytes: int, changes: ChangedTensors) -> float:
     """Payload bits over changed elements."""
     return 8 * nbytes / sum(change.indices.size for change in changes.values())
 
 
-def _changed(changes: Changes) -> dict[str, TensorChange]:
+def _changed(changes: ChangedTensors) -> dict[str, TensorChange]:
     return {name: change for name, change in changes.items() if change.indices.size}
 
 
@@ -180,7 +180,7 @@ def _changed_bytes(change: TensorChange) -> npt.NDArray[np.uint8]:
     return np.concatenate([count.view(np.uint8), positions.view(np.uint8), values])
 
 
-def _delta_streams(changes: Changes) -> tuple[U16, U16]:
+def _delta_streams(changes: ChangedTensors) -> tuple[U16, U16]:
     """Gaps and new bits over the concatenation of all tensors."""
     starts = np.cumsum([0, *(change.numel for change in changes.values())])
     indices = np.concatenate(
@@ -193,7 +193,7 @@ def _delta_streams(changes: Changes) -> tuple[U16, U16]:
     return stream, np.concatenate([change.new for change in changes.values()])
 
 
-def _trl_metadata(changes: Changes) -> dict[str, str]:
+def _trl_metadata(changes: ChangedTensors) -> dict[str, str]:
     nnz = sum(change.indices.size for change in changes.values())
     numel = sum(change.numel for change in changes.values())
     return {
@@ -226,7 +226,7 @@ def _slime_nbytes(frames: Mapping[str, int], encoding: str) -> int:
     return file + len(json.dumps(index))
 
 
-def _safetensors_nbytes(entries: Iterable[Entry], metadata: Mapping[str, str] | None) -> int:
+def _safetensors_nbytes(entries: Iterable[HeaderEntry], metadata: Mapping[str, str] | None) -> int:
     """Size of a safetensors file: length, header padded to 8 bytes, data; widest dtypes first."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0

@@ -22,7 +22,7 @@ from torch import nn
 from deltachain.bench import report
 from deltachain.bench.bare_s3 import BareS3
 from deltachain.bench.timing import Candidate, Timings, round_robin, say
-from deltachain.bench.versions import Version, make_version
+from deltachain.bench.versions import AnchorVersion, make_version
 from deltachain.chain.fetch import fetch
 from deltachain.errors import ConfigError, StoreError
 from deltachain.publish import PublishConfig, Publisher
@@ -48,7 +48,7 @@ CAVEAT: Final = "Medians, in turn. Shares are the median over rounds of the shar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class StoreRow:
     """One way to move the bytes: the median, and its speed as a share of the bare client's."""
 
     name: str
@@ -71,7 +71,7 @@ def scratch(url: str) -> Iterator[Store]:
         store.close()
 
 
-def measure(store: Store, version: Version, bare: BareS3 | None, rounds: int) -> Timings:
+def measure(store: Store, version: AnchorVersion, bare: BareS3 | None, rounds: int) -> Timings:
     """Time put and get of the version's part, and its fetch as a follower does it."""
     part = version.part
     ref = version.edge.parts[0]
@@ -180,12 +180,12 @@ def aim_of(name: str) -> float:
     return AIMS[name][1] if name in AIMS else 0.0
 
 
-def rows(timings: Timings, nbytes: int) -> Iterator[Row]:
+def rows(timings: Timings, nbytes: int) -> Iterator[StoreRow]:
     """Every candidate, and its share where there is a floor."""
     floors = {"put": "bare put", "get": "bare get", "version": "bare get"}
     for name in timings.seconds:
         floor = floors.get(name, "")
-        yield Row(
+        yield StoreRow(
             name=name,
             median_s=timings.typical(name),
             best_s=timings.best(name),

@@ -13,7 +13,7 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.plan import Plan
 from deltachain.codec import Change
 from deltachain.format.documents import Edge, Table
-from deltachain.publish.upload import Slot, dense_change, upload
+from deltachain.publish.upload import EdgeKeys, dense_change, upload
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.types import StateDigest, TensorSpec
@@ -29,7 +29,7 @@ DENSE_SHARE: Final = 0.69
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class AnchorVersion:
     """Version 0 of a chain: an anchor of one part.
 
     Attributes:
@@ -47,7 +47,7 @@ class Version:
     numel: int
 
 
-def make_version(store: Store, nbytes: int) -> Version:
+def make_version(store: Store, nbytes: int) -> AnchorVersion:
     """Commit a version of normal bf16 weights whose part has about ``nbytes`` bytes."""
     count = max(1, round(nbytes / DENSE_SHARE / 2 / WEIGHTS))
     numel = min(WEIGHTS, round(nbytes / DENSE_SHARE / 2))
@@ -66,10 +66,10 @@ def make_version(store: Store, nbytes: int) -> Version:
     table = Table(tensors=tuple((s.name, s.dtype, s.shape) for s in specs))
     chain = Chain.create(store, table, chain_id="bench", time=0.0, assets={})
     writer = Writer(chain, numel=numel * count, metadata={}, parent=None)
-    slot = Slot(kind="anchor", version=0, epoch=0, commit_id="bench")
+    slot = EdgeKeys(kind="anchor", version=0, epoch=0, commit_id="bench")
     edge = upload(chain, slot, changes(), raw=False, part_nbytes=1 << 40)
     draft = writer.draft(state=total, step=None, nnz=numel * count)
     committed = writer.commit(draft, edge)
     ref = edge.parts[0]
     part = bytes(store.read(ref.key, nbytes=ref.nbytes))
-    return Version(chain, chain.plan(None, committed), edge, part, numel * count)
+    return AnchorVersion(chain, chain.plan(None, committed), edge, part, numel * count)

@@ -32,9 +32,9 @@ from deltachain.errors import (
 from deltachain.format.digest import digest_key, object_digest
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.kernels import host
-from deltachain.store import Buffer, Store
+from deltachain.store import Store
 from deltachain.threads import Pool
-from deltachain.types import StateDigest, TensorSpec
+from deltachain.types import Buffer, StateDigest, TensorSpec
 
 LOST: Final = (
     "a rule for old objects, or somebody, removed it: put it back; or start the publisher again, "

@@ -18,8 +18,8 @@ from deltachain.errors import (
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Manifest, read_state, unseal
 from deltachain.format.keys import CHAIN_KEY, manifest_key
-from deltachain.store import Buffer, ObjectInfo, Store
-from deltachain.types import StateDigest, Version
+from deltachain.store import ObjectInfo, Store
+from deltachain.types import Buffer, StateDigest, Version
 
 
 @dataclass(frozen=True, slots=True)

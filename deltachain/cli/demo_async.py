@@ -18,7 +18,7 @@ from deltachain.cli.options import AsJson
 from deltachain.errors import ConfigError
 
 
-class Engine(StrEnum):
+class EngineChoice(StrEnum):
     """Which engine draws the tokens."""
 
     VLLM = "vllm"
@@ -27,7 +27,7 @@ class Engine(StrEnum):
 
 def demo_async(
     *,
-    engine: Annotated[Engine, typer.Option(help="Which engine plays.")] = Engine.VLLM,
+    engine: Annotated[EngineChoice, typer.Option(help="Which engine plays.")] = EngineChoice.VLLM,
     engine_python: Annotated[
         Path | None,
         typer.Option(
@@ -51,7 +51,7 @@ def demo_async(
     Example: `deltachain demo-async --engine sglang --steps 20`
     """
     from deltachain.demo.display import Display
-    from deltachain.demo.online.run import Plan, run_online
+    from deltachain.demo.online.run import RunOptions, run_online
 
     python = engine_python or Path(f".venv-{engine}/bin/python")
     if not python.exists():
@@ -62,7 +62,7 @@ def demo_async(
     scratch = tempfile.TemporaryDirectory(prefix="deltachain-demo-")
     with nullcontext(str(workdir)) if workdir else scratch as root:
         report = run_online(
-            Plan(
+            RunOptions(
                 root=Path(root).absolute(),
                 kind=engine.value,
                 python=python.absolute(),

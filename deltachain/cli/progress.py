@@ -19,7 +19,8 @@ from rich.progress import (
 
 from deltachain.cli.console import err
 from deltachain.store import Capabilities, ObjectInfo, Store
-from deltachain.store.base import MAX_DOCUMENT, Buffer
+from deltachain.store.base import MAX_DOCUMENT
+from deltachain.types import Buffer
 
 _T = TypeVar("_T")
 

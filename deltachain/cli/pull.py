@@ -39,7 +39,7 @@ def pull(
     from deltachain.cli.progress import watching
     from deltachain.store import open_store
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.targets.chain_folder import OwnFolder, write_assets
+    from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
 
     config, folder = SubscribeConfig(url=url, base=base, undo_applies=0), OwnFolder(out)
     with (

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from deltachain.errors import MalformedError
-from deltachain.types import WIRE_DTYPES
+from deltachain.types import WIRE_DTYPES, Buffer
 
 MAX_HEADER: Final = 100_000_000
 """Bytes of header that safetensors itself accepts."""
@@ -22,10 +22,8 @@ MAX_HEADER: Final = 100_000_000
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 """A count, a length or an offset, as read."""
 
-Shape: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
+ArrayShape: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
 """Dimensions, as read: few enough that multiplying them takes no time."""
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
 
 ReadAt: TypeAlias = Callable[[int, int], Buffer]
 """``read_at(start, length)``: exactly those bytes of an object."""
@@ -69,7 +67,7 @@ class Header:
 
 class _Raw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
-    shape: Shape
+    shape: ArrayShape
     data_offsets: tuple[Size, Size]
 
 

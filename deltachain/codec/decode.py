@@ -11,15 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.codec import directory as d
-from deltachain.codec.container import (
-    Buffer,
-    Entry,
-    Header,
-    ReadAt,
-    read_header,
-    reader_of,
-    write_header,
-)
+from deltachain.codec.container import Entry, Header, ReadAt, read_header, reader_of, write_header
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
@@ -27,7 +19,7 @@ from deltachain.errors import DigestMismatchError, MalformedError, UnsupportedFo
 from deltachain.format.digest import object_digest
 from deltachain.kernels import host
 from deltachain.kernels.reference import SplitSteps
-from deltachain.types import BITS_DTYPES, Bits, Indices, TensorSpec
+from deltachain.types import BITS_DTYPES, Bits, Buffer, Indices, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from deltachain.codec.container import Shape, Size
+from deltachain.codec.container import ArrayShape, Size
 from deltachain.errors import ConfigError, MalformedError, UnsupportedFormatError
 from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
 
@@ -44,7 +44,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str
     dtype: str
-    shape: Shape
+    shape: ArrayShape
     encoding: str
     bucket: Size
     gap: Size

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.codec import directory as d
-from deltachain.codec.container import Buffer, write_header
+from deltachain.codec.container import write_header
 from deltachain.codec.frames import cut, deflate
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.digest import object_digest
 from deltachain.kernels import host
 from deltachain.threads import Pool
-from deltachain.types import WIRE_DTYPES, Bits, Indices, StateDigest
+from deltachain.types import WIRE_DTYPES, Bits, Buffer, Indices, StateDigest
 
 SEGMENT: Final = 1 << 20
 """Elements a segment spans: what a reader must decode to get at one element."""

@@ -15,9 +15,10 @@ from typing import Final
 
 import zstandard
 
-from deltachain.codec.container import Buffer, ReadAt
+from deltachain.codec.container import ReadAt
 from deltachain.errors import DigestMismatchError, MalformedError
 from deltachain.format.digest import object_digest
+from deltachain.types import Buffer
 
 FRAME: Final = 1 << 20
 """Most bytes a frame inflates to."""

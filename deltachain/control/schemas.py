@@ -52,7 +52,7 @@ class Ready(Answer, frozen=True):
     version: int | None = None
 
 
-class Trouble(Answer, frozen=True):
+class Problem(Answer, frozen=True):
     """Why a replica did not do what it was told.
 
     Attributes:
@@ -68,10 +68,10 @@ class Trouble(Answer, frozen=True):
     retryable: bool
 
 
-class Refused(Answer, frozen=True):
+class RefusedReply(Answer, frozen=True):
     """The answer of a replica that could not."""
 
-    error: Trouble
+    error: Problem
 
 
 class Detail(Answer, frozen=True):
@@ -98,7 +98,7 @@ def answers(
     """
     found: dict[int | str, dict[str, Any]] = {}
     for code in (200, 401, 403, 503, *codes):
-        kind = kinds.get(code, _KINDS.get(code, Refused))
+        kind = kinds.get(code, _KINDS.get(code, RefusedReply))
         found[code] = {"description": _ABOUT.get(code, "refused")}
         if kind is not None:
             schemas = [schema_of(kind)]

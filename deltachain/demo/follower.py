@@ -27,7 +27,7 @@ POLL_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Replica:
+class DemoReplica:
     """A model that serves, and what keeps it up to date."""
 
     model: Qwen3ForCausalLM
@@ -49,7 +49,7 @@ class Replica:
             self.model.save_pretrained(self.out / name)
 
 
-class Orders:
+class StdinCommands:
     """What standard input says, read in a thread of its own."""
 
     def __init__(self) -> None:
@@ -79,13 +79,13 @@ def main() -> None:
     limited = store.capabilities.poll_s > 1  # it counts looks; others answer as fast as we ask
     config = SubscribeConfig(url=arguments.url, poll_s=None if limited else POLL_S)
     with spare_one_core(), Subscriber(config, model, store=store) as subscriber:
-        replica = Replica(model, tokenizer, subscriber, arguments.out)
+        replica = DemoReplica(model, tokenizer, subscriber, arguments.out)
         replica.say("ready")
         _follow(replica, set(arguments.save_steps))
 
 
-def _follow(replica: Replica, save_steps: set[int]) -> None:
-    orders, stop = Orders(), Event()
+def _follow(replica: DemoReplica, save_steps: set[int]) -> None:
+    orders, stop = StdinCommands(), Event()
     subscriber = replica.subscriber
     Thread(target=_stop_at_last, args=(orders, subscriber, stop), daemon=True).start()
     for receipt in subscriber.follow(stop=stop, every_version=True):
@@ -111,7 +111,7 @@ def _follow(replica: Replica, save_steps: set[int]) -> None:
     replica.say("released")
 
 
-def _stop_at_last(orders: Orders, subscriber: Subscriber, stop: Event) -> None:
+def _stop_at_last(orders: StdinCommands, subscriber: Subscriber, stop: Event) -> None:
     """End the loop once the last version is held, or nobody is there to say which that is."""
     orders.arrived.wait()
     while orders.last is not None and subscriber.version != orders.last:

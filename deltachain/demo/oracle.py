@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Bits: TypeAlias = npt.NDArray[np.int16]
+Int16Bits: TypeAlias = npt.NDArray[np.int16]
 
 _ALIASES: Final = "__aliases__"
 """Entry of a dump: JSON, in UTF-8 bytes, that says which names are tied to which."""
@@ -69,7 +69,7 @@ class Comparison:
 class Dump:
     """Tensors by name, None for those that are not bf16, and for tied names the one they repeat."""
 
-    tensors: Mapping[str, Bits | None]
+    tensors: Mapping[str, Int16Bits | None]
     shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
 
@@ -93,7 +93,7 @@ def dump_bits(model: torch.nn.Module, path: Path) -> None:
 
 def dump_checkpoint(checkpoint: Path, path: Path) -> None:
     """Write the bits of a safetensors file or folder, cast to bf16."""
-    bits: dict[str, Bits] = {}
+    bits: dict[str, Int16Bits] = {}
     for file in _safetensors_files(checkpoint):
         for name, dtype, shape, raw in _read_safetensors(file):
             if dtype not in _TORCH_DTYPES:
@@ -155,12 +155,14 @@ def _say(outcome: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(outcome) + "\n")
 
 
-def _bf16_bits(tensor: torch.Tensor) -> Bits:
-    bits: Bits = tensor.detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy()
+def _bf16_bits(tensor: torch.Tensor) -> Int16Bits:
+    bits: Int16Bits = (
+        tensor.detach().cpu().to(torch.bfloat16).contiguous().view(torch.int16).numpy()
+    )
     return bits
 
 
-def _write_dump(tensors: Mapping[str, Bits], aliases: Mapping[str, str], path: Path) -> None:
+def _write_dump(tensors: Mapping[str, Int16Bits], aliases: Mapping[str, str], path: Path) -> None:
     tied = np.frombuffer(json.dumps(aliases).encode(), dtype=np.uint8)
     entries: dict[str, Any] = {**tensors, _ALIASES: tied}
     unfinished = path.with_name(path.name + ".unfinished")
@@ -182,7 +184,7 @@ def _read_dump(path: Path) -> Dump:
 
 
 def _read_checkpoint(path: Path) -> Dump:
-    tensors: dict[str, Bits | None] = {}
+    tensors: dict[str, Int16Bits | None] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in _safetensors_files(path):
         for name, dtype, shape, raw in _read_safetensors(file):
@@ -219,7 +221,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], b
             yield name, entry["dtype"], tuple(entry["shape"]), raw
 
 
-def _differing_bits(wanted: Bits | None, found: Bits | None) -> int:
+def _differing_bits(wanted: Int16Bits | None, found: Int16Bits | None) -> int:
     """How many bits differ; all of them if the two can not be laid over each other."""
     if wanted is None:
         raise ValueError("a dump holds bf16 bits only")

@@ -23,14 +23,14 @@ from deltachain.errors import (
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import Live, walk
-from deltachain.publish.ranks.barrier import Meeting, Verdict
+from deltachain.publish.ranks.barrier import Decision, Meeting
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import FAILURES, led
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
-from deltachain.publish.session import Session, Share
+from deltachain.publish.session import EdgeShare, Session
 from deltachain.publish.snapshot import Diff
-from deltachain.publish.upload import Slot
+from deltachain.publish.upload import EdgeKeys
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
 from deltachain.types import Version
@@ -59,7 +59,7 @@ class Flight(NamedTuple):
     step: int | None
     covered: list[Published]
 
-    def put(self, session: Session, slot: Slot) -> Share:
+    def put(self, session: Session, slot: EdgeKeys) -> EdgeShare:
         """This rank's part of it."""
         if self.error is not None:
             raise self.error
@@ -300,7 +300,7 @@ class Publisher:
             wait([self._in_flight])
         return self._require_session().settle()
 
-    def _launch(self, session: Session, verdict: Verdict) -> None:
+    def _launch(self, session: Session, verdict: Decision) -> None:
         """Take the diff, and send it on its way."""
         if self._fenced is not None:
             self._stop(self._fenced)

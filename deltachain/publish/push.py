@@ -23,7 +23,7 @@ from deltachain.errors import ChainMismatchError, ObjectNotFoundError, Publisher
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import TABLE_KEY
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.source import Source, Weight
+from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.place import newest, open_or_make
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.resume import catch_up, first_version
@@ -143,7 +143,7 @@ def _table(store: Store, checkpoint: Checkpoint) -> Table:
     return there
 
 
-def source_of(checkpoint: Checkpoint, table: Table) -> Source:
+def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
     """The weights of a checkpoint as a publisher takes them, memory-mapped.
 
     They count as frozen weights of no module: nothing changes them while they are read, so no copy
@@ -167,7 +167,7 @@ def source_of(checkpoint: Checkpoint, table: Table) -> Source:
     if extra:
         raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
     tensors = {weight.spec.name: weight.tensor for weight in weights}
-    return Source(tuple(weights), table.specs(), table.aliases, tensors.items)
+    return ModelTensors(tuple(weights), table.specs(), table.aliases, tensors.items)
 
 
 def _check_spec(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> None:

@@ -18,12 +18,12 @@ from deltachain.format.documents import BaseRef, Edge
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.source import Source
+from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.place import open_or_make
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import all_say, together
 from deltachain.publish.ranks.sharing import share
-from deltachain.publish.session import Session, Share
+from deltachain.publish.session import EdgeShare, Session
 from deltachain.publish.snapshot import WINDOW, Diff, Snapshot
 from deltachain.publish.upload import sparse_nbytes
 from deltachain.publish.writer import Writer, take_over
@@ -42,7 +42,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 def begin(
     store: Store,
-    walk: Callable[[], Source],
+    walk: Callable[[], ModelTensors],
     config: PublishConfig,
     assets: Callable[[], Mapping[str, bytes]],
     ranks: Ranks,
@@ -90,7 +90,7 @@ def begin(
 
 def _take(
     store: Store,
-    source: Source,
+    source: ModelTensors,
     config: PublishConfig,
     assets: Callable[[], Mapping[str, bytes]],
 ) -> Writer:
@@ -100,7 +100,7 @@ def _take(
     return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
 
 
-def _beside(store: Store, source: Source, config: PublishConfig, begun: Begun) -> Writer:
+def _beside(store: Store, source: ModelTensors, config: PublishConfig, begun: Begun) -> Writer:
     """The position of a rank that puts parts, and commits nothing."""
     chain = Chain.open(store)
     parent = chain.read(begun.head) if begun.head >= 0 else None
@@ -117,14 +117,16 @@ def first_version(session: Session, *, step: int | None = None) -> None:
         return
     session.commit(
         "anchor",
-        lambda _: Share(Edge(kind="anchor"), session.snapshot.state, session.source.held_numel, 0),
+        lambda _: EdgeShare(
+            Edge(kind="anchor"), session.snapshot.state, session.source.held_numel, 0
+        ),
         topic="first",
         step=step,
         edge_of=lambda shares: base_edge(base, session.source, shares),
     )
 
 
-def base_edge(folder: Path, source: Source, shares: Sequence[Share]) -> Edge:
+def base_edge(folder: Path, source: ModelTensors, shares: Sequence[EdgeShare]) -> Edge:
     """Version 0 as a reference to a checkpoint, once the model is proven to hold its bits.
 
     Raises:
@@ -146,7 +148,7 @@ def base_edge(folder: Path, source: Source, shares: Sequence[Share]) -> Edge:
     return Edge(kind="base", reference=reference)
 
 
-class Difference(msgspec.Struct, frozen=True):
+class RankDifference(msgspec.Struct, frozen=True):
     """What tells one rank's weights from those of the newest version.
 
     Attributes:
@@ -171,11 +173,11 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
         return
     diffs: list[Diff | None] = []
 
-    def difference() -> Difference:
+    def difference() -> RankDifference:
         diffs.append(_difference(session, head))
         return _weigh(session, diffs[0])
 
-    found = all_say(session.ranks, "difference", difference, Difference)
+    found = all_say(session.ranks, "difference", difference, RankDifference)
     diff = diffs[0]
     if diff is not None and _is_proven(found, head) and _nbytes(found) < session.anchor_nbytes:
         logger.info("version %d continues from another state", head.version + 1)
@@ -186,21 +188,21 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
     session.commit("anchor", session.put_anchor, topic="up", step=step)
 
 
-def _weigh(session: Session, diff: Diff | None) -> Difference:
+def _weigh(session: Session, diff: Diff | None) -> RankDifference:
     """What the others need to know of this rank's difference."""
     if diff is None:
-        return Difference(session.snapshot.state)
+        return RankDifference(session.snapshot.state)
     absolute = session.config.encoding != "step"
     routed = session.snapshot.routed(diff)
     nbytes = sum(sparse_nbytes(spec, changes, absolute=absolute) for _, spec, changes in routed)
-    return Difference(session.snapshot.state, session.snapshot.change(diff), nbytes)
+    return RankDifference(session.snapshot.state, session.snapshot.change(diff), nbytes)
 
 
-def _nbytes(found: Sequence[Difference]) -> int:
+def _nbytes(found: Sequence[RankDifference]) -> int:
     return sum(one.nbytes for one in found)
 
 
-def _is_proven(found: Sequence[Difference], head: Committed) -> bool:
+def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
     """Whether every rank could read the newest version, and it was what its manifest says."""
     changes = [one.change for one in found if one.change is not None]
     if len(changes) < len(found):
@@ -223,7 +225,9 @@ def _difference(session: Session, head: Committed) -> Diff | None:
         return None
 
 
-def _compare(fetched: Fetched, source: Source, snapshot: Snapshot) -> Iterator[tuple[str, Changes]]:
+def _compare(
+    fetched: Fetched, source: ModelTensors, snapshot: Snapshot
+) -> Iterator[tuple[str, Changes]]:
     """What tells the snapshot from the weights that a plan from nothing gives."""
     for weight in source.weights:
         bits = snapshot.bits(weight)

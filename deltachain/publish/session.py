@@ -15,12 +15,12 @@ from deltachain.errors import ChainError, ConfigError
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.source import Source, Weight
+from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import together
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.snapshot import Diff, Snapshot
-from deltachain.publish.upload import DENSE_SHARE, Slot, sparse_change, upload, window_change
+from deltachain.publish.upload import DENSE_SHARE, EdgeKeys, sparse_change, upload, window_change
 from deltachain.publish.writer import Writer
 from deltachain.types import StateDigest, Version
 
@@ -28,7 +28,7 @@ INDEX_NBYTES = 8
 """Of the index of an element, where a window is not a whole tensor."""
 
 
-class Share(msgspec.Struct, frozen=True):
+class EdgeShare(msgspec.Struct, frozen=True):
     """One rank's part of an edge.
 
     Attributes:
@@ -60,7 +60,7 @@ class Session:
 
     def __init__(
         self,
-        source: Source,
+        source: ModelTensors,
         snapshot: Snapshot,
         writer: Writer,
         config: PublishConfig,
@@ -93,7 +93,7 @@ class Session:
             self.head = self.writer.parent.version
         return self.head
 
-    def put_anchor(self, slot: Slot) -> Share:
+    def put_anchor(self, slot: EdgeKeys) -> EdgeShare:
         """Put all bits of the snapshot as the parts of an anchor; nothing names them yet.
 
         Raises:
@@ -116,7 +116,7 @@ class Session:
             )
         return self._share(edge, self.source.held_numel, requests)
 
-    def put_delta(self, slot: Slot, diff: Diff) -> Share:
+    def put_delta(self, slot: EdgeKeys, diff: Diff) -> EdgeShare:
         """Put a diff as the parts of a delta; nothing names them yet."""
         requests = self.writer.chain.store.requests
         edge = self._upload(slot, self._changes(diff))
@@ -125,12 +125,12 @@ class Session:
     def commit(
         self,
         kind: PayloadKind,
-        put: Callable[[Slot], Share],
+        put: Callable[[EdgeKeys], EdgeShare],
         *,
         topic: str,
         step: int | None = None,
         diff_s: float = 0.0,
-        edge_of: Callable[[Sequence[Share]], Edge] | None = None,
+        edge_of: Callable[[Sequence[EdgeShare]], Edge] | None = None,
     ) -> PublishReceipt:
         """Commit what every rank puts as the next version.
 
@@ -150,7 +150,7 @@ class Session:
         start, store = time.perf_counter(), self.writer.chain.store
         slot = self._slot(kind, self.head + 1)
 
-        def conclude(shares: list[Share]) -> PublishReceipt:
+        def conclude(shares: list[EdgeShare]) -> PublishReceipt:
             encoded, requests = time.perf_counter(), store.requests
             edge = (edge_of or joined)(shares)
             state = sum((share.state for share in shares), StateDigest())
@@ -175,7 +175,7 @@ class Session:
                 manifest=committed.digest,
             )
 
-        kinds = (Share, PublishReceipt)
+        kinds = (EdgeShare, PublishReceipt)
         receipt = together(self.ranks, topic, lambda: put(slot), conclude, kinds)
         self.head = receipt.version
         return receipt
@@ -189,19 +189,19 @@ class Session:
         """
         slot = self._slot("anchor", self.head)
 
-        def conclude(shares: list[Share]) -> EdgeSummary:
+        def conclude(shares: list[EdgeShare]) -> EdgeSummary:
             committed = self.writer.parent
             if committed is None:
                 raise ChainError("an anchor follows a version, and there is none")
             return self.writer.add_anchor(committed, joined(shares))
 
-        kinds = (Share, EdgeSummary)
+        kinds = (EdgeShare, EdgeSummary)
         return together(self.ranks, topic, lambda: self.put_anchor(slot), conclude, kinds)
 
-    def _slot(self, kind: PayloadKind, version: int) -> Slot:
+    def _slot(self, kind: PayloadKind, version: int) -> EdgeKeys:
         """A place for this rank's parts of an edge: no other attempt, and no other rank, has it."""
         epoch = self.writer.epoch
-        return Slot(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
+        return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
     def _windows(self) -> Iterator[Change]:
         """Everything that this rank publishes, as the snapshot has it."""
@@ -224,17 +224,17 @@ class Session:
             bits = None if there is None else self.snapshot.bits(weight)[there]
             yield sparse_change(spec, changes, bits, absolute=absolute)
 
-    def _upload(self, slot: Slot, changes: Iterator[Change]) -> Edge:
+    def _upload(self, slot: EdgeKeys, changes: Iterator[Change]) -> Edge:
         raw = self.config.encoding == "raw"
         part_nbytes = self.config.part_nbytes
         return upload(self.writer.chain, slot, changes, raw=raw, part_nbytes=part_nbytes)
 
-    def _share(self, edge: Edge, nnz: int, requests: int) -> Share:
+    def _share(self, edge: Edge, nnz: int, requests: int) -> EdgeShare:
         requests = self.writer.chain.store.requests - requests
-        return Share(edge=edge, state=self.snapshot.state, nnz=nnz, requests=requests)
+        return EdgeShare(edge=edge, state=self.snapshot.state, nnz=nnz, requests=requests)
 
 
-def joined(shares: Sequence[Share]) -> Edge:
+def joined(shares: Sequence[EdgeShare]) -> Edge:
     """One edge of every rank's parts."""
     edges = [share.edge for share in shares]
     return Edge(

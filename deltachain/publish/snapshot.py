@@ -18,8 +18,8 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host
 from deltachain.kernels.crossing import diff_across_
 from deltachain.kernels.reference import Changes
-from deltachain.publish.model.layout import Window
-from deltachain.publish.model.source import Source, Weight
+from deltachain.publish.model.layout import AdjacentRuns
+from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, StateDigest, TensorSpec
 
@@ -40,7 +40,7 @@ class Snapshot:
         on_device: Compare on the device although the weights are on the host. For tests.
     """
 
-    def __init__(self, source: Source, *, on_device: bool = False) -> None:
+    def __init__(self, source: ModelTensors, *, on_device: bool = False) -> None:
         self._source = source
         self._on_device = on_device
         self._kept: dict[str, Tensor] = {}
@@ -132,7 +132,7 @@ def digest_change(spec: TensorSpec, changes: Changes) -> StateDigest:
     return new - host.digest_at(key, changes.indices, changes.old)
 
 
-def digest_window(window: Window, bits: Bits) -> StateDigest:
+def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
     """What the elements of a window contribute, given all bits that the rank holds."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):

@@ -16,7 +16,7 @@ from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
-from deltachain.publish.model.layout import Window
+from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.snapshot import digest_change, digest_window
 from deltachain.types import Bits, TensorSpec, Version
 
@@ -25,7 +25,7 @@ DENSE_SHARE: Final = 0.7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
+class EdgeKeys:
     """Where the parts of one edge go."""
 
     kind: PayloadKind
@@ -35,7 +35,7 @@ class Slot:
 
 
 def upload(
-    chain: Chain, slot: Slot, changes: Iterable[Change], *, raw: bool, part_nbytes: int
+    chain: Chain, slot: EdgeKeys, changes: Iterable[Change], *, raw: bool, part_nbytes: int
 ) -> Edge:
     """Encode changes in parts of bounded size, put each, and describe the edge they make.
 
@@ -122,7 +122,7 @@ def dense_change(spec: TensorSpec, bits: Bits) -> Change:
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
-def window_change(window: Window, bits: Bits) -> Change:
+def window_change(window: AdjacentRuns, bits: Bits) -> Change:
     """The bits of a window, given all that the rank holds."""
     spec, indices = window.spec, window.indices
     digest = digest_window(window, bits)

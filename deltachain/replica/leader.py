@@ -38,7 +38,7 @@ from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import lag
 from deltachain.subscribe.subscriber import Subscriber
-from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version
 
@@ -185,7 +185,7 @@ class Leader:
             return self.subscriber.swap(staged)
         return None
 
-    def rollback(self, version: Version | None = None) -> Held:
+    def rollback(self, version: Version | None = None) -> HeldVersion:
         """Go back and stay there; see :meth:`Subscriber.rollback`."""
         try:
             held = self.subscriber.rollback(version)
@@ -294,7 +294,7 @@ class Leader:
             return ""
         return str(doubt.args[0])
 
-    def _behind(self, held: Held) -> str:
+    def _behind(self, held: HeldVersion) -> str:
         if not self._caught_up:
             return "it has not caught up yet"
         chain = self.subscriber.opened

@@ -29,26 +29,26 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.discover import attach, attach_again
-from deltachain.replica.layout.members import Bits, undisturbed
+from deltachain.replica.layout.members import SavedBits, undisturbed
 from deltachain.replica.layout.running import Tables
-from deltachain.replica.layout.source import Source, tensor_of
-from deltachain.replica.layout.state import State
+from deltachain.replica.layout.source import LoadedCheckpoint, tensor_of
+from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.unused import find_unused
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
 from deltachain.replica.layout.ways import bring
 from deltachain.replica.shard_patch import Placed, copy_delta, place_delta, state_at, warm_up
 from deltachain.replica.spool import SpoolReader
 from deltachain.replica.streams import own_stream, settle, settled
-from deltachain.replica.windows import Place, Window, on_device_of
+from deltachain.replica.windows import Placement, Window, on_device_of
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import Write, take_back, write_all
 from deltachain.subscribe.targets.patch import same_bits
 from deltachain.types import StateDigest, TensorSpec, Version
 
-Slot: TypeAlias = tuple[str, int]
+HolderKey: TypeAlias = tuple[str, int]
 """The ranks that hold some elements, and which of several places of them on this rank it is."""
 
-Effects: TypeAlias = dict[Slot, Effect]
+Effects: TypeAlias = dict[HolderKey, Effect]
 """What a stage does to the state digest."""
 
 REPLACED: Final = (
@@ -103,7 +103,7 @@ class Rank:
         self._changing = Lock()
         self._aliases = aliases
         self._specs = {spec.name: spec for spec in specs}
-        self._source = Source(Checkpoint(model.checkpoint), self._specs, aliases)
+        self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
             self._attached = attach(model, self._source)
         self._tables = Tables(model.modules())
@@ -168,7 +168,7 @@ class Rank:
         """
         model = self.model
         with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
-            found = find_unused(State(model, bits), self._source, self._attached, names)
+            found = find_unused(ModelState(model, bits), self._source, self._attached, names)
         return {
             name: Classified(kind="refused", reason=f"the engine keeps it nowhere, but {why}")
             if why
@@ -184,9 +184,9 @@ class Rank:
             if self._source.names[name]
         }
 
-    def state(self) -> dict[Slot, StateDigest]:
+    def state(self) -> dict[HolderKey, StateDigest]:
         """State digest of what this rank holds, by who holds it with it."""
-        total: dict[Slot, StateDigest] = defaultdict(StateDigest)
+        total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
             if name in self._copies:
                 digest = host.digest(digest_key(spec), self._copies[name])
@@ -285,7 +285,7 @@ class Rank:
         settle()  # it has been written when the time is taken
         return time.perf_counter() - start
 
-    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[Slot, Placed]]:
+    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[HolderKey, Placed]]:
         """What a delta writes at every place of this rank, and who else holds it."""
         name = delta.spec.name
         if self._classes[name] == "refused":
@@ -296,7 +296,7 @@ class Rank:
         for place, slot in self._places(name):
             yield slot, place_delta(place, delta)
 
-    def _places(self, name: str) -> Iterator[tuple[Place, Slot]]:
+    def _places(self, name: str) -> Iterator[tuple[Placement, HolderKey]]:
         if self._classes[name] != "in_place":
             return
         seen: Counter[Window] = Counter()
@@ -347,7 +347,7 @@ class Rank:
         """
         with settled():
             layers = self._attached.layers
-            state = State(self.model, Bits(self.model.tensors()), layers)
+            state = ModelState(self.model, SavedBits(self.model.tensors()), layers)
             self._load(set(self._copies))
             try:
                 state.expect_same()

@@ -37,7 +37,7 @@ from deltachain.types import StateDigest, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-Verdict: TypeAlias = dict[str, Any]
+RankReply: TypeAlias = dict[str, Any]
 """JSON: ``ok``, ``rank``, and what was asked for or ``error`` and ``message``."""
 
 REMEMBERED: Final = 16
@@ -100,9 +100,9 @@ class RankVerbs:
         self._url = url
         self._rank: Rank | None = None
         self._version: int | None = None
-        self._last: Verdict = {}
+        self._last: RankReply = {}
         self._leader = ""
-        self._jobs: dict[int, Future[Verdict]] = {}
+        self._jobs: dict[int, Future[RankReply]] = {}
         self._thread = Pool(1, "deltachain-stage")
 
     @property
@@ -112,7 +112,7 @@ class RankVerbs:
             raise ApplyError(f"rank {self.number} is not attached")
         return self._rank
 
-    def do(self, verb: str, arguments: Mapping[str, Any]) -> Verdict:
+    def do(self, verb: str, arguments: Mapping[str, Any]) -> RankReply:
         """Answer one verb; never raises. The number of the call comes back with its answer."""
         asked = {name: value for name, value in arguments.items() if name != "turn"}
         leader = str(arguments.get("turn", "")).partition(":")[0]
@@ -131,7 +131,7 @@ class RankVerbs:
             self._last = answer
         return answer
 
-    def _answer(self, verb: str, arguments: Mapping[str, Any]) -> Verdict:
+    def _answer(self, verb: str, arguments: Mapping[str, Any]) -> RankReply:
         if verb not in VERBS:
             return self._refusal(ConfigError(f"no verb {verb!r}"))
         try:
@@ -139,7 +139,7 @@ class RankVerbs:
         except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
             return self._refusal(exc)
 
-    def _refusal(self, exc: Exception) -> Verdict:
+    def _refusal(self, exc: Exception) -> RankReply:
         if not isinstance(exc, DeltaChainError):
             logger.error("rank %d", self.number, exc_info=exc)
         known = isinstance(exc, DeltaChainError)
@@ -173,37 +173,37 @@ class RankVerbs:
         report = self._rank.report()
         return {"tensors": {name: msgspec.to_builtins(one) for name, one in report.items()}}
 
-    def _agree(self, classes: dict[str, Any], holders: list[dict[str, list[str]]]) -> Verdict:
+    def _agree(self, classes: dict[str, Any], holders: list[dict[str, list[str]]]) -> RankReply:
         mine = {name: tuple(labels) for name, labels in holders[self.number].items()}
         self.rank.agree(classes, mine)
         return {}
 
-    def _unused(self, names: list[str]) -> Verdict:
+    def _unused(self, names: list[str]) -> RankReply:
         found = self.rank.find_unused(names)
         return {"tensors": {name: msgspec.to_builtins(one) for name, one in found.items()}}
 
-    def _unused_state(self, names: list[str]) -> Verdict:
+    def _unused_state(self, names: list[str]) -> RankReply:
         found = self.rank.unused_state(names)
         return {"digests": {name: str(digest) for name, digest in found.items()}}
 
-    def _check(self) -> Verdict:
+    def _check(self) -> RankReply:
         return {"same": self.rank.loads_the_same()}
 
-    def _state(self, ticket: int) -> Verdict:
+    def _state(self, ticket: int) -> RankReply:
         self.rank.check_addresses()
 
-        def job() -> Verdict:
+        def job() -> RankReply:
             state = self.rank.state()
             return {"state": [[label, str(digest)] for (label, _), digest in state.items()]}
 
         return self._start(ticket, job)
 
-    def _stage(self, ticket: int, spool: str, budget: int, keep: list[int]) -> Verdict:
+    def _stage(self, ticket: int, spool: str, budget: int, keep: list[int]) -> RankReply:
         folder = self._spool_of(spool)
         self.rank.keep(keep)
         self.rank.check_addresses()
 
-        def job() -> Verdict:
+        def job() -> RankReply:
             staged = self.rank.stage(ticket, folder, budget)
             return {
                 "effects": [[who, _lanes(effect)] for (who, _), effect in staged.effects.items()],
@@ -218,8 +218,8 @@ class RankVerbs:
             raise ConfigError(f"{name!r} is not a spool")
         return self._spool / name
 
-    def _start(self, ticket: int, job: Callable[[], Verdict]) -> Verdict:
-        def guarded() -> Verdict:
+    def _start(self, ticket: int, job: Callable[[], RankReply]) -> RankReply:
+        def guarded() -> RankReply:
             try:
                 return {"ok": True, "rank": self.number, "done": True, **job()}
             except Exception as exc:  # noqa: BLE001 - top of a thread: the verdict carries it
@@ -229,7 +229,7 @@ class RankVerbs:
         self._jobs = {**recent, ticket: self._thread.submit(guarded)}
         return {}
 
-    def _poll(self, ticket: int) -> Verdict:
+    def _poll(self, ticket: int) -> RankReply:
         job = self._jobs.get(ticket)
         if job is None:
             raise ApplyError(f"rank {self.number} knows nothing of ticket {ticket}")
@@ -237,17 +237,17 @@ class RankVerbs:
             return {"done": False}
         return job.result()
 
-    def _swap(self, ticket: int, version: int, back: bool) -> Verdict:
+    def _swap(self, ticket: int, version: int, back: bool) -> RankReply:
         seconds = self.rank.swap(ticket, version, back=back)
         self._version = version
         return {"seconds": seconds, "version": version, "pid": os.getpid()}
 
-    def _verdict(self) -> Verdict:
+    def _verdict(self) -> RankReply:
         """The verdict of the last swap, given once."""
         last, self._last = self._last, {"ok": False, "error": "ApplyError", "message": "no swap"}
         return last
 
-    def _status(self) -> Verdict:
+    def _status(self) -> RankReply:
         return {"pid": os.getpid(), "version": self._version, "staged": len(self.rank.staged)}
 
 

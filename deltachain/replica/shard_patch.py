@@ -17,7 +17,7 @@ from torch import Tensor
 from deltachain.delta import TensorDelta
 from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host
-from deltachain.replica.windows import Place, on_device_of
+from deltachain.replica.windows import Placement, on_device_of
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.patch import LiveBits, Patch, prepare, write
 from deltachain.types import Indices, StateDigest, TensorSpec
@@ -40,7 +40,7 @@ class Placed:
     nbytes: int
 
 
-def place_delta(place: Place, delta: TensorDelta) -> Placed:
+def place_delta(place: Placement, delta: TensorDelta) -> Placed:
     """Compute what a delta writes at one place; nothing is written."""
     if delta.indices is None:
         return _dense(place, delta)
@@ -54,7 +54,7 @@ def copy_delta(copy: npt.NDArray[Any], delta: TensorDelta) -> Placed:
     return Placed(copy, patch, Effect(patch.change, written, patch.nnz), patch.nbytes)
 
 
-def state_at(place: Place, spec: TensorSpec) -> StateDigest:
+def state_at(place: Placement, spec: TensorSpec) -> StateDigest:
     """Contribution of one place's live bits to the state digest."""
     return _digest(place, spec, place.view)
 
@@ -70,7 +70,7 @@ def warm_up(specs: Iterable[TensorSpec]) -> None:
         write(bits, prepare(bits, TensorDelta.dense(spec, bits.copy())))
 
 
-def _sparse(place: Place, delta: TensorDelta, flat: Indices) -> Placed:
+def _sparse(place: Placement, delta: TensorDelta, flat: Indices) -> Placed:
     key, kernels = digest_key(delta.spec), _kernels(place)
     indices = on_device_of(place.live, flat)
     selected, positions = place.route(indices)
@@ -83,7 +83,7 @@ def _sparse(place: Place, delta: TensorDelta, flat: Indices) -> Placed:
     return Placed(place.storage, patch, Effect(change, StateDigest(), patch.nnz), patch.nbytes)
 
 
-def _new_bits(old: Any, values: Any, delta: TensorDelta, selected: Any, place: Place) -> Any:  # noqa: ANN401
+def _new_bits(old: Any, values: Any, delta: TensorDelta, selected: Any, place: Placement) -> Any:  # noqa: ANN401
     mask = delta.absolute
     if mask.ndim == 0:
         return values if bool(mask) else old + values
@@ -92,7 +92,7 @@ def _new_bits(old: Any, values: Any, delta: TensorDelta, selected: Any, place: P
     return np.where(mask[selected], values, old + values)
 
 
-def _dense(place: Place, delta: TensorDelta) -> Placed:
+def _dense(place: Placement, delta: TensorDelta) -> Placed:
     view = place.view
     old = view.clone() if isinstance(view, Tensor) else view.copy()
     new = on_device_of(place.live, place.cut(delta.values))
@@ -103,7 +103,7 @@ def _dense(place: Place, delta: TensorDelta) -> Placed:
     return Placed(view, patch, Effect(change, written, place.numel), kept)
 
 
-def _digest(place: Place, spec: TensorSpec, bits: Any) -> StateDigest:  # noqa: ANN401
+def _digest(place: Placement, spec: TensorSpec, bits: Any) -> StateDigest:  # noqa: ANN401
     key, kernels = digest_key(spec), _kernels(place)
     if len(place.dims) <= 1 and all(d.there == 1 for d in place.dims):
         whole: StateDigest = kernels.digest(key, _flat(bits), place.offset)
@@ -118,5 +118,5 @@ def _flat(bits: Any) -> Any:  # noqa: ANN401
     return bits.reshape(-1) if isinstance(bits, Tensor) else np.ascontiguousarray(bits).reshape(-1)
 
 
-def _kernels(place: Place) -> Any:  # noqa: ANN401 - two modules with the same functions
+def _kernels(place: Placement) -> Any:  # noqa: ANN401 - two modules with the same functions
     return device if isinstance(place.storage, Tensor) else host

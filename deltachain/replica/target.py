@@ -36,7 +36,7 @@ from deltachain.replica.spool import Spool, shown
 from deltachain.replica.ticket import Alive, Ticket
 from deltachain.replica.unused_state import UnusedState, unused_state
 from deltachain.subscribe.proof import Effect, check_whole, judge
-from deltachain.subscribe.targets.base import Held, Prepared
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.types import StateDigest, TensorSpec, Version
 
 POLL_S: Final = (0.002, 0.05)
@@ -78,7 +78,7 @@ class ReplicaTarget:
         self._leader = uuid.uuid4().hex
         self._asking = Lock()
         self._alive: weakref.WeakSet[Alive] = weakref.WeakSet()
-        self._held: Held | None = None
+        self._held: HeldVersion | None = None
         self._serving = Serving(engine)
         self.ranks: Verdicts = ()
         self._named: Version | None = None
@@ -178,7 +178,7 @@ class ReplicaTarget:
         if self.agreement is not None:
             self._ask("status")
 
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersion | None:
         """What the last swap wrote."""
         return self._held
 
@@ -246,7 +246,7 @@ class ReplicaTarget:
             alive=alive,
         )
 
-    def swap(self, prepared: Prepared, held: Held) -> float:
+    def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.
 
         A replica that is poisoned, or that others paused, stays paused. One that another leader has

@@ -57,7 +57,7 @@ class Window:
         return prod(self.size)
 
 
-class Place:
+class Placement:
     """A window, and the live view that holds its elements.
 
     Args:

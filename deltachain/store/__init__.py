@@ -9,10 +9,11 @@ from typing import Any, Final
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from deltachain.errors import ConfigError
-from deltachain.store.base import Buffer, Capabilities, ObjectInfo, Store, check_key
+from deltachain.store.base import Capabilities, ObjectInfo, Store, check_key
 from deltachain.store.file.store import FileStore
 from deltachain.store.hf.url import open_hf
 from deltachain.store.memory import MemoryStore
+from deltachain.types import Buffer
 
 __all__ = [
     "Buffer",

@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 from deltachain.errors import ConfigError, MalformedError, ObjectNotFoundError
-
-Buffer: TypeAlias = bytes | bytearray | memoryview
-"""Anything bytes-like; ``collections.abc.Buffer`` once Python 3.12 is the oldest supported."""
+from deltachain.types import Buffer
 
 MAX_KEY_LENGTH: Final = 512
 """Characters of a whole key: room for a bucket prefix below the 1,024 bytes that S3 allows."""

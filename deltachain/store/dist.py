@@ -32,7 +32,6 @@ from deltachain.errors import (
 )
 from deltachain.store.base import (
     MAX_DOCUMENT,
-    Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
@@ -45,6 +44,7 @@ from deltachain.store.base import (
     not_found,
     too_short,
 )
+from deltachain.types import Buffer
 
 SMALL: Final = 1 << 16
 """Bytes up to which an object lies in the key-value store, which one rank serves to all."""

@@ -11,7 +11,6 @@ from typing import Final
 from deltachain.errors import AlreadyExistsError
 from deltachain.store.base import (
     MAX_DOCUMENT,
-    Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
@@ -24,6 +23,7 @@ from deltachain.store.base import (
     not_found,
     too_short,
 )
+from deltachain.types import Buffer
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
 

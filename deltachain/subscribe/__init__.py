@@ -9,7 +9,7 @@ from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status
 from deltachain.subscribe.subscriber import Subscriber
-from deltachain.subscribe.targets.base import Held, Prepared, Target
+from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
 from deltachain.subscribe.targets.patch import Patch
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ApplyReceipt",
     "FolderTarget",
-    "Held",
+    "HeldVersion",
     "Patch",
     "Prepared",
     "Staged",

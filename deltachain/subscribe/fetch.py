@@ -17,13 +17,13 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import manifest_key, version_of
-from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.base import HeldVersion
 
 logger = logging.getLogger(__name__)
 
 
 def fetch_around(
-    chain: Chain, held: Held | None, committed: Committed, *, base: Path | None
+    chain: Chain, held: HeldVersion | None, committed: Committed, *, base: Path | None
 ) -> Fetched:
     """Fetch the cheapest plan that works: one with an unusable object is planned around.
 

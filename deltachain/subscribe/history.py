@@ -6,17 +6,17 @@ import logging
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.errors import BrokenChainError, ChainError, ForkedChainError
-from deltachain.subscribe.targets.base import Held, Target
+from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.subscribe.watch import judge
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
 
 
-def held_by(chain: Chain, committed: Committed) -> Held:
+def held_by(chain: Chain, committed: Committed) -> HeldVersion:
     """What a target holds once it holds a committed version."""
     manifest = committed.manifest
-    return Held(
+    return HeldVersion(
         chain=chain.identity.chain,
         version=manifest.version,
         epoch=manifest.epoch,
@@ -25,7 +25,7 @@ def held_by(chain: Chain, committed: Committed) -> Held:
     )
 
 
-def identify(chain: Chain, target: Target, *, verify: bool) -> Held | None:
+def identify(chain: Chain, target: Target, *, verify: bool) -> HeldVersion | None:
     """Find out which version a target holds.
 
     What the target remembers counts if it is of this chain and, where asked for, its bits still
@@ -48,7 +48,7 @@ def identify(chain: Chain, target: Target, *, verify: bool) -> Held | None:
     return held_by(chain, found) if found else None
 
 
-def check_history(chain: Chain, held: Held, committed: Committed) -> None:
+def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None:
     """Refuse a version that did not grow out of what is held.
 
     Raises:
@@ -80,7 +80,7 @@ def check_history(chain: Chain, held: Held, committed: Committed) -> None:
         )
 
 
-def is_past(chain: Chain, held: Held, version: Version, manifest: str) -> bool:
+def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) -> bool:
     """Whether what is held, no older than a version that was announced, grew out of that.
 
     Args:
@@ -105,7 +105,7 @@ def is_past(chain: Chain, held: Held, version: Version, manifest: str) -> bool:
     return there is not None and held.version > version
 
 
-def check_standing(chain: Chain, held: Held) -> None:
+def check_standing(chain: Chain, held: HeldVersion) -> None:
     """Refuse a store where what is held is not committed.
 
     Raises:
@@ -118,7 +118,7 @@ def check_standing(chain: Chain, held: Held) -> None:
         raise finding
 
 
-def _grew_out_of(chain: Chain, held: Held, committed: Committed) -> bool:
+def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
     """Whether a later version has what is held in its past, as far as that can be told."""
     there = chain.find(held.version)
     if there is not None:
@@ -137,7 +137,7 @@ def _grew_out_of(chain: Chain, held: Held, committed: Committed) -> bool:
 
 
 def require(
-    chain: Chain, version: Version | Committed | None, held: Held | None = None
+    chain: Chain, version: Version | Committed | None, held: HeldVersion | None = None
 ) -> Committed:
     """The manifest of a version, or of the head; one that was read already as it is.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from deltachain.chain.fetch import Fetched
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.targets.base import Held, Prepared
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.types import StateDigest
 
 
@@ -28,8 +28,8 @@ class Staged:
         stage_s: Seconds of decoding and proving.
     """
 
-    held: Held | None
-    to: Held
+    held: HeldVersion | None
+    to: HeldVersion
     step: int | None
     time: float
     generation: int

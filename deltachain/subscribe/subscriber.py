@@ -29,7 +29,7 @@ from deltachain.subscribe.history import check_history, held_by, identify, requi
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status, status_of
-from deltachain.subscribe.targets.base import Held, Prepared
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target
 from deltachain.subscribe.undo import UndoLog
 from deltachain.subscribe.watch import Watch
@@ -64,7 +64,7 @@ class Subscriber:
         self.watch = Watch()
         self._store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None
-        self._held: Held | None = None
+        self._held: HeldVersion | None = None
         self._generation = self._counted = 0
         self._opening, self._updating, self._writing = RLock(), RLock(), RLock()
         self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
@@ -99,7 +99,7 @@ class Subscriber:
         return self._chain
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersion | None:
         """What the target holds; ``None`` for nothing that can be proven.
 
         Known from the first call that reads the chain.
@@ -174,7 +174,7 @@ class Subscriber:
         return self._stage(committed, held, generation)
 
     def _require(
-        self, chain: Chain, version: Version | Committed | None, last: Held | None
+        self, chain: Chain, version: Version | Committed | None, last: HeldVersion | None
     ) -> Committed:
         """The manifest of a version that grew out of what was held last."""
         try:
@@ -212,7 +212,7 @@ class Subscriber:
         logger.info("%s", receipt)
         return receipt
 
-    def rollback(self, version: Version | None = None) -> Held:
+    def rollback(self, version: Version | None = None) -> HeldVersion:
         """Go back, and stay there until :meth:`release`.
 
         Applies that are still remembered are taken back without the store; anything older is
@@ -229,7 +229,7 @@ class Subscriber:
             done, _ = self._take_back(version)
         return done or self._roll_back(version)
 
-    def _roll_back(self, version: Version | None) -> Held:
+    def _roll_back(self, version: Version | None) -> HeldVersion:
         """Go back by way of the store: others may pause meanwhile, and nobody updates."""
         with self._updating:
             while True:
@@ -244,7 +244,7 @@ class Subscriber:
                         self.swap(staged)
                         self._undo.clear()
 
-    def _take_back(self, version: Version | None) -> tuple[Held | None, Version]:
+    def _take_back(self, version: Version | None) -> tuple[HeldVersion | None, Version]:
         """Go back without the store and pin, if what is remembered leads there; and where to."""
         held = self.held
         goal = self._undo.newest if version is None else version
@@ -332,7 +332,7 @@ class Subscriber:
     ) -> None:
         self.close()
 
-    def _stage(self, committed: Committed, held: Held | None, generation: int) -> Staged:
+    def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage the way to a committed version from what was held at a generation."""
         start = time.perf_counter()
         with Pool(1) as pool:  # one look beside the fetch costs no round trip more
@@ -373,7 +373,7 @@ class Subscriber:
         except BrokenChainError:  # a gap ahead is met when it is reached
             return version
 
-    def _write(self, prepared: Prepared, to: Held) -> float:
+    def _write(self, prepared: Prepared, to: HeldVersion) -> float:
         self._generation += 1
         try:
             seconds = self.target.swap(prepared, to)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from deltachain.subscribe.targets.base import Held, Prepared
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.types import Version
 
 
@@ -13,7 +13,7 @@ from deltachain.types import Version
 class Undo:
     """How to take back one apply: what was held before, and what leads there."""
 
-    held: Held
+    held: HeldVersion
     prepared: Prepared
 
 
@@ -29,7 +29,7 @@ class UndoLog:
         self._log: deque[Undo] = deque(maxlen=applies)
         self._nbytes = nbytes
 
-    def push(self, held: Held, prepared: Prepared) -> None:
+    def push(self, held: HeldVersion, prepared: Prepared) -> None:
         """Keep an apply that replaced ``held``; the oldest make room for it."""
         self._log.append(Undo(held, prepared.undo()))
         while self._log and sum(undo.prepared.nbytes for undo in self._log) > self._nbytes:

@@ -18,11 +18,11 @@ from deltachain.errors import (
     ForkedChainError,
     StoreWentBackError,
 )
-from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.types import Version
 
 
-def judge(held: Held, found: Standing, url: str) -> DeltaChainError | None:
+def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | None:
     """What is wrong with a store, by what was found where a held version was committed.
 
     Args:
@@ -52,7 +52,7 @@ def judge(held: Held, found: Standing, url: str) -> DeltaChainError | None:
     return None
 
 
-def _gone(held: Held, newest: Version | None, url: str) -> DeltaChainError:
+def _gone(held: HeldVersion, newest: Version | None, url: str) -> DeltaChainError:
     if newest is not None and newest > held.version:
         return _missing(held.version, newest)
     there = "none is there" if newest is None else f"the newest there is {newest}"
@@ -84,11 +84,11 @@ class Watch:
         self._proven = ""
         self._suspected = ""
 
-    def proved(self, held: Held) -> None:
+    def proved(self, held: HeldVersion) -> None:
         """A version that is held was just seen to be the chain's."""
         self.doubt, self._proven, self._suspected = None, held.manifest, ""
 
-    def is_open(self, held: Held) -> bool:
+    def is_open(self, held: HeldVersion) -> bool:
         """Whether a version was not looked at yet, or not found where it should be."""
         return self._proven != held.manifest or bool(self._suspected)
 
@@ -97,7 +97,7 @@ class Watch:
         if isinstance(exc, ChainError):
             self.doubt = exc
 
-    def look(self, chain: Chain, held: Held) -> bool:
+    def look(self, chain: Chain, held: HeldVersion) -> bool:
         """Look at a held version again.
 
         Returns:
@@ -115,7 +115,7 @@ class Watch:
             raise finding
         return False
 
-    def note(self, finding: DeltaChainError, held: Held) -> bool:
+    def note(self, finding: DeltaChainError, held: HeldVersion) -> bool:
         """Keep what a look found; whether it counts."""
         suspected = f"{type(finding).__name__} {getattr(finding, 'version', '')}"
         counts = isinstance(finding, ForkedChainError) or self._suspected == suspected

@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
 from deltachain.replica.layout.recorder import live_tensors
-from deltachain.testing.sharding import HIDDEN, VOCAB, Full, Shape, Share, expected, put, read
+from deltachain.testing.sharding import (
+    HIDDEN,
+    VOCAB,
+    Full,
+    RankModel,
+    Sharding,
+    expected,
+    put,
+    read,
+)
 
 FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 """Layers that several checkpoint tensors are loaded into."""
@@ -38,8 +47,8 @@ class FakeModel:
         replaces: Whether reloading makes new parameters instead of writing into the old ones.
     """
 
-    def __init__(self, shape: Shape, rank: int, checkpoint: Path, device: str = "cpu") -> None:
-        self.share = Share(shape, rank)
+    def __init__(self, shape: Sharding, rank: int, checkpoint: Path, device: str = "cpu") -> None:
+        self.share = RankModel(shape, rank)
         self.checkpoint = checkpoint
         self.root = nn.Module()
         self.failing: Callable[[str], None] = lambda _: None

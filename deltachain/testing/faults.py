@@ -23,7 +23,6 @@ from unittest import mock
 from deltachain.errors import AlreadyExistsError, StorePermissionError, StoreUnavailableError
 from deltachain.store.base import (
     MAX_DOCUMENT,
-    Buffer,
     Capabilities,
     ObjectInfo,
     Store,
@@ -31,6 +30,7 @@ from deltachain.store.base import (
     find_each,
     not_found,
 )
+from deltachain.types import Buffer
 
 Action: TypeAlias = Literal[
     "kill",

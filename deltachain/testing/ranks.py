@@ -11,11 +11,11 @@ from typing import Any
 from unittest import mock
 
 from deltachain.errors import ApplyError, DeltaChainError
-from deltachain.replica.rpc import RankVerbs, Verdict
+from deltachain.replica.rpc import RankReply, RankVerbs
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.patch import LiveBits, Patch, write
 from deltachain.testing.engine import FakeModel, bytes_of
-from deltachain.testing.sharding import Full, Shape
+from deltachain.testing.sharding import Full, Sharding
 
 
 @dataclass
@@ -59,7 +59,7 @@ class FakeEngine:
         events: What it was asked to do to its scheduler and its weights, oldest first.
     """
 
-    def __init__(self, shape: Shape, checkpoint: Path, spool: Path, url: str = "") -> None:
+    def __init__(self, shape: Sharding, checkpoint: Path, spool: Path, url: str = "") -> None:
         self.models = [FakeModel(shape, rank, checkpoint) for rank in range(shape.ranks)]
         self.verbs = [
             RankVerbs(lambda model=model: model, number, spool, url)  # type: ignore[misc]
@@ -68,7 +68,7 @@ class FakeEngine:
         self.faults = Faults()
         self.events: list[str] = []
         self.paused = False
-        self._before: list[Verdict] = []
+        self._before: list[RankReply] = []
 
     def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
         """Ask every rank, by way of JSON."""
@@ -88,10 +88,10 @@ class FakeEngine:
         before, self._before = self._before, answers
         if verb in self.faults.stale:
             answers = [*answers[:-1], before[-1]]
-        found: list[Verdict] = json.loads(json.dumps(answers))
+        found: list[RankReply] = json.loads(json.dumps(answers))
         return found
 
-    def _ask(self, rank: int, verb: str, arguments: dict[str, Any]) -> Verdict:
+    def _ask(self, rank: int, verb: str, arguments: dict[str, Any]) -> RankReply:
         refusal = self.faults.refuses.get((rank, verb))
         if refusal is not None:
             kind = type(refusal).__name__

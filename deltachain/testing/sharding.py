@@ -54,7 +54,7 @@ Full: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Sharding:
     """How a model is spread over ranks, and what is awkward about it.
 
     Attributes:
@@ -78,7 +78,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankModel:
     """What one rank has of a model.
 
     Attributes:
@@ -86,7 +86,7 @@ class Share:
         rank: Its number.
     """
 
-    shape: Shape
+    shape: Sharding
     rank: int
 
     @property
@@ -130,7 +130,7 @@ class Share:
         return range(self.part * EXPERTS // tp, (self.part + 1) * EXPERTS // tp)
 
 
-def shapes_of_layer(shape: Shape) -> dict[str, tuple[int, ...]]:
+def shapes_of_layer(shape: Sharding) -> dict[str, tuple[int, ...]]:
     """Shapes of the checkpoint tensors of a layer."""
     return {
         "q": (HIDDEN, HIDDEN),
@@ -146,7 +146,7 @@ def shapes_of_layer(shape: Shape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def trained(shape: Shape, seed: int = 0) -> nn.Module:
+def trained(shape: Sharding, seed: int = 0) -> nn.Module:
     """What a trainer has: the whole model, by the names of its checkpoint, the output tied."""
     root = nn.Module()
     shapes: dict[str, tuple[int, ...]] = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
@@ -199,7 +199,7 @@ def read(folder: Path) -> dict[str, Tensor]:
     }
 
 
-def expected(share: Share, full: Full) -> dict[str, Tensor]:
+def expected(share: RankModel, full: Full) -> dict[str, Tensor]:
     """What every parameter of a rank holds once it has loaded a checkpoint."""
     embed = torch.zeros(PADDED, HIDDEN, dtype=torch.bfloat16)
     embed[:VOCAB] = full["embed.weight"]
@@ -218,7 +218,7 @@ def expected(share: Share, full: Full) -> dict[str, Tensor]:
     return found
 
 
-def _sharded(share: Share, own: Full) -> dict[str, Tensor]:
+def _sharded(share: RankModel, own: Full) -> dict[str, Tensor]:
     tp, part = share.shape.tp, share.part
     q = own["q"].chunk(tp)[part]
     return {
@@ -231,11 +231,11 @@ def _sharded(share: Share, own: Full) -> dict[str, Tensor]:
     }
 
 
-def _odd(share: Share, own: Full) -> dict[str, Tensor]:
+def _odd(share: RankModel, own: Full) -> dict[str, Tensor]:
     return {name: _made(name, share, own[name]).clone() for name in share.shape.odd}
 
 
-def _made(name: str, share: Share, w: Tensor) -> Tensor:
+def _made(name: str, share: RankModel, w: Tensor) -> Tensor:
     if name == "conv":
         return w.t().contiguous()
     if name == "cast":

@@ -27,8 +27,9 @@ from deltachain.errors import (
     MalformedError,
     ObjectNotFoundError,
 )
-from deltachain.store.base import MAX_KEY_LENGTH, MAX_SEGMENT_LENGTH, Buffer, Store
+from deltachain.store.base import MAX_KEY_LENGTH, MAX_SEGMENT_LENGTH, Store
 from deltachain.testing.races import RaceContract, Reopen
+from deltachain.types import Buffer
 
 BAD_KEYS = (
     "",

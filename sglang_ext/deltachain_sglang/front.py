@@ -67,9 +67,9 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
 
 
 def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> Led:
-    from deltachain_sglang.server import ServerEngine  # noqa: PLC0415
+    from deltachain_sglang.server import SglangEngine  # noqa: PLC0415
 
-    engine = ServerEngine(compat.manager(), loop, settings)
+    engine = SglangEngine(compat.manager(), loop, settings)
     return Led(engine, loading.checkpoint())
 
 

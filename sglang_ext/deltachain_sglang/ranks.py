@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from deltachain.replica.layout.running import remember
-from deltachain.replica.rpc import Verdict, settle, verbs_of
+from deltachain.replica.rpc import RankReply, settle, verbs_of
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
 
-BUSY: Final[Verdict] = {"ok": False, "busy": True}
+BUSY: Final[RankReply] = {"ok": False, "busy": True}
 """Requests are running whose cache can not be flushed: nothing was done."""
 
 
-ASLEEP: Final[Verdict] = {"ok": False, "asleep": True}
+ASLEEP: Final[RankReply] = {"ok": False, "asleep": True}
 """The weights were released: nothing was read or written."""
 
 
@@ -73,7 +73,7 @@ def on_name(
     return found
 
 
-def _answers(asked: str, manager: Any) -> Sequence[Verdict]:  # noqa: ANN401
+def _answers(asked: str, manager: Any) -> Sequence[RankReply]:  # noqa: ANN401
     """The verdicts of all ranks. Never raises: that would end the server.
 
     All ranks take the same way through this, or one would wait for another for ever.

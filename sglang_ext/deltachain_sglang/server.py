@@ -18,7 +18,7 @@ BUSY_S: Final = 5.0
 BUSY_LOOK_S: Final = 0.005
 
 
-class ServerEngine:
+class SglangEngine:
     """See :class:`deltachain.replica.engine.Engine`; called from any thread but the loop's.
 
     Args:

@@ -20,7 +20,7 @@ from deltachain.replica.layout.members import Members, tensors_in
 from deltachain.replica.layout.probe import layers_of
 from deltachain_sglang import loading
 
-Tensors: TypeAlias = Iterable[tuple[str, Tensor]]
+NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 Modules: TypeAlias = Mapping[str, nn.Module]
 
 
@@ -70,7 +70,7 @@ class Shadow:
             for name, layers in owners.items()
         }
 
-    def repack(self, layers: frozenset[str], tensors: Tensors) -> None:
+    def repack(self, layers: frozenset[str], tensors: NamedTensors) -> None:
         """Load layers from nothing, pack them, and copy what comes of it into the live model.
 
         Args:
@@ -104,7 +104,7 @@ class Shadow:
             name = name.rpartition(".")[0]
         return name
 
-    def _load(self, tensors: Tensors) -> None:
+    def _load(self, tensors: NamedTensors) -> None:
         with loading.in_dtype(self._dtype):
             loading.load(self._raw, tensors, self._device)
 

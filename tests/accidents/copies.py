@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from deltachain.store import Buffer, ObjectInfo, Store
+from deltachain.store import ObjectInfo, Store
 from deltachain.store.base import MAX_DOCUMENT, Capabilities
-from deltachain.types import Version
+from deltachain.types import Buffer, Version
 
 Objects = dict[str, bytes]
 

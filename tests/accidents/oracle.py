@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.testing.models import State, same
 from deltachain.types import Version
 
@@ -69,7 +69,7 @@ class View:
     """
 
     who: str
-    held: Held | None
+    held: HeldVersion | None
     bits: State | None
     says: str
     lag: Version | None = None

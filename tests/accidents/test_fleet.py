@@ -20,7 +20,7 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig
 from deltachain.testing.models import train_
-from deltachain.testing.sharding import Shape, full_of
+from deltachain.testing.sharding import Sharding, full_of
 from tests.accidents.copies import Objects
 from tests.unit.control.replicas import app_of, served
 from tests.unit.subscribe.replicas import Followed
@@ -37,7 +37,7 @@ class Restored:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.here = Followed(Shape(tp=2), folder)
+        self.here = Followed(Sharding(tp=2), folder)
         self.here.publish(1, 2)
         self.model: nn.Module = copy.deepcopy(self.here.model)
         self.copy = self._objects()

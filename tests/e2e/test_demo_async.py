@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from deltachain.demo.display import Display
-from deltachain.demo.online.engine import Kind
+from deltachain.demo.online.engine import EngineKind
 from deltachain.demo.online.report import OnlineReport
-from deltachain.demo.online.run import Plan, Running, run_online
+from deltachain.demo.online.run import Running, RunOptions, run_online
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ AWAY_S = 5.0
 
 def run(
     folder: Path,
-    kind: Kind = "vllm",
+    kind: EngineKind = "vllm",
     *,
     seed: int = 0,
     steps: int = STEPS,
@@ -34,7 +34,7 @@ def run(
     python = ROOT / f".venv-{kind}" / "bin" / "python"
     assert python.exists(), f"make venv-{kind}"
     shown = StringIO()
-    plan = Plan(
+    plan = RunOptions(
         root=folder,
         kind=kind,
         python=python,

@@ -22,11 +22,11 @@ from deltachain.control.client.replica import ReplicaClient
 from deltachain.demo.display import Display
 from deltachain.demo.judge import compare, manifests_in, verify
 from deltachain.demo.online.diary import unknown_in
-from deltachain.demo.online.engine import Kind
+from deltachain.demo.online.engine import EngineKind
 from deltachain.demo.online.game import transcripts
 from deltachain.demo.online.processes import Service, until
 from deltachain.demo.online.run import answers
-from deltachain.demo.online.trainer import Orders, bits_of, diary_of
+from deltachain.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
@@ -75,7 +75,7 @@ def game(folder: Path) -> Iterator[Service]:
 
 
 @contextmanager
-def rollouts(kind: Kind, folder: Path, hub: HubServer, url: str) -> Iterator[Service]:
+def rollouts(kind: EngineKind, folder: Path, hub: HubServer, url: str) -> Iterator[Service]:
     """The Space with the engine, by its entrypoint."""
     python = ROOT / f".venv-{kind}" / "bin" / "python"
     assert python.exists(), f"make venv-{kind}"
@@ -105,7 +105,7 @@ def user_of(service: Service) -> int:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_a_run_whose_rollouts_are_a_space_that_is_restarted_in_its_middle(
-    hub: HubServer, bucket: str, tmp_path: Path, kind: Kind
+    hub: HubServer, bucket: str, tmp_path: Path, kind: EngineKind
 ) -> None:
     hub.configure(calls=1_000_000)
     url, logs, folder = f"hf://buckets/{bucket}/run-1", tmp_path / "logs", tmp_path / "trainer"
@@ -117,7 +117,7 @@ def test_a_run_whose_rollouts_are_a_space_that_is_restarted_in_its_middle(
         text=transcripts,
     )
     folder.mkdir()
-    orders = Orders(
+    orders = TrainerOptions(
         checkpoint=str(tmp_path / "base"),
         url=url,
         engine=f"http://{ROLLOUTS}:{PORT}",

@@ -26,7 +26,7 @@ from deltachain.replica.spool import Spool
 from deltachain.subscribe.proof import Effect
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.models import train_
-from deltachain.testing.sharding import Shape, full_of, save, trained
+from deltachain.testing.sharding import Sharding, full_of, save, trained
 from deltachain.types import StateDigest
 
 BUDGET = 1 << 30
@@ -71,7 +71,7 @@ class Bench:
     where: str
     kind: str
     folder: Path
-    shape: Shape = field(default_factory=Shape)
+    shape: Sharding = field(default_factory=Sharding)
 
     def __post_init__(self) -> None:
         model = trained(self.shape)

@@ -26,8 +26,8 @@ from torch import Tensor
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import HELD_FILE, WEIGHTS_FILE
 from deltachain.store import MemoryStore
-from deltachain.subscribe import FolderTarget, Held, Subscriber
-from deltachain.subscribe.targets.chain_folder import write_assets
+from deltachain.subscribe import FolderTarget, HeldVersion, Subscriber
+from deltachain.subscribe.targets.folder_owner import write_assets
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import TensorSpec
@@ -183,7 +183,7 @@ def names(folder: Path) -> list[str]:
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
 
 
-def version_of(held: Held | None) -> int | None:
+def version_of(held: HeldVersion | None) -> int | None:
     return None if held is None else held.version
 
 

@@ -27,7 +27,7 @@ from deltachain.replica.layout.finding import Finding
 from deltachain.replica.layout.holders import Holders
 from deltachain.replica.layout.members import Members
 from deltachain.replica.layout.rest import Rest
-from deltachain.replica.layout.state import State
+from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.trial import Trial, _Seen
 from deltachain.replica.layout.ways import Group, Way
 from tests.property.check import KINDS
@@ -78,7 +78,7 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
 
 def _opaque(patch: pytest.MonkeyPatch) -> None:
     """What nobody can look into is not known to be so."""
-    patch.setattr(State, "opaque", frozenset())
+    patch.setattr(ModelState, "opaque", frozenset())
 
 
 def _where(patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ TIED: Final = Recipe(units=(Unit(), Unit(tie=0, process="first")))
 
 FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "its own change is followed": (_own_change, loaders(945)),
-    "the change back is followed": (partial(_off, State, "expect_same"), loaders(6)),
+    "the change back is followed": (partial(_off, ModelState, "expect_same"), loaders(6)),
     "members are put back": (partial(_off, Members, "put_back"), loaders(0)),
     "what is derived is found": (partial(_off, attach, "find_derived"), modules(76)),
 }

@@ -12,8 +12,8 @@ from deltachain.errors import AlreadyExistsError
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, Manifest, Table
 from deltachain.store import MemoryStore, ObjectInfo
-from deltachain.store.base import Buffer, Capabilities
-from deltachain.types import StateDigest
+from deltachain.store.base import Capabilities
+from deltachain.types import Buffer, StateDigest
 
 TABLE = Table(tensors=(("a", "BF16", (4, 4)), ("b", "F32", (3,))), aliases={"c": "a"})
 ANCHOR = Edge(kind="anchor", encodings=("dense",))

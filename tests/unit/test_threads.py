@@ -18,7 +18,7 @@ from deltachain.store.s3 import upload as s3_upload
 from deltachain.subscribe import Subscriber
 from deltachain.testing.models import TinyModel, bits_of, replica_of, same, train_
 from deltachain.testing.seaweed import Seaweed
-from deltachain.testing.sharding import Shape
+from deltachain.testing.sharding import Sharding
 from deltachain.threads import Pool
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.subscribe.replicas import Followed
@@ -113,7 +113,7 @@ def test_s3_reads_and_writes_without_threads(
 
 
 def test_a_rank_stages_without_threads(tmp_path: Path) -> None:
-    here = Followed(Shape(tp=2), tmp_path)
+    here = Followed(Sharding(tp=2), tmp_path)
     try:
         here.publish(1)
         with threads_used_up():

@@ -59,7 +59,7 @@ def _engine(
     check_layout(client, args)
     check_version()
     from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
-    from deltachain_vllm.server import ServerEngine  # noqa: PLC0415
+    from deltachain_vllm.server import VllmEngine  # noqa: PLC0415
 
-    engine = ServerEngine(client, loop, settings)
+    engine = VllmEngine(client, loop, settings)
     return Led(engine, checkpoint_of(client.vllm_config))

@@ -16,7 +16,7 @@ from deltachain_vllm.compat import check_version, mode_in_doubt, pause, pause_mo
 from deltachain_vllm.extension import EXTENSION, knows_us
 
 
-class ServerEngine:
+class VllmEngine:
     """See :class:`deltachain.replica.engine.Engine`; called from any thread but the loop's.
 
     Args:

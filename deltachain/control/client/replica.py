@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from deltachain.control.client.http import Http, bearer, read, secret
-from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, Refused
+from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 from deltachain.errors import ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
 from deltachain.types import Version
@@ -141,7 +141,7 @@ class ReplicaClient:
                 f"{self.url} has no routes of deltachain",
                 hint="start the engine as vllm_ext/README.md or sglang_ext/README.md says",
             )
-        refused, detail = read(answer, Refused), read(answer, Detail)
+        refused, detail = read(answer, RefusedReply), read(answer, Detail)
         if refused:
             error = refused.error
             message = f"{self.url}: {error.type}: {error.message}"

@@ -38,7 +38,7 @@ AT_ONCE: Final = 4
 LOOK_S: Final = 0.5
 """Seconds between two looks whether somebody still waits for an answer."""
 
-Kind: TypeAlias = Literal["update", "rollback", "quick"]
+RequestKind: TypeAlias = Literal["update", "rollback", "quick"]
 
 _SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")
 """For documents: the token is compared in :meth:`Control.authorise`."""
@@ -73,7 +73,7 @@ class Control:
         self.is_guarded = is_guarded
         self._token = token.strip().encode()
         self._is_open = is_open
-        self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(Kind)}
+        self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(RequestKind)}
 
     def authorise(self, request: Request) -> None:
         """Refuse who does not know the token.
@@ -96,7 +96,7 @@ class Control:
                 raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
 
     async def run(
-        self, action: Callable[[Leader], _T], request: Request | None, kind: Kind = "quick"
+        self, action: Callable[[Leader], _T], request: Request | None, kind: RequestKind = "quick"
     ) -> _T:
         """Do something that may take its time, beside the server's event loop.
 

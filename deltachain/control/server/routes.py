@@ -14,14 +14,21 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from deltachain.control.schemas import (
     Detail,
+    Problem,
     Ready,
-    Refused,
-    Trouble,
+    RefusedReply,
     VersionRequest,
     answers,
     schema_of,
 )
-from deltachain.control.server.auth import Allowed, Asked, Control, Kind, NothingAsked, control_of
+from deltachain.control.server.auth import (
+    Allowed,
+    Asked,
+    Control,
+    NothingAsked,
+    RequestKind,
+    control_of,
+)
 from deltachain.errors import (
     ApplyError,
     ChainError,
@@ -143,7 +150,10 @@ async def scrub(control: Allowed, _: NothingAsked, request: Request) -> Response
 
 
 async def _do(
-    control: Control, request: Request, action: Callable[[Leader], object], kind: Kind = "quick"
+    control: Control,
+    request: Request,
+    action: Callable[[Leader], object],
+    kind: RequestKind = "quick",
 ) -> Response:
     def act(leader: Leader) -> ReplicaStatus:
         action(leader)
@@ -154,8 +164,8 @@ async def _do(
     try:
         found = await control.run(act, request, kind)
     except DeltaChainError as exc:
-        error = Trouble(type(exc).__name__, str(exc.args[0]), exc.hint, exc.retryable)
-        return _json(Refused(error), _status_of(exc))
+        error = Problem(type(exc).__name__, str(exc.args[0]), exc.hint, exc.retryable)
+        return _json(RefusedReply(error), _status_of(exc))
     return _json(found)
 
 

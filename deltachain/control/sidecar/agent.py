@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
-from deltachain.subscribe.targets.chain_folder import OwnFolder, write_assets
+from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
 from deltachain.types import Version
 
 

@@ -70,7 +70,7 @@ class Named(msgspec.Struct, frozen=True):
     weight_version: str | None = None
 
 
-class Loaded(msgspec.Struct, frozen=True):
+class ReloadReply(msgspec.Struct, frozen=True):
     """Whether SGLang loaded what it was told to."""
 
     success: bool
@@ -112,7 +112,7 @@ class SglangLoader:
         """See :class:`Loader`."""
         self._client.tell("/pause_generation", {"mode": "retract"})
         loading = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        done = self._client.ask("POST", "/update_weights_from_disk", Loaded, loading)
+        done = self._client.ask("POST", "/update_weights_from_disk", ReloadReply, loading)
         if not done.success:
             raise ControlPlaneError(f"SGLang did not load {folder}: {done.message}")
         self._client.tell("/continue_generation", {})

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 import httpx
 
-Kind: TypeAlias = Literal["vllm", "sglang"]
+EngineKind: TypeAlias = Literal["vllm", "sglang"]
 
 HOST: Final = "127.0.0.1"
 MODEL: Final = "policy"
@@ -36,7 +36,7 @@ class UnlabelledError(RuntimeError):
     """A server gave tokens whose version nobody knows."""
 
 
-def command(kind: Kind, python: Path, checkpoint: Path, port: int) -> list[str]:
+def command(kind: EngineKind, python: Path, checkpoint: Path, port: int) -> list[str]:
     """What starts a stock server, small enough to leave room beside it.
 
     Args:
@@ -62,7 +62,7 @@ def command(kind: Kind, python: Path, checkpoint: Path, port: int) -> list[str]:
     ]
 
 
-def variables(kind: Kind) -> dict[str, str]:
+def variables(kind: EngineKind) -> dict[str, str]:
     """Of a server's environment: one core, and nobody called home."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if kind == "vllm":
@@ -77,7 +77,7 @@ def variables(kind: Kind) -> dict[str, str]:
 
 async def sample(
     client: httpx.AsyncClient,
-    kind: Kind,
+    kind: EngineKind,
     prompt: Sequence[int],
     *,
     length: int,

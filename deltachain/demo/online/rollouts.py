@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from deltachain.demo.online.engine import Kind, Sampled, UnlabelledError, sample
+from deltachain.demo.online.engine import EngineKind, Sampled, UnlabelledError, sample
 
 GUESS_TOKENS: Final = 6
 AGAIN_S: Final = 0.5
@@ -75,7 +75,7 @@ class Played:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class GameTable:
     """Where and how games are played.
 
     Attributes:
@@ -90,7 +90,7 @@ class Table:
     """
 
     engine: str
-    kind: Kind
+    kind: EngineKind
     environment: str
     group: int
     at_once: int
@@ -112,7 +112,7 @@ class GameWorker:
         metrics_queue: Nothing is measured here that samples do not say.
     """
 
-    def __init__(self, table: Table, tokenizer: Tokenizer, held: Callable[[], int]) -> None:
+    def __init__(self, table: GameTable, tokenizer: Tokenizer, held: Callable[[], int]) -> None:
         self.rollout_buffer: queue.Queue[Any] | MPQueue[Any] = queue.Queue()
         self.metrics_queue: queue.Queue[Any] | MPQueue[Any] = queue.Queue()
         self._table, self._tokenizer, self._held = table, tokenizer, held

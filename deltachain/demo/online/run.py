@@ -21,11 +21,11 @@ from deltachain.control.client.replica import ReplicaClient
 from deltachain.demo.display import Display
 from deltachain.demo.judge import compare, manifests_in, sent, verify
 from deltachain.demo.online.diary import rewards_of, staleness_of, unknown_in
-from deltachain.demo.online.engine import HOST, Kind, command, variables
+from deltachain.demo.online.engine import HOST, EngineKind, command, variables
 from deltachain.demo.online.game import environment_folder, transcripts
 from deltachain.demo.online.processes import Service, free_port, until
 from deltachain.demo.online.report import OnlineReport
-from deltachain.demo.online.trainer import Orders, bits_of, diary_of
+from deltachain.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
 from deltachain.demo.replica import DemoError
 from deltachain.errors import ControlPlaneError
@@ -42,7 +42,7 @@ LOOK_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class RunOptions:
     """What is run.
 
     Attributes:
@@ -56,7 +56,7 @@ class Plan:
     """
 
     root: Path
-    kind: Kind
+    kind: EngineKind
     python: Path
     steps: int
     seed: int
@@ -74,7 +74,7 @@ class Running:
     trainer: Service
 
 
-def run_online(plan: Plan) -> OnlineReport:
+def run_online(plan: RunOptions) -> OnlineReport:
     """Pretrain, train, and judge.
 
     Raises:
@@ -101,7 +101,7 @@ def run_online(plan: Plan) -> OnlineReport:
 class _Run:
     """The four parties of one run, and what was heard of them."""
 
-    def __init__(self, plan: Plan, store: Seaweed) -> None:
+    def __init__(self, plan: RunOptions, store: Seaweed) -> None:
         self.plan, self.store = plan, store
         self.url, self.token = store.url("policy"), secrets.token_urlsafe(16)
         self.base, self.folder = plan.root / "base", plan.root / "trainer"
@@ -146,7 +146,7 @@ class _Run:
 
     def _service(self) -> Service:
         file = self.folder / "orders.json"
-        Orders(
+        TrainerOptions(
             checkpoint=str(self.base),
             url=self.url,
             engine=self.engine,
@@ -205,7 +205,7 @@ class _Run:
             thread.join()
 
 
-def _judge(plan: Plan, running: Running, run: _Run, start: float) -> OnlineReport:
+def _judge(plan: RunOptions, running: Running, run: _Run, start: float) -> OnlineReport:
     manifests = manifests_in(open_store(run.url, run.store.options))
     head, bytes_of, diary = manifests[-1], sent(manifests), diary_of(run.folder)
     dense = sum(spec.nbytes for spec in Checkpoint(run.base).specs.values())

@@ -27,8 +27,8 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
 from deltachain.control.transfer import DeltaChainWeightTransfer
 from deltachain.demo.online.cpu import run_on_cpu
-from deltachain.demo.online.engine import Kind
-from deltachain.demo.online.rollouts import GameWorker, Table
+from deltachain.demo.online.engine import EngineKind
+from deltachain.demo.online.rollouts import GameTable, GameWorker
 from deltachain.demo.oracle import dump_bits
 from deltachain.demo.quiet import quiet_libraries, spare_one_core
 
@@ -44,7 +44,7 @@ TRAINER_STATE: Final = "trainer_state.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Orders:
+class TrainerOptions:
     """What a trainer is told.
 
     Attributes:
@@ -62,7 +62,7 @@ class Orders:
     checkpoint: str
     url: str
     engine: str
-    kind: Kind
+    kind: EngineKind
     environment: str
     folder: str
     steps: int
@@ -74,7 +74,7 @@ class Orders:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, file: Path) -> Orders:
+    def read(cls, file: Path) -> TrainerOptions:
         """Take them."""
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
@@ -98,7 +98,7 @@ def last_checkpoint(folder: Path) -> str | None:
     return None
 
 
-def train(orders: Orders) -> None:
+def train(orders: TrainerOptions) -> None:
     """Train to the end, from the last checkpoint if there is one."""
     run_on_cpu()
     folder = Path(orders.folder)
@@ -110,7 +110,7 @@ def train(orders: Orders) -> None:
         deadline=30.0,
         on_error="warn",
     )
-    table = Table(
+    table = GameTable(
         engine=orders.engine,
         kind=orders.kind,
         environment=orders.environment,
@@ -150,7 +150,7 @@ def _unused(completions: list[str], **_: object) -> list[float]:
     return [0.0] * len(completions)
 
 
-def _arguments(orders: Orders) -> AsyncGRPOConfig:
+def _arguments(orders: TrainerOptions) -> AsyncGRPOConfig:
     return AsyncGRPOConfig(
         output_dir=orders.folder,
         max_steps=orders.steps,
@@ -206,4 +206,4 @@ class _Diary(TrainerCallback):
 
 
 if __name__ == "__main__":
-    train(Orders.read(Path(sys.argv[1])))
+    train(TrainerOptions.read(Path(sys.argv[1])))

@@ -30,7 +30,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Of live tensors, by name."""
 
 
-class Target(NamedTuple):
+class Destination(NamedTuple):
     """Elements of a live tensor that go to one tensor of the checkpoint; see ``route.Slot``."""
 
     name: str
@@ -49,7 +49,7 @@ class Conversion:
         table: Where neighbours part.
     """
 
-    targets: tuple[Target, ...]
+    targets: tuple[Destination, ...]
     table: Indices | None = None
 
 
@@ -179,7 +179,7 @@ def _conversion(
     number: int, numel: int, shapes: Sequence[tuple[int, ...]], codes: Sequence[Indices]
 ) -> Conversion:
     """Where the elements with one number above the bit are found."""
-    targets: list[Target] = []
+    targets: list[Destination] = []
     table = np.empty(numel, np.int64)
     straight = True
     for position, (shape, code) in enumerate(zip(shapes, codes, strict=True)):
@@ -189,7 +189,7 @@ def _conversion(
         live = code[places] & PLACE
         table[live] = places + (len(targets) << NUMBER_BIT)
         straight &= _consecutive(places) and _consecutive(live)
-        target = Target(str(position), shape, int(live[0]), int(places[0]), places.size)
+        target = Destination(str(position), shape, int(live[0]), int(places[0]), places.size)
         targets.append(target)
     if straight:
         return Conversion(tuple(sorted(targets, key=lambda target: target.start)))

@@ -92,7 +92,7 @@ class Box:
         return count + index  # of a tensor without dimensions
 
 
-class Slot(NamedTuple):
+class ElementRun(NamedTuple):
     """Consecutive elements of a live tensor that are consecutive in the checkpoint.
 
     Attributes:
@@ -122,7 +122,7 @@ class Piece(NamedTuple):
     indices: Indices
 
 
-class Window(NamedTuple):
+class AdjacentRuns(NamedTuple):
     """The same, for what lies side by side: indices of neighbours are a range."""
 
     spec: TensorSpec
@@ -142,13 +142,13 @@ class Route:
     """
 
     box: Box
-    slots: tuple[Slot, ...]
+    slots: tuple[ElementRun, ...]
     table: Indices | None = None
 
     @classmethod
     def straight(cls, spec: TensorSpec, box: Box | None = None) -> Route:
         """To the checkpoint's tensor of the same name and shape."""
-        return cls(box or Box.whole(spec.shape), (Slot(spec, 0, 0, spec.numel),))
+        return cls(box or Box.whole(spec.shape), (ElementRun(spec, 0, 0, spec.numel),))
 
     def all_of(self, spec: TensorSpec) -> slice | None:
         """Where the rank holds all of one tensor of the checkpoint, in its order; else nothing."""
@@ -190,13 +190,13 @@ class Route:
             if low < high:
                 yield slot.spec, order[low:high], codes[low:high] & PLACE
 
-    def windows(self, limit: int) -> Iterator[Window]:
+    def windows(self, limit: int) -> Iterator[AdjacentRuns]:
         """Everything that the rank holds, in pieces of at most ``limit`` elements."""
         if self.table is not None:
             at = self.box.flat(np.arange(self.box.numel))
             for spec, select, indices in self._look_up(self.table, at):
                 for low, high in pairwise(_cuts(indices, limit)):
-                    yield Window(spec, select[low:high], indices[low:high])
+                    yield AdjacentRuns(spec, select[low:high], indices[low:high])
             return
         limit = max(1, min(limit, RUNS * self.box.run))
         for slot in self.slots:
@@ -205,7 +205,7 @@ class Route:
             shift = slot.at - slot.start
             for start in range(low, high, limit):
                 stop = min(start + limit, high)
-                yield Window(slot.spec, slice(start, stop), self._places(start, stop, shift))
+                yield AdjacentRuns(slot.spec, slice(start, stop), self._places(start, stop, shift))
 
     def _places(self, start: int, stop: int, shift: int) -> Indices | range:
         if not self.box.is_rows:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ConfigError, FormatError
 from deltachain.format.documents import Table
-from deltachain.publish.model.conversion import Conversion, Target, conversions
-from deltachain.publish.model.layout import Route, Slot
+from deltachain.publish.model.conversion import Conversion, Destination, conversions
+from deltachain.publish.model.layout import ElementRun, Route
 from deltachain.publish.model.shard import held, local_of, refuse_foreign
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import TensorSpec
@@ -53,7 +53,7 @@ Live: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelTensors:
     """Every tensor that a checkpoint of the model holds, once.
 
     Attributes:
@@ -121,7 +121,7 @@ def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
 
 def walk(
     model: nn.Module | Live, *, dtype: str | None = None, checkpoint: Path | None = None
-) -> Source:
+) -> ModelTensors:
     """Collect what this process holds of a model: parameters and buffers, tied ones once.
 
     Args:
@@ -159,10 +159,10 @@ def walk(
         )
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
-    return Source(tuple(weights), specs, named, partial(named_tensors, model))
+    return ModelTensors(tuple(weights), specs, named, partial(named_tensors, model))
 
 
-def _walk_export(live: Live, dtype: str | None) -> Source:
+def _walk_export(live: Live, dtype: str | None) -> ModelTensors:
     """Collect what an export gives; its tensors are not kept."""
     weights: dict[str, Weight] = {}
     for name, tensor in live():
@@ -175,7 +175,7 @@ def _walk_export(live: Live, dtype: str | None) -> Source:
         gone = torch.empty_like(weight.tensor, device="meta")
         weights[name] = replace(weight, tensor=gone, frozen=False)
     found = tuple(weights[name] for name in sorted(weights))
-    return Source(found, specs_of(weight.route.slots[0].spec for weight in found), {}, live)
+    return ModelTensors(found, specs_of(weight.route.slots[0].spec for weight in found), {}, live)
 
 
 def _weight(
@@ -187,10 +187,11 @@ def _weight(
 ) -> Weight:
     local, box = held(name, tensor)
     _refuse(name, local)
-    goes = conversion or Conversion((Target(name, box.full, 0, 0, tensor.numel()),))
+    goes = conversion or Conversion((Destination(name, box.full, 0, 0, tensor.numel()),))
     wanted = _wire_dtype(goes.targets, local, dtype, wire)
     slots = tuple(
-        Slot(TensorSpec(t.name, wanted, t.shape), t.start, t.at, t.numel) for t in goes.targets
+        ElementRun(TensorSpec(t.name, wanted, t.shape), t.start, t.at, t.numel)
+        for t in goes.targets
     )
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     spec = TensorSpec(name, wanted, box.full)
@@ -279,7 +280,7 @@ def _checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
 
 
 def _wire_dtype(
-    targets: Sequence[Target], tensor: Tensor, dtype: str | None, wire: Mapping[str, str]
+    targets: Sequence[Destination], tensor: Tensor, dtype: str | None, wire: Mapping[str, str]
 ) -> str:
     """The dtype in which all that a live tensor becomes is published."""
     own, name = WIRE_NAMES[tensor.dtype], targets[0].name

@@ -19,7 +19,7 @@ class Here(msgspec.Struct, frozen=True):
     free: bool
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True):
     """Whether all ranks take a diff now, and the newest committed version."""
 
     go: bool
@@ -52,7 +52,7 @@ class Meeting:
         self._call, self._again = f"{step}.{self._seen[step]}", 0
         self._seen[step] += 1
 
-    def meet(self, *, free: bool, settle: Callable[[], Version]) -> Verdict:
+    def meet(self, *, free: bool, settle: Callable[[], Version]) -> Decision:
         """What all ranks do now.
 
         Args:
@@ -67,11 +67,11 @@ class Meeting:
         self.topic = f"{self._call}.{self._again}"
         self._again += 1
 
-        def conclude(all_here: list[Here]) -> Verdict:
+        def conclude(all_here: list[Here]) -> Decision:
             go = all(here.free for here in all_here)
-            return Verdict(go=True, head=settle()) if go else Verdict(go=False)
+            return Decision(go=True, head=settle()) if go else Decision(go=False)
 
-        kinds = (Here, Verdict)
+        kinds = (Here, Decision)
         topic = f"{self.topic}/meet"
         try:
             return together(self._ranks, topic, lambda: Here(free=free), conclude, kinds)

@@ -27,7 +27,7 @@ FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
 """What a rank's part may fail of, and tells the others: a full disk and a full GPU among it."""
 
 
-class Trouble(msgspec.Struct, frozen=True):
+class RankFailure(msgspec.Struct, frozen=True):
     """What went wrong on a rank."""
 
     kind: str
@@ -39,7 +39,7 @@ class Word(msgspec.Struct, frozen=True):
     """What a rank has to say, or why it has nothing."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
-    trouble: Trouble | None = None
+    trouble: RankFailure | None = None
 
 
 def all_say(ranks: Ranks, topic: str, mine: Callable[[], _T], kind: type[_T]) -> list[_T]:
@@ -113,9 +113,9 @@ def _attempt(action: Callable[[], object]) -> tuple[Word, Exception | None]:
     try:
         value = msgspec.json.encode(action())
     except DeltaChainError as exc:
-        return Word(trouble=Trouble(type(exc).__name__, str(exc.args[0]), exc.hint)), exc
+        return Word(trouble=RankFailure(type(exc).__name__, str(exc.args[0]), exc.hint)), exc
     except FAILURES as exc:
-        return Word(trouble=Trouble(type(exc).__name__, repr(exc)[:500])), exc
+        return Word(trouble=RankFailure(type(exc).__name__, repr(exc)[:500])), exc
     return Word(value=msgspec.Raw(value)), None
 
 

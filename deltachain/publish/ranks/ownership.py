@@ -9,12 +9,12 @@ from typing import TypeAlias
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box
 
-Holding: TypeAlias = Mapping[str, Box]
+HeldBoxes: TypeAlias = Mapping[str, Box]
 """What one rank holds, by the name of the live tensor."""
 
 
 def elect(
-    holdings: Sequence[Holding], *, of_the_first: Collection[str] = ()
+    holdings: Sequence[HeldBoxes], *, of_the_first: Collection[str] = ()
 ) -> list[frozenset[str]]:
     """Give every box to one of the ranks that hold it, so that all have about as much to do.
 

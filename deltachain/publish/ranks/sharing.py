@@ -10,7 +10,7 @@ import msgspec
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
 from deltachain.publish.model.layout import Box
-from deltachain.publish.model.source import Source, Weight, specs_of
+from deltachain.publish.model.source import ModelTensors, Weight, specs_of
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import all_say
 from deltachain.publish.ranks.ownership import check_cover, elect
@@ -18,7 +18,7 @@ from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
 
 
-class Held(msgspec.Struct, frozen=True):
+class HeldShard(msgspec.Struct, frozen=True):
     """What one rank holds of one live tensor, as the others are told.
 
     Attributes:
@@ -43,15 +43,15 @@ class Held(msgspec.Struct, frozen=True):
         return Box(self.full, self.offset, self.shape)
 
 
-class Holding(msgspec.Struct, frozen=True):
+class HeldShards(msgspec.Struct, frozen=True):
     """What one rank holds: live tensors, and the checkpoint's that they are part of."""
 
-    held: dict[str, Held]
+    held: dict[str, HeldShard]
     specs: tuple[tuple[str, str, tuple[int, ...]], ...]
     aliases: dict[str, str]
 
 
-def share(walk: Callable[[], Source], ranks: Ranks) -> Source:
+def share(walk: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
     """What this rank publishes.
 
     Args:
@@ -63,13 +63,13 @@ def share(walk: Callable[[], Source], ranks: Ranks) -> Source:
             copies of one piece differ.
         RankError: Some rank does not take part.
     """
-    walked: list[Source] = []
+    walked: list[ModelTensors] = []
 
-    def holding() -> Holding:
+    def holding() -> HeldShards:
         walked.append(walk())
         return _holding(walked[0], alone=ranks.count == 1)
 
-    holdings = all_say(ranks, "held", holding, Holding)
+    holdings = all_say(ranks, "held", holding, HeldShards)
     _check(holdings)
     buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
     boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]
@@ -80,20 +80,20 @@ def share(walk: Callable[[], Source], ranks: Ranks) -> Source:
     return replace(walked[0], weights=mine, specs=specs, aliases=aliases)
 
 
-def _holding(source: Source, *, alone: bool) -> Holding:
+def _holding(source: ModelTensors, *, alone: bool) -> HeldShards:
     weights = source.weights if alone else source.now()
     held = {weight.spec.name: _held(weight, alone=alone) for weight in weights}
     specs = tuple((spec.name, spec.dtype, spec.shape) for spec in source.specs)
-    return Holding(held, specs, dict(source.aliases))
+    return HeldShards(held, specs, dict(source.aliases))
 
 
-def _held(weight: Weight, *, alone: bool) -> Held:
+def _held(weight: Weight, *, alone: bool) -> HeldShard:
     box = weight.route.box
     bits = "" if alone else str(host.digest((0, 0), wire_bits(weight)))
-    return Held(box.full, box.offset, box.shape, weight.frozen, weight.is_buffer, bits)
+    return HeldShard(box.full, box.offset, box.shape, weight.frozen, weight.is_buffer, bits)
 
 
-def _check(holdings: Sequence[Holding]) -> None:
+def _check(holdings: Sequence[HeldShards]) -> None:
     """Together they hold one model."""
     if not any(holding.held for holding in holdings):
         raise ConfigError("there are no weights", hint="no rank has any part of a model")
@@ -101,7 +101,7 @@ def _check(holdings: Sequence[Holding]) -> None:
         ranks = [number for number, holding in enumerate(holdings) if name in holding.held]
         pieces = [holdings[number].held[name] for number in ranks]
         check_cover(name, [piece.box for piece in pieces])
-        first: dict[Box, tuple[int, Held]] = {}
+        first: dict[Box, tuple[int, HeldShard]] = {}
         for number, piece in zip(ranks, pieces, strict=True):
             other, same = first.setdefault(piece.box, (number, piece))
             if piece.box.numel and piece.bits != same.bits and not piece.is_buffer:

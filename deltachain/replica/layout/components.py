@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from deltachain.replica.windows import Place
+from deltachain.replica.windows import Placement
 
 
 def components(
@@ -37,9 +37,9 @@ def components(
     return list(groups.values())
 
 
-def distinct(places: Iterable[Place]) -> list[Place]:
+def distinct(places: Iterable[Placement]) -> list[Placement]:
     """Places without those that tied names have in common."""
-    found: dict[object, Place] = {}
+    found: dict[object, Placement] = {}
     for place in places:
         found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
     return list(found.values())

@@ -21,11 +21,11 @@ from deltachain.replica.layout.healing import heal
 from deltachain.replica.layout.in_place import expect_loaded, refuse_alike, try_in_place
 from deltachain.replica.layout.members import undisturbed
 from deltachain.replica.layout.recorder import record
-from deltachain.replica.layout.source import Source
-from deltachain.replica.layout.state import State
+from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
 from deltachain.replica.layout.ways import Group, Way
-from deltachain.replica.windows import Place
+from deltachain.replica.windows import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class Attached:
 
     classes: Mapping[str, TensorClass]
     reasons: Mapping[str, str]
-    places: Mapping[str, tuple[Place, ...]]
+    places: Mapping[str, tuple[Placement, ...]]
     groups: tuple[tuple[Way, Group], ...] = ()
-    readable: Mapping[str, tuple[Place, ...]] = field(default_factory=dict)
+    readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
 
     @property
     def layers(self) -> frozenset[str]:
@@ -68,7 +68,7 @@ class Attached:
 
 
 def attach(
-    model: EngineModel, source: Source, required: Mapping[str, TensorClass] | None = None
+    model: EngineModel, source: LoadedCheckpoint, required: Mapping[str, TensorClass] | None = None
 ) -> Attached:
     """Find a way for every tensor of a chain into a rank that holds the checkpoint it loaded.
 
@@ -84,7 +84,7 @@ def attach(
     """
     with undisturbed(model.modules().values(), model.tensors()) as bits:
         recording = record(model.load, source.loaded.values(), model.modules())
-        state = State(model, bits)
+        state = ModelState(model, bits)
         try:
             return _find(Finding(model, source, recording, state), required or {})
         finally:
@@ -105,14 +105,14 @@ def _find(finding: Finding, required: Mapping[str, TensorClass]) -> Attached:
     return _attached(finding)
 
 
-def attach_again(model: EngineModel, source: Source, before: Attached) -> Attached:
+def attach_again(model: EngineModel, source: LoadedCheckpoint, before: Attached) -> Attached:
     """Find places again in an engine that replaced its tensors, whatever they hold now.
 
     Raises:
         TensorMismatchError: It also changed how it lays them out.
     """
     recording = record(model.load, source.loaded.values(), model.modules())
-    found: dict[str, list[Place]] = {name: [] for name in source.specs}
+    found: dict[str, list[Placement]] = {name: [] for name in source.specs}
     for here, places in recording.places.items():
         found[source.owner[here]] += places
     after = replace(

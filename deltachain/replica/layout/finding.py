@@ -16,12 +16,12 @@ from deltachain.replica.layout.hiding import may_hide
 from deltachain.replica.layout.members import Members, restoring
 from deltachain.replica.layout.recorder import Recording
 from deltachain.replica.layout.rest import Rest, lies
-from deltachain.replica.layout.source import Source
-from deltachain.replica.layout.state import State
+from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.trial import Outcome, Trial
 from deltachain.replica.layout.update_path import ORDER, TensorClass
 from deltachain.replica.layout.ways import RELOADS, Group, Way, bring, modules_in
-from deltachain.replica.windows import Place
+from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import varied
 from deltachain.torch_names import WIRE_NAMES
 
@@ -46,10 +46,10 @@ class Finding:
     """
 
     def __init__(
-        self, model: EngineModel, source: Source, recording: Recording, state: State
+        self, model: EngineModel, source: LoadedCheckpoint, recording: Recording, state: ModelState
     ) -> None:
         self.model, self.source, self.state = model, source, state
-        self.places: dict[str, list[Place]] = {name: [] for name in source.specs}
+        self.places: dict[str, list[Placement]] = {name: [] for name in source.specs}
         self.reasons: dict[str, str] = {}
         self.broken: set[str] = set()
         self.shared: set[str] = set()
@@ -96,7 +96,7 @@ class Finding:
 
         A place that a tied name has as well is written once.
         """
-        sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
+        sharing: dict[int, list[tuple[str, Placement]]] = defaultdict(list)
         for name, spec in self.source.specs.items():
             self.places[name] = distinct(self.places[name])
             self.read.update([name] if self.places[name] else [])
@@ -116,7 +116,7 @@ class Finding:
             if layers and not found and self.source.specs[name].numel:
                 self.break_(name, f"{min(layers)} does not keep it as it was loaded")
 
-    def _refuse_shared(self, shared: list[tuple[str, Place]]) -> None:
+    def _refuse_shared(self, shared: list[tuple[str, Placement]]) -> None:
         """Two tensors at one place would overwrite one another."""
         if len(shared) == 1:
             return

@@ -6,14 +6,14 @@ import logging
 from functools import partial
 
 from deltachain.errors import EngineDamagedError
-from deltachain.replica.layout.source import Source
-from deltachain.replica.layout.state import State
+from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.ways import RELOADS, bring
 
 logger = logging.getLogger(__name__)
 
 
-def heal(state: State, source: Source) -> None:
+def heal(state: ModelState, source: LoadedCheckpoint) -> None:
     """Have the model compute again what it computed; its own loading may be what leads there.
 
     Args:

@@ -12,7 +12,7 @@ from deltachain.replica.layout.finding import Finding
 from deltachain.replica.layout.other_bits import mixed
 from deltachain.replica.layout.rest import lies, write
 from deltachain.replica.layout.ways import bring
-from deltachain.replica.windows import Place
+from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import varied
 
 ALIKE = "its bits are all alike, and show not where the engine puts each"
@@ -76,7 +76,7 @@ def refuse_alike(finding: Finding) -> None:
     for name in _hidden_alike(finding):
         finding.alike.add(name)
         finding.break_(name, ALIKE)
-    sharing: dict[int, list[tuple[str, Place]]] = defaultdict(list)
+    sharing: dict[int, list[tuple[str, Placement]]] = defaultdict(list)
     for name in finding.in_place():
         for place in finding.places[name]:
             sharing[place.live.untyped_storage().data_ptr()].append((name, place))
@@ -95,7 +95,7 @@ def refuse_alike(finding: Finding) -> None:
             finding.break_(name, ALIKE)
 
 
-def _shows(finding: Finding, shared: list[tuple[str, Place]]) -> bool:
+def _shows(finding: Finding, shared: list[tuple[str, Placement]]) -> bool:
     return any(varied(place.cut(finding.source.bits(name))) for name, place in shared)
 
 

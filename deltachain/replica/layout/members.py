@@ -191,7 +191,7 @@ class _Box:
             self.container.update(self.items.values())
 
 
-class Bits:
+class SavedBits:
     """The bits of some tensors, copied to the host by storage.
 
     Args:
@@ -224,14 +224,14 @@ class Bits:
 
 
 @contextmanager
-def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[Bits]:
+def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[SavedBits]:
     """Whatever the body does to some modules: afterwards they hold what they held, bit for bit.
 
     Args:
         modules: Those of the engine.
         tensors: Those whose bits are kept, on the host meanwhile.
     """
-    members, bits = Members(modules), Bits(tensors)
+    members, bits = Members(modules), SavedBits(tensors)
     try:
         yield bits
     finally:

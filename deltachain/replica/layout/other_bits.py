@@ -8,7 +8,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
-Weights: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
+WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
 """Makes checkpoint tensors by their names in the chain, anew each time: loaders edit them."""
 
 LARGE: Final = 64.0
@@ -16,7 +16,7 @@ LARGE: Final = 64.0
 
 
 def mixed(
-    weights: Weights, names: Iterable[str], others: Iterable[str], turn: int = 0
+    weights: WeightsFactory, names: Iterable[str], others: Iterable[str], turn: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
     """Checkpoint tensors, some of them with other bits in every element."""
     changed = frozenset(others)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from deltachain.replica.layout.members import Members, tensors_in
 from deltachain.replica.layout.provenance import Provenance, storage_id
-from deltachain.replica.windows import Place
+from deltachain.replica.windows import Placement
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
@@ -45,7 +45,7 @@ class Recording:
         together: Sets of tensors that something is computed from before it is written.
     """
 
-    places: Mapping[str, tuple[Place, ...]]
+    places: Mapping[str, tuple[Placement, ...]]
     reasons: Mapping[str, str]
     raised: frozenset[str]
     together: tuple[frozenset[str], ...]
@@ -84,7 +84,7 @@ def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Mod
         alone = [spec for spec in wanted.values() if spec.name not in held]
         runs[0].keep(held)
         runs += [_Run([spec], storages).execute(load, modules) for spec in alone]
-    places: dict[str, list[Place]] = {name: [] for name in wanted}
+    places: dict[str, list[Placement]] = {name: [] for name in wanted}
     reasons: dict[str, str] = {}
     raised: set[str] = set()
     for run in runs:
@@ -107,7 +107,7 @@ class _Run(TorchDispatchMode):
         self.provenance = Provenance(self.meta)
         self.together: set[frozenset[str]] = set()
         self.live = live
-        self.found: list[tuple[str, Place]] = []
+        self.found: list[tuple[str, Placement]] = []
         self.reasons: dict[str, str] = {}
         self.raised: set[str] = set()
         self.fills: list[Tensor] = []
@@ -172,7 +172,7 @@ class _Run(TorchDispatchMode):
         else:
             try:
                 self.found.append(
-                    (name, Place(live, int(source.storage_offset()), source.stride()))
+                    (name, Placement(live, int(source.storage_offset()), source.stride()))
                 )
             except ValueError as exc:
                 self._fail(name, str(exc))

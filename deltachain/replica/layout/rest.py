@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.source import Source
+from deltachain.replica.layout.source import LoadedCheckpoint
 from deltachain.replica.layout.ways import Group, Way, bring
-from deltachain.replica.windows import Place, on_device_of
+from deltachain.replica.windows import Placement, on_device_of
 from deltachain.subscribe.targets.patch import LiveBits, same_bits
 
 TURN: Final = 1
@@ -33,8 +33,8 @@ class Rest:
     """
 
     model: EngineModel
-    source: Source
-    places: Mapping[str, Sequence[Place]]
+    source: LoadedCheckpoint
+    places: Mapping[str, Sequence[Placement]]
     groups: Sequence[tuple[Way, Group]] = ()
 
     def write(self, *, other: bool) -> None:
@@ -55,13 +55,13 @@ class Rest:
         )
 
 
-def write(places: Sequence[Place], bits: LiveBits) -> None:
+def write(places: Sequence[Placement], bits: LiveBits) -> None:
     """Write a whole tensor in place."""
     for place in places:
         new: Any = on_device_of(place.live, place.cut(bits))
         place.view[...] = new
 
 
-def lies(places: Sequence[Place], bits: LiveBits) -> bool:
+def lies(places: Sequence[Placement], bits: LiveBits) -> bool:
     """Whether a whole tensor lies in its places, bit for bit."""
     return all(same_bits(place.view, on_device_of(place.live, place.cut(bits))) for place in places)

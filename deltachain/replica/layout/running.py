@@ -28,10 +28,10 @@ ADAPTER: Final = "LoRA"
 _TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}
 """Attributes of every module."""
 
-_loaded: WeakKeyDictionary[nn.Module, Loaded] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[nn.Module, LoadedState] = WeakKeyDictionary()
 
 
-class Loaded:
+class LoadedState:
     """What modules held beside their parameters when a model had been loaded.
 
     Args:
@@ -55,7 +55,7 @@ class Loaded:
 
 def remember(model: nn.Module) -> None:
     """Record what a model holds that was loaded, and has not run."""
-    _loaded[model] = Loaded(model)
+    _loaded[model] = LoadedState(model)
 
 
 def made_by_running(model: nn.Module) -> frozenset[str]:

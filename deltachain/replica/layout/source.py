@@ -18,7 +18,7 @@ from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
 
-class Source:
+class LoadedCheckpoint:
     """The checkpoint that the engine loaded, by the names of the chain.
 
     Args:

@@ -13,12 +13,12 @@ from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.hiding import hides
 from deltachain.replica.layout.holders import Holders
-from deltachain.replica.layout.members import Bits, Members, numbers_in
+from deltachain.replica.layout.members import Members, SavedBits, numbers_in
 from deltachain.replica.layout.provenance import storage_id
 from deltachain.replica.layout.ways import modules_in
 
 
-class State:
+class ModelState:
     """What a model holds and computes, as it was when this was made.
 
     Args:
@@ -28,7 +28,7 @@ class State:
     """
 
     def __init__(
-        self, model: EngineModel, bits: Bits, layers: frozenset[str] | None = None
+        self, model: EngineModel, bits: SavedBits, layers: frozenset[str] | None = None
     ) -> None:
         self.model = model
         self.bits = bits

@@ -15,10 +15,10 @@ from functools import partial
 from itertools import zip_longest
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
-from deltachain.replica.layout.members import Bits
-from deltachain.replica.layout.other_bits import Weights, mixed
+from deltachain.replica.layout.members import SavedBits
+from deltachain.replica.layout.other_bits import WeightsFactory, mixed
 from deltachain.replica.layout.rest import Rest
-from deltachain.replica.layout.state import State
+from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.ways import Group, Way, bring
 
 
@@ -69,9 +69,9 @@ class Trial:
             given as well, were loaded with other bits.
     """
 
-    state: State
+    state: ModelState
     way: Way
-    weights: Weights
+    weights: WeightsFactory
     links: Mapping[str, frozenset[str]]
     rest: Rest
     made: Mapping[str, frozenset[str]] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Trial:
         """
         others = {name: group for group in groups for name in group.names}
         self._load(groups, others)
-        once = State(self.state.model, Bits(self.state.model.tensors()))
+        once = ModelState(self.state.model, SavedBits(self.state.model.tensors()))
         self._load(groups, others)
         once.expect_same()
         moved = self.moved(others, others)
@@ -186,7 +186,7 @@ class Trial:
             return frozenset()
         others = {name: group for group in groups for name in group.names}
         self._expect_kept(groups, others, touched)
-        once = State(self.state.model, Bits(self.state.model.tensors()))
+        once = ModelState(self.state.model, SavedBits(self.state.model.tensors()))
         moved = self.moved(others, others)
         for half in halves(groups):
             self._load(half, others)
@@ -204,7 +204,9 @@ class Trial:
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))
         beside = frozenset(self.state.modules) - mine if all(g.layers for g in groups) else None
-        before = State(self.state.model, Bits(self.state.model.tensors()), beside or frozenset())
+        before = ModelState(
+            self.state.model, SavedBits(self.state.model.tensors()), beside or frozenset()
+        )
         self._load(groups, others)
         if beside:
             before.expect_same(beside)

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.discover import Attached
 from deltachain.replica.layout.healing import heal
-from deltachain.replica.layout.members import Bits
+from deltachain.replica.layout.members import SavedBits
 from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.source import Source
-from deltachain.replica.layout.state import State
+from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.ways import RELOADS, Group, Way, bring
 
 logger = logging.getLogger(__name__)
 
 
 def find_unused(
-    state: State, source: Source, attached: Attached, names: Iterable[str]
+    state: ModelState, source: LoadedCheckpoint, attached: Attached, names: Iterable[str]
 ) -> dict[str, str]:
     """Load the whole checkpoint with other bits in some tensors alone; nothing may follow.
 
@@ -51,7 +51,9 @@ def find_unused(
         heal(state, source)
 
 
-def _held(state: State, source: Source, attached: Attached, names: Iterable[str]) -> dict[str, str]:
+def _held(
+    state: ModelState, source: LoadedCheckpoint, attached: Attached, names: Iterable[str]
+) -> dict[str, str]:
     """Tensors whose bits lie in a parameter that no way leads to: a loader may write it once."""
     places = [place for places in attached.places.values() for place in places]
     reached = {place.live.untyped_storage().data_ptr() for place in places}
@@ -79,7 +81,10 @@ def _holds(parameter: Tensor, tensor: Tensor) -> bool:
 
 
 def _followed(
-    state: State, source: Source, groups: Sequence[tuple[Way, Group]], changed: Sequence[str]
+    state: ModelState,
+    source: LoadedCheckpoint,
+    groups: Sequence[tuple[Way, Group]],
+    changed: Sequence[str],
 ) -> str:
     """What follows other bits in some tensors; empty for nothing, in full loads that were followed.
 
@@ -101,7 +106,7 @@ def _followed(
             bring(state.model, way, layers, mixed(source.clones, [*names, *changed], names))
             if not state.changed():
                 continue  # this way does nothing, and proves nothing
-            before = State(state.model, Bits(state.model.tensors()))
+            before = ModelState(state.model, SavedBits(state.model.tensors()))
             every = [*names, *changed]
             bring(state.model, way, layers, mixed(source.clones, every, every))
             before.expect_same()

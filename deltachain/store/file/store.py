@@ -24,7 +24,6 @@ from deltachain.errors import (
 )
 from deltachain.store.base import (
     MAX_DOCUMENT,
-    Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
@@ -48,6 +47,7 @@ from deltachain.store.file.posix import (
     temporary_file,
 )
 from deltachain.store.guard import guarded
+from deltachain.types import Buffer
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
 

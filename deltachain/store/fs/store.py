@@ -22,7 +22,6 @@ from deltachain.errors import (
 )
 from deltachain.store.base import (
     MAX_DOCUMENT,
-    Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
@@ -40,6 +39,7 @@ from deltachain.store.fs.errors import failures, modified, store_error
 from deltachain.store.fs.promises import PROMISES, Promises, promises_of
 from deltachain.store.fs.url import locate
 from deltachain.store.guard import guarded
+from deltachain.types import Buffer
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -60,7 +60,7 @@ _RATE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BucketLocation:
     """Which bucket, where, and by whose leave.
 
     Attributes:
@@ -76,7 +76,7 @@ class Place:
     token: str | None = field(repr=False)
 
 
-class Deadline:
+class RetryUntil:
     """A moment by which something must have worked."""
 
     def __init__(self, seconds: float) -> None:
@@ -107,7 +107,7 @@ def pause_s(tries: int) -> float:
 class Hub:
     """Requests to the API of one bucket. Safe to use from any thread."""
 
-    def __init__(self, place: Place, budget: Budget, *, deadline_s: float) -> None:
+    def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
         try:
             import huggingface_hub.utils  # noqa: F401, PLC0415 - an extra, and takes a while
         except ImportError as exc:
@@ -126,7 +126,7 @@ class Hub:
         """Requests sent so far, each try of each call among them."""
         return self._requests
 
-    def admit(self, deadline: Deadline, key: str = "") -> None:
+    def admit(self, deadline: RetryUntil, key: str = "") -> None:
         """Wait until the budget has room for one more request, and count it.
 
         Raises:
@@ -182,7 +182,7 @@ class Hub:
             StoreUnavailableError: Nothing worked before the deadline.
         """
         url = route if "://" in route else f"{self._root}/{route}"
-        deadline = Deadline(self.deadline_s)
+        deadline = RetryUntil(self.deadline_s)
         tries = 0
         while True:
             self.admit(deadline, key)
@@ -222,7 +222,7 @@ class Hub:
         return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
 
     def _try(
-        self, method: str, url: str, body: bytes | None, media: str, deadline: Deadline
+        self, method: str, url: str, body: bytes | None, media: str, deadline: RetryUntil
     ) -> tuple[Reply | None, _Trouble]:
         """One try: a reply, or what went wrong."""
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415

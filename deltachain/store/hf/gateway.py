@@ -17,7 +17,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import retry
-from deltachain.store.hf.api import Deadline, Hub, pause_s
+from deltachain.store.hf.api import Hub, RetryUntil, pause_s
 
 _TRY_S: Final = 30.0
 
@@ -89,7 +89,7 @@ class Gateway:
             at = {"Bucket": self._bucket, "Key": path}
             whole(self._client.put_object(**at, Body=data, IfNoneMatch="*"), "ETag")
 
-        deadline, tries, unsure = Deadline(self._hub.deadline_s), 0, False
+        deadline, tries, unsure = RetryUntil(self._hub.deadline_s), 0, False
         ends = retry.Deadline(key, self._hub.place.url, self._hub.deadline_s)
         while True:
             self._hub.admit(deadline, key)

@@ -28,7 +28,6 @@ from urllib.parse import quote
 from deltachain.errors import AlreadyExistsError, StoreUnavailableError
 from deltachain.store.base import (
     MAX_DOCUMENT,
-    Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
@@ -44,6 +43,7 @@ from deltachain.store.guard import guarded
 from deltachain.store.hf.api import IN_BETWEEN, Hub, parse_reply
 from deltachain.store.hf.gateway import Gateway, GatewayKey, Maybe
 from deltachain.store.hf.xet import Xet
+from deltachain.types import Buffer
 
 _PROBES: Final = 1000
 """Paths in one look-up, as ``huggingface_hub`` sends them."""

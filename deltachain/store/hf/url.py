@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from deltachain.environment import read_one
 from deltachain.errors import ConfigError
-from deltachain.store.hf.api import Hub, Place
+from deltachain.store.hf.api import BucketLocation, Hub
 from deltachain.store.hf.gateway import GatewayKey
 from deltachain.store.hf.rate_limit import Budget
 from deltachain.store.hf.store import HfStore
@@ -58,7 +58,7 @@ def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool 
     if unknown := given.keys() - _TEXTS - _NUMBERS:
         raise ConfigError(f"hf:// stores take no options: {', '.join(sorted(unknown))}")
     bucket, prefix = match["bucket"], (match["prefix"] or "").rstrip("/")
-    place = Place(
+    place = BucketLocation(
         endpoint=(_text(given, "endpoint", "HF_ENDPOINT") or _HUB).rstrip("/"),
         bucket=bucket,
         url=f"hf://buckets/{bucket}/{prefix}".rstrip("/"),

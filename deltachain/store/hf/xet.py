@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from deltachain.errors import ConfigError, MalformedError, StoreUnavailableError
-from deltachain.store.base import Buffer, bytes_view, check_nbytes, not_found
-from deltachain.store.hf.api import Deadline, Hub, parse_reply, pause_s
+from deltachain.store.base import bytes_view, check_nbytes, not_found
+from deltachain.store.hf.api import Hub, RetryUntil, parse_reply, pause_s
+from deltachain.types import Buffer
 
 _Kind: TypeAlias = Literal["read", "write"]
 
@@ -112,7 +113,7 @@ class Xet:
             StoreUnavailableError: It could not be done before the deadline.
         """
         view = bytes_view(data)
-        deadline, tries = Deadline(self._hub.deadline_s), 0
+        deadline, tries = RetryUntil(self._hub.deadline_s), 0
         while True:
             access = self._access("write")
             try:
@@ -127,7 +128,7 @@ class Xet:
         data = bytearray()
         if content == EMPTY or start == end:
             return data
-        deadline, tries = Deadline(self._hub.deadline_s), 0
+        deadline, tries = RetryUntil(self._hub.deadline_s), 0
         while True:
             before = len(data)
             trouble: Exception | None = None
@@ -139,7 +140,7 @@ class Xet:
             if len(data) >= expected:
                 return data
             if len(data) > before:  # it is alive: the deadline is for standing still
-                deadline, tries = Deadline(self._hub.deadline_s), 0
+                deadline, tries = RetryUntil(self._hub.deadline_s), 0
             if not self._has_more(content, start + len(data), key):
                 return data
             tries += 1
@@ -203,7 +204,7 @@ class Xet:
             raise RuntimeError(f"{info.file_size} bytes of {len(view)} arrived")
         return str(info.hash)
 
-    def _pause(self, deadline: Deadline, tries: int, trouble: Exception | None, key: str) -> None:
+    def _pause(self, deadline: RetryUntil, tries: int, trouble: Exception | None, key: str) -> None:
         wait_s = pause_s(tries - 1)
         if wait_s < deadline.left:
             time.sleep(wait_s)

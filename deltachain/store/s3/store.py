@@ -12,7 +12,6 @@ from deltachain.errors import ConfigError
 from deltachain.store.base import (
     MAX_DOCUMENT,
     MAX_KEY_LENGTH,
-    Buffer,
     Capabilities,
     ObjectInfo,
     bytes_view,
@@ -36,6 +35,7 @@ from deltachain.store.ranges import (
 from deltachain.store.retry import Deadline
 from deltachain.store.s3.bucket import Bucket
 from deltachain.threads import Pool
+from deltachain.types import Buffer
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
 

@@ -14,7 +14,7 @@ from deltachain.subscribe.targets.patch import write as write_patch
 from deltachain.types import StateDigest, TensorSpec, Version
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class HeldVersion(Struct, frozen=True, kw_only=True):
     """The version that a target holds.
 
     Attributes:
@@ -76,7 +76,7 @@ class Target(Protocol):
             TensorMismatchError: A tensor is missing, or has another dtype or shape.
         """
 
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersion | None:
         """What the target itself remembers to hold; ``None`` when it remembers nothing."""
 
     def state(self) -> StateDigest | None:
@@ -104,7 +104,7 @@ class Target(Protocol):
             BrokenChainError: A plan from nothing does not give every tensor whole.
         """
 
-    def swap(self, prepared: Prepared, held: Held) -> float:
+    def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         """Write what was staged, all or nothing, and remember ``held``; the seconds of writing.
 
         Raises:

@@ -42,7 +42,7 @@ from deltachain.errors import (
 from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, dump, parse
 from deltachain.room import check_room, fill_holes, hint_for
-from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.journal import Journal, Seal
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, prepare, same_bits, state_of
@@ -57,7 +57,7 @@ class HeldFile(Document, frozen=True, kw_only=True):
     """Which chain fills the folder, and what it holds: nothing while a swap is being written."""
 
     chain: str
-    held: Held | None
+    held: HeldVersion | None
 
 
 class FolderTarget(PatchedTarget):
@@ -135,7 +135,7 @@ class FolderTarget(PatchedTarget):
         self._unlock()
         return False
 
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersion | None:
         """What the last complete swap wrote, whichever process made it."""
         file = self.folder / HELD_FILE
         with explained(self.folder):
@@ -176,7 +176,7 @@ class FolderTarget(PatchedTarget):
                 return prepare(live[0].bits, delta)
         return prepare(np.zeros(delta.spec.numel, delta.spec.bits_dtype), delta)
 
-    def write(self, patches: Iterable[Patch], held: Held) -> None:
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """See :class:`PatchedTarget`."""
         try:
             if not self._live:
@@ -196,7 +196,7 @@ class FolderTarget(PatchedTarget):
         except (OSError, FormatError) as exc:
             raise _stopped(self.folder, exc) from exc
 
-    def _create(self, patches: Iterable[Patch], held: Held) -> None:
+    def _create(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """Write the weights file of a folder that had none, one patch in memory at a time."""
         file = weights_file(self._specs)
         for left in self.folder.glob(f".{file}.*"):  # by a process that was killed
@@ -242,7 +242,7 @@ class FolderTarget(PatchedTarget):
         self._remember(seal.held.chain, seal.held)
         self._journal.clear()
 
-    def _remember(self, chain: str, held: Held | None) -> None:
+    def _remember(self, chain: str, held: HeldVersion | None) -> None:
         write_atomic(self.folder / HELD_FILE, dump(HeldFile(chain=chain, held=held)))
 
     def _files(self) -> list[Path]:

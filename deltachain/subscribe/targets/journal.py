@@ -18,7 +18,7 @@ from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import DigestMismatchError
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Document, ObjectRef, dump, parse
-from deltachain.subscribe.targets.base import Held
+from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.patch import Patch
 from deltachain.types import StateDigest
 
@@ -31,7 +31,7 @@ PART_NBYTES: Final = 256 << 20
 class Seal(Document, frozen=True, kw_only=True):
     """Says that the journal is complete: what it leads to, and its parts."""
 
-    held: Held
+    held: HeldVersion
     parts: tuple[ObjectRef, ...]
 
 
@@ -45,7 +45,7 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
 
-    def write(self, patches: Iterable[Patch], held: Held) -> Seal:
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> Seal:
         """Write patches durably and seal them; from then on they will be applied."""
         self.clear()
         self._folder.mkdir()

@@ -14,7 +14,7 @@ from deltachain.errors import BrokenChainError
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.subscribe.proof import Effect, check_whole, judge
-from deltachain.subscribe.targets.base import Held, Prepared
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.patch import Patch
 from deltachain.types import StateDigest
 
@@ -67,7 +67,7 @@ class PatchedTarget(ABC):
         """Compute from live bits what applying the delta will write."""
 
     @abstractmethod
-    def write(self, patches: Iterable[Patch], held: Held) -> None:
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """Write patches, all or none, and remember ``held``. Consumes ``patches`` once.
 
         Raises:
@@ -110,7 +110,7 @@ class PatchedTarget(ABC):
             base_too=base_too,
         )
 
-    def swap(self, prepared: Prepared, held: Held) -> float:
+    def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         """See :class:`Target`.
 
         Raises:

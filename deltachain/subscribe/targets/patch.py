@@ -1,7 +1,7 @@
 """What a swap writes into one tensor, and what takes it back.
 
 A patch is computed from live bits while the target is in use, and writes nothing. It exists for
-bits on the host (numpy) and for tensors (torch, in :mod:`.tensor_patch`); what the bits are decides
+bits on the host (numpy) and for tensors (torch, in :mod:`.scatter`); what the bits are decides
 which. Folders are followed without torch: only tensors import it.
 """
 
@@ -123,6 +123,6 @@ def _on_host(live: npt.NDArray[Any], delta: TensorDelta) -> Patch:
 
 def _torch() -> ModuleType:
     """What does the same for tensors; imported where the first tensor comes."""
-    from deltachain.subscribe.targets import tensor_patch  # noqa: PLC0415
+    from deltachain.subscribe.targets import scatter  # noqa: PLC0415
 
-    return tensor_patch
+    return scatter

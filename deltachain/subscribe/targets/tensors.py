@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from deltachain.delta import TensorDelta
 from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismatchError
 from deltachain.kernels.device import bits_of
-from deltachain.subscribe.targets.base import Held, Write, write_all
+from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
 from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.subscribe.targets.patch import LiveBits, Patch, prepare, same_bits, state_of
 from deltachain.torch_names import WIRE_NAMES, named_tensors
@@ -31,7 +31,7 @@ class TensorTarget(PatchedTarget):
         self._live: dict[str, list[LiveBits]] = {}
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
-        self._held: Held | None = None
+        self._held: HeldVersion | None = None
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Match by name; see :class:`Target`."""
@@ -68,7 +68,7 @@ class TensorTarget(PatchedTarget):
         self.bind(self._specs, self._aliases)
         return True
 
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersion | None:
         """What the last swap wrote in this process."""
         return self._held
 
@@ -86,7 +86,7 @@ class TensorTarget(PatchedTarget):
         """See :class:`PatchedTarget`."""
         return prepare(self._live[delta.spec.name][0], delta)
 
-    def write(self, patches: Iterable[Patch], held: Held) -> None:
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """See :class:`PatchedTarget`."""
         if self._has_moved():
             raise BaseMismatchError(

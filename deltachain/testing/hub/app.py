@@ -17,7 +17,7 @@ from fastapi import Body, FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from deltachain.testing.hub import gateway, hub, xet
-from deltachain.testing.hub.faults import Door, Fault, Script
+from deltachain.testing.hub.faults import Door, RequestFault, Script
 from deltachain.testing.hub.limits import Limits
 from deltachain.testing.hub.settings import Settings
 from deltachain.testing.hub.world import World
@@ -73,7 +73,7 @@ def make_app(world: World) -> Door:
 
     @app.post("/_admin/faults")
     def add_fault(fault: Annotated[dict[str, Any], Body()]) -> None:
-        script.add(Fault(**fault))
+        script.add(RequestFault(**fault))
 
     @app.get("/_admin/faults")
     def faults_left() -> int:

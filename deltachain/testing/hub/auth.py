@@ -14,7 +14,7 @@ Right: TypeAlias = Literal["read", "write"]
 _BEARER: Final = "Bearer "
 
 
-class Refused(Exception):  # noqa: N818
+class AccessDenied(Exception):  # noqa: N818
     """The caller may not do this: ``status`` is 401 or 403."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -36,9 +36,9 @@ def check_right(tokens: dict[str, str], header: str | None, right: Right) -> Non
     """
     granted = tokens.get(bearer(header))
     if granted is None:
-        raise Refused(401, "Invalid credentials in Authorization header")
+        raise AccessDenied(401, "Invalid credentials in Authorization header")
     if right == "write" and granted != "write":
-        raise Refused(403, "Forbidden: this token has no write access to this bucket")
+        raise AccessDenied(403, "Forbidden: this token has no write access to this bucket")
 
 
 class Signer:
@@ -65,9 +65,9 @@ class Signer:
         subject, _, rest = token.partition(".")
         expires, _, mac = rest.partition(".")
         if not expires.isdigit() or not hmac.compare_digest(mac, self._mac(subject, int(expires))):
-            raise Refused(401, "the token was not made here")
+            raise AccessDenied(401, "the token was not made here")
         if int(expires) <= time.time():
-            raise Refused(401, "the token has expired")
+            raise AccessDenied(401, "the token has expired")
         return subject
 
     def check_cas(self, header: str | None, right: Right) -> None:
@@ -78,9 +78,9 @@ class Signer:
         """
         granted = self.check(bearer(header))
         if granted not in ("xet-read", "xet-write"):
-            raise Refused(401, "the token is not for the CAS")
+            raise AccessDenied(401, "the token is not for the CAS")
         if right == "write" and granted != "xet-write":
-            raise Refused(403, "the token may only read")
+            raise AccessDenied(403, "the token may only read")
 
     def _mac(self, subject: str, expires: int) -> str:
         text = f"{subject}.{expires}".encode()

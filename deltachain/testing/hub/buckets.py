@@ -30,7 +30,7 @@ class Missing(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BucketFile:
     """One file of a bucket. Entries are numbered in the order in which their paths came to be."""
 
     number: int
@@ -50,7 +50,7 @@ class Buckets:
         self._base.execute("PRAGMA journal_mode = WAL")
         self._base.execute("PRAGMA synchronous = FULL")
         self._base.executescript(_TABLES)
-        self._stale: dict[str, list[Entry]] = {}
+        self._stale: dict[str, list[BucketFile]] = {}
         self._stale_until = 0.0
 
     def create(self, bucket: str) -> bool:
@@ -109,12 +109,12 @@ class Buckets:
             )
             return done.rowcount == 1
 
-    def find(self, bucket: str, paths: Iterable[str]) -> list[Entry]:
+    def find(self, bucket: str, paths: Iterable[str]) -> list[BucketFile]:
         """The entries of these paths, as far as they exist."""
         with self._lock:
             self.created(bucket)
             return [
-                Entry(*row)
+                BucketFile(*row)
                 for path in paths
                 for row in self._base.execute(
                     "SELECT number, path, hash, size, modified, uploaded FROM entries "
@@ -123,7 +123,7 @@ class Buckets:
                 )
             ]
 
-    def entries(self, bucket: str) -> list[Entry]:
+    def entries(self, bucket: str) -> list[BucketFile]:
         """All entries, by number: in no order of paths."""
         with self._lock:
             self.created(bucket)
@@ -132,7 +132,7 @@ class Buckets:
                 "WHERE bucket = ? ORDER BY number",
                 (bucket,),
             )
-            return [Entry(*row) for row in rows]
+            return [BucketFile(*row) for row in rows]
 
     def go_stale(self, seconds: float) -> None:
         """Let look-ups and listings show for a time what there is now."""
@@ -141,7 +141,7 @@ class Buckets:
             self._stale = {bucket: self.entries(bucket) for bucket in ids}
             self._stale_until = time.monotonic() + seconds
 
-    def seen(self, bucket: str, paths: Sequence[str] | None = None) -> list[Entry]:
+    def seen(self, bucket: str, paths: Sequence[str] | None = None) -> list[BucketFile]:
         """What look-ups (of some paths) and listings (of all) show, which may be stale."""
         with self._lock:
             if time.monotonic() < self._stale_until and bucket in self._stale:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from deltachain.testing.hub.formats import (
     EMPTY_FILE,
-    FormatError,
-    Segment,
+    ChunkRun,
+    XetFormatError,
     XorbIndex,
     index_xorb,
     parse_shard,
@@ -44,7 +44,7 @@ class Cas:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._files: dict[str, tuple[Segment, ...]] = {}
+        self._files: dict[str, tuple[ChunkRun, ...]] = {}
         self._indexes: dict[str, XorbIndex] = {}
         for part in ("xorbs", "shards"):
             (folder / part).mkdir(parents=True, exist_ok=True)
@@ -155,7 +155,7 @@ class Cas:
             "fetch_info" if version == 1 else "xorbs": fetches,
         }
 
-    def _cut(self, segment: Segment, first: int, end: int) -> tuple[Term, int]:
+    def _cut(self, segment: ChunkRun, first: int, end: int) -> tuple[Term, int]:
         """The chunks of a segment with its bytes ``first`` to ``end``, and what to skip."""
         unpacked = self._index(segment.xorb).unpacked
         base = unpacked[segment.start]
@@ -167,14 +167,16 @@ class Cas:
         term = Term(segment.xorb, low, high, unpacked[high] - unpacked[low])
         return term, max(0, first - (unpacked[low] - base))
 
-    def _check(self, segment: Segment) -> None:
+    def _check(self, segment: ChunkRun) -> None:
         if not self.has_xorb(segment.xorb):
-            raise FormatError(f"unknown xorb {segment.xorb}")
+            raise XetFormatError(f"unknown xorb {segment.xorb}")
         unpacked = self._index(segment.xorb).unpacked
         if not segment.start < segment.end < len(unpacked):
-            raise FormatError(f"xorb {segment.xorb} has no chunks {segment.start}..{segment.end}")
+            raise XetFormatError(
+                f"xorb {segment.xorb} has no chunks {segment.start}..{segment.end}"
+            )
         if unpacked[segment.end] - unpacked[segment.start] != segment.nbytes:
-            raise FormatError(f"chunks of {segment.xorb} do not have {segment.nbytes} bytes")
+            raise XetFormatError(f"chunks of {segment.xorb} do not have {segment.nbytes} bytes")
 
     def _index(self, xorb: str) -> XorbIndex:
         with self._lock:
@@ -187,7 +189,7 @@ class Cas:
 
     def _xorb(self, name: str) -> Path:
         if len(name) != 64 or not name.isalnum():
-            raise FormatError(f"{name!r} is not a hash")
+            raise XetFormatError(f"{name!r} is not a hash")
         return self._folder / "xorbs" / name
 
 

@@ -12,10 +12,10 @@ from typing import Any, Literal, TypeAlias
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltachain.testing.hub.auth import bearer
-from deltachain.testing.hub.limits import Limits, Verdict, route_of
+from deltachain.testing.hub.limits import Allowance, Limits, route_of
 from deltachain.testing.hub.settings import Settings
 
-Action: TypeAlias = Literal["status", "stall", "refuse", "lose-reply", "corrupt", "truncate"]
+RequestAction: TypeAlias = Literal["status", "stall", "refuse", "lose-reply", "corrupt", "truncate"]
 """What happens to a request.
 
 ``status`` is answered so without being looked at; ``stall`` is answered ``seconds`` later;
@@ -27,7 +27,7 @@ _Headers: TypeAlias = dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class RequestFault:
     """One line of the script.
 
     Attributes:
@@ -41,7 +41,7 @@ class Fault:
         seconds: How long ``stall`` takes.
     """
 
-    do: Action
+    do: RequestAction
     path: str = "/"
     method: str = ""
     times: int = 1
@@ -56,9 +56,9 @@ class Script:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._faults: list[Fault] = []
+        self._faults: list[RequestFault] = []
 
-    def add(self, fault: Fault) -> None:
+    def add(self, fault: RequestFault) -> None:
         """Let one more thing go wrong."""
         with self._lock:
             self._faults.append(fault)
@@ -73,7 +73,7 @@ class Script:
         with self._lock:
             return sum(fault.times for fault in self._faults)
 
-    def take(self, method: str, path: str) -> Fault | None:
+    def take(self, method: str, path: str) -> RequestFault | None:
         """The fault that strikes a request."""
         with self._lock:
             for number, fault in enumerate(self._faults):
@@ -133,7 +133,7 @@ class Door:
         else:
             await self._strike(fault, scope, receive, _with_headers(send, headers))
 
-    def _count(self, scope: Scope) -> Verdict | None:
+    def _count(self, scope: Scope) -> Allowance | None:
         route = route_of(scope["path"])
         if not route:
             return None
@@ -141,7 +141,9 @@ class Door:
         token = bearer(given) or ("s3" if route == "s3" else "nobody")
         return self._limits.count(token, scope["method"], route, self._settings())
 
-    async def _strike(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _strike(
+        self, fault: RequestFault, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if fault.do == "status":
             await _drain(receive)
             headers = {} if fault.retry_after is None else {"Retry-After": str(fault.retry_after)}
@@ -158,7 +160,7 @@ class Door:
             await self._spoil(fault, scope, send, start, body)
 
     async def _spoil(
-        self, fault: Fault, scope: Scope, send: Send, start: Message, body: bytearray
+        self, fault: RequestFault, scope: Scope, send: Send, start: Message, body: bytearray
     ) -> None:
         if fault.do == "lose-reply":
             self._abort(scope["client"])

@@ -22,12 +22,12 @@ EMPTY_FILE: Final = "0" * 64
 """Hash of the file without bytes, of which no shard tells."""
 
 
-class FormatError(ValueError):
+class XetFormatError(ValueError):
     """Bytes that are neither."""
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ChunkRun:
     """A run of chunks of one xorb that stands in a file."""
 
     xorb: str
@@ -54,13 +54,13 @@ def hash_name(raw: bytes) -> str:
     return "".join(f"{word:016x}" for word in struct.unpack("<4Q", raw))
 
 
-def parse_shard(data: bytes) -> dict[str, tuple[Segment, ...]]:
+def parse_shard(data: bytes) -> dict[str, tuple[ChunkRun, ...]]:
     """The files that a shard tells of, by hash.
 
     Raises:
         FormatError: It is cut short.
     """
-    files: dict[str, tuple[Segment, ...]] = {}
+    files: dict[str, tuple[ChunkRun, ...]] = {}
     position = _SHARD_HEADER
     try:
         while (name := data[position : position + 32]) != _BOOKEND:
@@ -72,7 +72,7 @@ def parse_shard(data: bytes) -> dict[str, tuple[Segment, ...]]:
             position += count * _RECORD * (2 if flags & _HAS_VERIFICATION else 1)
             position += _RECORD if flags & _HAS_METADATA else 0
     except struct.error as exc:
-        raise FormatError("the shard is cut short") from exc
+        raise XetFormatError("the shard is cut short") from exc
     return files
 
 
@@ -87,7 +87,7 @@ def index_xorb(data: bytes) -> XorbIndex:
     while position + _CHUNK_HEADER <= len(data) and not _is_footer(data, position):
         position += _CHUNK_HEADER + int.from_bytes(data[position + 1 : position + 4], "little")
         if position > len(data):
-            raise FormatError("a chunk is cut short")
+            raise XetFormatError("a chunk is cut short")
         header = stored[-1]
         stored.append(position)
         size = int.from_bytes(data[header + 5 : header + 8], "little")
@@ -99,6 +99,6 @@ def _is_footer(data: bytes, position: int) -> bool:
     return data[position] != 0 or data[position : position + 7] == b"XETBLOB"
 
 
-def _segment(data: bytes, position: int) -> Segment:
+def _segment(data: bytes, position: int) -> ChunkRun:
     _, nbytes, start, end = struct.unpack_from("<4I", data, position + 32)
-    return Segment(hash_name(data[position : position + 32]), nbytes, start, end)
+    return ChunkRun(hash_name(data[position : position + 32]), nbytes, start, end)

@@ -15,7 +15,7 @@ from fastapi import APIRouter, Body, Header
 from fastapi.responses import Response
 from starlette.requests import Request
 
-from deltachain.testing.hub.buckets import Entry, Missing
+from deltachain.testing.hub.buckets import BucketFile, Missing
 from deltachain.testing.hub.world import World
 
 _CREDENTIAL = re.compile(r"Credential=([^/]+)/")
@@ -89,7 +89,7 @@ def _put(world: World, bucket: str, key: str, body: bytes, *, absent: bool) -> R
     return Response(headers={"ETag": f'"{etag}"'})
 
 
-def _find(world: World, bucket: str, key: str) -> Entry:
+def _find(world: World, bucket: str, key: str) -> BucketFile:
     found = world.buckets.find(bucket, [key])
     if not found:
         raise _Refused(404, "NoSuchKey")

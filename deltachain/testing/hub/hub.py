@@ -13,8 +13,8 @@ from urllib.parse import quote
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, Response
 
-from deltachain.testing.hub.auth import Refused, Right, check_right
-from deltachain.testing.hub.buckets import Entry, Missing
+from deltachain.testing.hub.auth import AccessDenied, Right, check_right
+from deltachain.testing.hub.buckets import BucketFile, Missing
 from deltachain.testing.hub.world import World
 
 _ROOT: Final = "/api/buckets/{namespace}/{name}"
@@ -40,8 +40,8 @@ def error(status: int, message: str, code: str = "") -> JSONResponse:
 def add_errors(app: FastAPI) -> None:
     """Answer what routes raise."""
 
-    @app.exception_handler(Refused)
-    async def refused(_: Request, exc: Refused) -> JSONResponse:
+    @app.exception_handler(AccessDenied)
+    async def refused(_: Request, exc: AccessDenied) -> JSONResponse:
         return error(exc.status, exc.message)
 
     @app.exception_handler(Missing)
@@ -166,7 +166,7 @@ def _add_content(routes: APIRouter, world: World) -> None:
         bucket = f"{namespace}/{name}"
         found = world.buckets.find(bucket, [path])
         if not found:
-            return error(404, "Entry not found", "EntryNotFound")
+            return error(404, "BucketFile not found", "EntryNotFound")
         (entry,) = found
         headers = {
             "X-Xet-Hash": entry.hash,
@@ -217,11 +217,11 @@ def _apply(
         world.buckets.add(bucket, path, (operation["xetHash"], size), modified)
 
 
-def _recursive(entries: Sequence[Entry]) -> list[tuple[int, dict[str, Any]]]:
+def _recursive(entries: Sequence[BucketFile]) -> list[tuple[int, dict[str, Any]]]:
     return [(entry.number, _described(entry)) for entry in entries]
 
 
-def _one_level(entries: Sequence[Entry], folder: str) -> list[tuple[int, dict[str, Any]]]:
+def _one_level(entries: Sequence[BucketFile], folder: str) -> list[tuple[int, dict[str, Any]]]:
     """What lies in a folder, with folders in the place of what lies deeper."""
     rows: list[tuple[int, dict[str, Any]]] = []
     folders: set[str] = set()
@@ -236,7 +236,7 @@ def _one_level(entries: Sequence[Entry], folder: str) -> list[tuple[int, dict[st
     return rows
 
 
-def _described(entry: Entry) -> dict[str, Any]:
+def _described(entry: BucketFile) -> dict[str, Any]:
     return {
         "type": "file",
         "path": entry.path,

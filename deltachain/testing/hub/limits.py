@@ -36,7 +36,7 @@ class _Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Allowance:
     """What became of one request.
 
     Attributes:
@@ -58,7 +58,7 @@ class Limits:
         self._windows: dict[tuple[str, str], _Window] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
 
-    def count(self, token: str, method: str, route: str, settings: Settings) -> Verdict:
+    def count(self, token: str, method: str, route: str, settings: Settings) -> Allowance:
         """Count a request, allowed or not, and say whether it is."""
         kind = "resolvers" if route == "resolve" else "api"
         most = settings.resolver_calls if route == "resolve" else settings.calls
@@ -79,7 +79,7 @@ class Limits:
             "RateLimit": f'"{kind}";r={max(0, remaining)};t={left}',
             "RateLimit-Policy": f'"fixed window";"{kind}";q={most};w={span}',
         }
-        return Verdict(allowed, headers, left)
+        return Allowance(allowed, headers, left)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Requests so far: by token, then by method and route."""

@@ -19,7 +19,7 @@ from deltachain.testing.hub.settings import READ_TOKEN, S3_KEY, S3_SECRET, WRITE
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from deltachain.testing.hub.faults import Fault
+    from deltachain.testing.hub.faults import RequestFault
 
 _START_S: Final = 60.0
 _STOP_S: Final = 10.0
@@ -121,7 +121,7 @@ class HubServer:
         """Put everything in order: default ``Settings`` but for these, new windows, no faults."""
         self._admin("POST", "reset", changes)
 
-    def inject(self, *faults: Fault) -> None:
+    def inject(self, *faults: RequestFault) -> None:
         """Let things go wrong."""
         for fault in faults:
             self._admin("POST", "faults", asdict(fault))

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, Header
 from fastapi.responses import JSONResponse, Response
 
-from deltachain.testing.hub.auth import Refused, Right
+from deltachain.testing.hub.auth import AccessDenied, Right
 from deltachain.testing.hub.cas import RangeError
-from deltachain.testing.hub.formats import FormatError
+from deltachain.testing.hub.formats import XetFormatError
 from deltachain.testing.hub.world import World
 
 _URL_S = 900
@@ -44,14 +44,14 @@ def _add_uploads(routes: APIRouter, world: World) -> None:
     def put_xorb(xorb: str, body: Annotated[bytes, Body()]) -> Response:
         try:
             return JSONResponse({"was_inserted": world.cas.put_xorb(xorb, body)})
-        except FormatError as exc:
+        except XetFormatError as exc:
             return JSONResponse({"error": str(exc)}, 400)
 
     @routes.post("/v1/shards", dependencies=writer)
     def put_shard(body: Annotated[bytes, Body()]) -> Response:
         try:
             world.cas.put_shard(body)
-        except FormatError as exc:
+        except XetFormatError as exc:
             return JSONResponse({"error": str(exc)}, 400)
         return JSONResponse({"result": 1})
 
@@ -59,7 +59,7 @@ def _add_uploads(routes: APIRouter, world: World) -> None:
     def put_shard_slowly(body: Annotated[bytes, Body()]) -> Response:
         try:
             world.cas.put_shard(body)
-        except FormatError as exc:
+        except XetFormatError as exc:
             return JSONResponse({"error": str(exc)}, 400)
         lines = '{"type":"validating","verified":1,"total":1}\n{"type":"result"}\n'
         return Response(lines, media_type="application/x-ndjson")
@@ -89,7 +89,7 @@ def _add_downloads(routes: APIRouter, world: World) -> None:
         xorb: str, token: str, span: Annotated[str | None, Header(alias="range")] = None
     ) -> Response:
         if world.signer.check(token) != xorb:
-            raise Refused(403, "the address was signed for another xorb")
+            raise AccessDenied(403, "the address was signed for another xorb")
         if not world.cas.has_xorb(xorb):
             return Response(status_code=404)
         first, last = _span(span)

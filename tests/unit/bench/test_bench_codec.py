@@ -8,7 +8,7 @@ import pytest
 
 from deltachain.bench import codec
 from deltachain.bench.chains import SyntheticChain
-from deltachain.bench.layouts import LAYOUTS, Changes, changes_of
+from deltachain.bench.layouts import LAYOUTS, ChangedTensors, changes_of
 from deltachain.bench.shapes import TINY
 from deltachain.delta import TensorDelta
 
@@ -17,7 +17,7 @@ SPECS = {spec.name: spec for spec in TINY.specs()}
 
 
 @pytest.fixture(scope="module")
-def update() -> Changes:
+def update() -> ChangedTensors:
     return changes_of(next(BASE.steps(1)))
 
 
@@ -46,12 +46,12 @@ def test_rows_count_every_byte_and_name_every_layout() -> None:
 
 
 @pytest.mark.parametrize("encoding", codec.ENCODINGS)
-def test_every_encoding_decodes_to_the_update(update: Changes, encoding: str) -> None:
+def test_every_encoding_decodes_to_the_update(update: ChangedTensors, encoding: str) -> None:
     deltas = codec.decode(codec.encode(SPECS, update, encoding).data)
     codec.check(update, deltas)
 
 
-def test_check_sees_one_wrong_bit_and_a_missing_tensor(update: Changes) -> None:
+def test_check_sees_one_wrong_bit_and_a_missing_tensor(update: ChangedTensors) -> None:
     first, *others = codec.decode(codec.encode(SPECS, update, "overwrite").data)
     values = first.values.copy()
     values[-1] ^= 1
@@ -72,7 +72,7 @@ def test_check_sees_one_wrong_bit_and_a_missing_tensor(update: Changes) -> None:
         codec.check(update, others)
 
 
-def test_a_manifest_does_not_grow_with_the_part(update: Changes) -> None:
+def test_a_manifest_does_not_grow_with_the_part(update: ChangedTensors) -> None:
     few = codec.encode(SPECS, update, "step")
     many = codec.encode(SPECS, update, "raw")
     sizes = [codec.manifest_nbytes(part, TINY.numel) for part in (few, many)]

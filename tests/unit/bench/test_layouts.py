@@ -40,7 +40,7 @@ def test_sizes_are_those_of_the_real_encoders(
 
 @pytest.mark.parametrize(("layout", "nbytes"), [(layouts.trl_v1, 816), (layouts.trl_gap, 724)])
 def test_trl_files_have_the_size_that_trl_wrote(
-    layout: Callable[[layouts.Changes], int], nbytes: int
+    layout: Callable[[layouts.ChangedTensors], int], nbytes: int
 ) -> None:
     # The model and the update of which TRL's branches wrote files of these sizes.
     update = {

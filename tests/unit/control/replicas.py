@@ -18,7 +18,7 @@ from deltachain.control.server.routes import router
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
-from deltachain.testing.sharding import Shape
+from deltachain.testing.sharding import Sharding
 from tests.unit.subscribe.replicas import Followed
 
 
@@ -34,7 +34,7 @@ def app_of(
 
 def followed(folder: Path) -> Iterator[Followed]:
     """An engine of two ranks that holds version 0 of 2."""
-    made = Followed(Shape(tp=2), folder)
+    made = Followed(Sharding(tp=2), folder)
     made.publish(1, 2)
     yield made
     made.close()

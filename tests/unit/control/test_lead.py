@@ -13,7 +13,7 @@ from deltachain.control.server.auth import Control
 from deltachain.control.server.bootstrap import Led, lead
 from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.testing.sharding import Shape
+from deltachain.testing.sharding import Sharding
 from tests.unit.control.replicas import followed
 from tests.unit.subscribe.replicas import Followed
 
@@ -39,7 +39,7 @@ def started(here: Followed, monkeypatch: pytest.MonkeyPatch, **environment: str)
 def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
     """An engine that gives no way to one of its tensors."""
     monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / "stuck" / "spool"))
-    made = Followed(Shape(tp=2, odd=("stuck",)), tmp_path / "stuck")
+    made = Followed(Sharding(tp=2, odd=("stuck",)), tmp_path / "stuck")
     yield made
     made.close()
 

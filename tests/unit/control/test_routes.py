@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
-from deltachain.control.server.auth import AT_ONCE, Control, Kind
+from deltachain.control.server.auth import AT_ONCE, Control, RequestKind
 from deltachain.control.server.bootstrap import lead
 from deltachain.control.server.routes import router
 from deltachain.errors import ChainError
@@ -347,7 +347,7 @@ def test_a_request_that_nobody_awaits_is_let_go(leader: Leader) -> None:
 
 def test_updates_that_hang_do_not_keep_anybody_from_pausing(leader: Leader) -> None:
     hangs = Event()
-    kinds: tuple[Kind, ...] = ("update", "rollback")
+    kinds: tuple[RequestKind, ...] = ("update", "rollback")
 
     async def ask() -> None:
         control = Control(leader, "", token="", is_open=True)

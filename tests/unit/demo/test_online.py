@@ -130,12 +130,12 @@ def vllm(spans: list[dict[str, Any]], *, finish: str = "stop") -> dict[str, Any]
     return {"choices": [choice]}
 
 
-async def _draw(kind: engines.Kind, body: dict[str, Any]) -> engines.Sampled:
+async def _draw(kind: engines.EngineKind, body: dict[str, Any]) -> engines.Sampled:
     async with answering(body) as client:
         return await sample(client, kind, [1], length=3, stop=[9], seed=0)
 
 
-def draw(kind: engines.Kind, body: dict[str, Any]) -> engines.Sampled:
+def draw(kind: engines.EngineKind, body: dict[str, Any]) -> engines.Sampled:
     import asyncio  # noqa: PLC0415
 
     return asyncio.run(_draw(kind, body))

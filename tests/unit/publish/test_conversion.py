@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from deltachain.errors import ConfigError
-from deltachain.publish.model.source import Source, walk
+from deltachain.publish.model.source import ModelTensors, walk
 from deltachain.publish.snapshot import wire_bits
 from deltachain.testing.models import bits_of
 
@@ -71,7 +71,7 @@ def joined() -> Any:
     return model
 
 
-def as_checkpoint(source: Source) -> dict[str, bytes]:
+def as_checkpoint(source: ModelTensors) -> dict[str, bytes]:
     """What a follower would write: every tensor put together from windows."""
     found = {spec.name: bytearray(spec.nbytes) for spec in source.specs}
     for weight in source.now():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, Route, Slot
+from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementRun, Route
 from deltachain.types import Indices, TensorSpec
 
 
@@ -47,12 +47,12 @@ def test_neighbours_of_a_box_are_neighbours_of_the_tensor(box: Box) -> None:
         assert set(np.diff(indices[start : start + box.run])) <= {1}
 
 
-def fused(experts: int, rows: int, width: int) -> tuple[Slot, ...]:
+def fused(experts: int, rows: int, width: int) -> tuple[ElementRun, ...]:
     """Experts that a model has in one tensor, gate over up, and a checkpoint one by one."""
     slots, numel = [], rows * width
     for expert, (number, name) in product(range(experts), enumerate(("gate", "up"))):
         spec = TensorSpec(f"{expert}.{name}", "BF16", (rows, width))
-        slots.append(Slot(spec, (2 * expert + number) * numel, 0, numel))
+        slots.append(ElementRun(spec, (2 * expert + number) * numel, 0, numel))
     return tuple(slots)
 
 

@@ -16,7 +16,7 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.conversion import Target
+from deltachain.publish.model.conversion import Destination
 from deltachain.publish.model.source import _wire_dtype, specs_of, walk
 from deltachain.store import MemoryStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
@@ -251,7 +251,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 
 
 def test_what_a_checkpoint_has_in_two_dtypes_is_not_guessed() -> None:
-    targets = [Target(name, (1,), 0, 0, 1) for name in ("gate", "up")]
+    targets = [Destination(name, (1,), 0, 0, 1) for name in ("gate", "up")]
     wire = {"gate": "BF16", "up": "F32"}
     with pytest.raises(ConfigError, match="what lies beside it") as caught:
         _wire_dtype(targets, torch.zeros(2), None, wire)

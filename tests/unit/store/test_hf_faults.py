@@ -16,7 +16,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import Store
-from deltachain.testing.hub.faults import Fault
+from deltachain.testing.hub.faults import RequestFault
 from deltachain.testing.hub.server import HubServer
 from deltachain.testing.store import pattern
 
@@ -68,7 +68,7 @@ def test_unknown_token_is_refused_and_not_shown(opened: Open) -> None:
 def test_named_wait_is_waited_for(hub: HubServer, opened: Open) -> None:
     store = opened()
     store.put("a", b"data")
-    hub.inject(Fault(do="status", path=".*/paths-info", status=429, retry_after=2))
+    hub.inject(RequestFault(do="status", path=".*/paths-info", status=429, retry_after=2))
     before, start = store.requests, time.monotonic()
     assert store.get("a") == b"data"
     assert 2 <= time.monotonic() - start < 10
@@ -87,7 +87,7 @@ def test_end_of_the_window_is_waited_for(hub: HubServer, opened: Open) -> None:
 
 def test_wait_beyond_the_deadline_is_not_begun(hub: HubServer, opened: Open) -> None:
     store = opened(deadline_s=5)
-    hub.inject(Fault(do="status", path=".*/paths-info", status=429, retry_after=120))
+    hub.inject(RequestFault(do="status", path=".*/paths-info", status=429, retry_after=120))
     start = time.monotonic()
     with pytest.raises(StoreUnavailableError, match="429") as caught:
         store.find("a")
@@ -100,7 +100,7 @@ def test_wait_beyond_the_deadline_is_not_begun(hub: HubServer, opened: Open) -> 
 def test_request_that_failed_is_tried_again(
     hub: HubServer, opened: Open, do: str, route: str
 ) -> None:
-    hub.inject(Fault(do=do, path=f".*/{route}"))  # type: ignore[arg-type]
+    hub.inject(RequestFault(do=do, path=f".*/{route}"))  # type: ignore[arg-type]
     store = opened()
     store.put("a", b"data")
     assert store.get("a") == b"data"
@@ -113,7 +113,7 @@ def test_request_that_failed_is_tried_again(
 def test_lost_reply_to_a_delete(hub: HubServer, opened: Open) -> None:
     store = opened()
     store.put("a", b"data")
-    hub.inject(Fault(do="lose-reply", path=".*/batch"))
+    hub.inject(RequestFault(do="lose-reply", path=".*/batch"))
     store.delete("a")
     assert hub.faults_left() == 0
     assert store.find("a") is None
@@ -134,7 +134,7 @@ def test_hub_that_stays_down_is_unavailable(hub: HubServer, opened: Open) -> Non
 
 def test_stalled_hub_is_given_up_at_the_deadline(hub: HubServer, opened: Open) -> None:
     store = opened(deadline_s=2)
-    hub.inject(Fault(do="stall", path=".*/paths-info", seconds=20, times=100))
+    hub.inject(RequestFault(do="stall", path=".*/paths-info", seconds=20, times=100))
     start = time.monotonic()
     with pytest.raises(StoreUnavailableError, match="Timeout"):
         store.find("a")
@@ -144,7 +144,7 @@ def test_stalled_hub_is_given_up_at_the_deadline(hub: HubServer, opened: Open) -
 @pytest.mark.parametrize("path", ["/cas/v1/xorbs", "/cas/v2/shards"])
 def test_stalled_upload_is_given_up(hub: HubServer, opened: Open, path: str) -> None:
     store = opened(deadline_s=2)
-    hub.inject(Fault(do="stall", path=path, seconds=30, times=100))
+    hub.inject(RequestFault(do="stall", path=path, seconds=30, times=100))
     start = time.monotonic()
     with pytest.raises(StoreUnavailableError):
         store.put("a", os.urandom(100))
@@ -158,7 +158,7 @@ def test_stalled_upload_is_given_up(hub: HubServer, opened: Open, path: str) -> 
 def test_stalled_download_is_given_up(hub: HubServer, opened: Open, path: str) -> None:
     store = opened(deadline_s=2)
     pin = store.put("a", b"data")
-    hub.inject(Fault(do="stall", path=path, seconds=30, times=100))
+    hub.inject(RequestFault(do="stall", path=path, seconds=30, times=100))
     start = time.monotonic()
     with pytest.raises(StoreUnavailableError):
         store.read("a", nbytes=4, xet_hash=pin)
@@ -170,7 +170,7 @@ def test_stalled_download_is_given_up(hub: HubServer, opened: Open, path: str) -
 def test_hub_killed_in_the_middle_of_an_upload(hub: HubServer, opened: Open) -> None:
     store, data = opened(), os.urandom(20_000_000)
     store.put("before", b"data")
-    hub.inject(Fault(do="stall", path="/cas/v1/xorbs", seconds=60))
+    hub.inject(RequestFault(do="stall", path="/cas/v1/xorbs", seconds=60))
     with ThreadPoolExecutor(1) as pool:
         putting: Future[str] = pool.submit(store.put, "a", data)
         wait_until_struck(hub, putting)  # type: ignore[arg-type]
@@ -184,7 +184,7 @@ def test_hub_killed_in_the_middle_of_an_upload(hub: HubServer, opened: Open) -> 
 def test_hub_killed_in_the_middle_of_a_download(hub: HubServer, opened: Open) -> None:
     store, data = opened(), os.urandom(20_000_000)
     pin = store.put("a", data)
-    hub.inject(Fault(do="stall", path="/cas/xorbs", seconds=60))
+    hub.inject(RequestFault(do="stall", path="/cas/xorbs", seconds=60))
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(store.read, "a", nbytes=len(data), xet_hash=pin)
         wait_until_struck(hub, reading)  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_storage_that_is_down_never_makes_an_object_short(hub: HubServer, opened
 def test_broken_transfer_is_taken_up_again(hub: HubServer, opened: Open, do: str) -> None:
     store, data = opened(), pattern(3_000_000)
     pin = store.put("a", data)
-    hub.inject(Fault(do=do, path="/cas/xorbs", times=5))  # type: ignore[arg-type]
+    hub.inject(RequestFault(do=do, path="/cas/xorbs", times=5))  # type: ignore[arg-type]
     assert bytes(store.read("a", nbytes=len(data), xet_hash=pin)) == data
     assert hub.faults_left() == 0
 
@@ -219,10 +219,10 @@ def test_revoked_storage_token_is_replaced(hub: HubServer, opened: Open) -> None
     pin = store.put("a", b"data")
     store.read("a", nbytes=4, xet_hash=pin)
     before = store.requests
-    hub.inject(Fault(do="status", path="/cas/v[12]/reconstructions", status=401, times=2))
+    hub.inject(RequestFault(do="status", path="/cas/v[12]/reconstructions", status=401, times=2))
     assert bytes(store.read("a", nbytes=4, xet_hash=pin)) == b"data"
     assert store.requests == before + 1
-    hub.inject(Fault(do="status", path="/cas/v1/xorbs", status=401))
+    hub.inject(RequestFault(do="status", path="/cas/v1/xorbs", status=401))
     data = os.urandom(100)
     store.put("a", data)
     assert hub.faults_left() == 0
@@ -235,7 +235,7 @@ def test_flipped_bit_arrives(hub: HubServer, opened: Open) -> None:
     store = opened()
     data = random.Random(1).randbytes(100_000)
     pin = store.put("a", data)
-    hub.inject(Fault(do="corrupt", path="/cas/xorbs"))
+    hub.inject(RequestFault(do="corrupt", path="/cas/xorbs"))
     read = bytes(store.read("a", nbytes=len(data), xet_hash=pin))
     assert len(read) == len(data)
     assert read != data
@@ -253,7 +253,7 @@ def test_stale_look_up_shows_the_old_object_whole(hub: HubServer, opened: Open) 
 
 
 def test_content_that_the_storage_lost_is_not_registered(hub: HubServer, opened: Open) -> None:
-    hub.inject(Fault(do="status", path=".*/batch", status=500))
+    hub.inject(RequestFault(do="status", path=".*/batch", status=500))
     store = opened()
     store.put("a", b"data")  # the batch is repeated with the content in place
     pin = store.put("b", b"data")
@@ -268,7 +268,7 @@ class TestGateway:
         self, hub: HubServer, opened: Open, gateway: dict[str, str], do: str
     ) -> None:
         store = opened(**gateway)
-        hub.inject(Fault(do=do, path="/s3/", method="PUT"))  # type: ignore[arg-type]
+        hub.inject(RequestFault(do=do, path="/s3/", method="PUT"))  # type: ignore[arg-type]
         store.put_if_absent("a", b"mine")
         assert hub.faults_left() == 0
         assert store.get("a") == b"mine"
@@ -280,7 +280,7 @@ class TestGateway:
         self, hub: HubServer, opened: Open, gateway: dict[str, str], theirs: bytes
     ) -> None:
         opened(**gateway).put_if_absent("a", theirs)
-        hub.inject(Fault(do="lose-reply", path="/s3/", method="PUT"))
+        hub.inject(RequestFault(do="lose-reply", path="/s3/", method="PUT"))
         with pytest.raises(AlreadyExistsError) as caught:
             opened(**gateway).put_if_absent("a", b"mine")
         assert caught.value.key == "a"
@@ -302,7 +302,7 @@ class TestGateway:
         self, hub: HubServer, opened: Open, gateway: dict[str, str]
     ) -> None:
         store = opened(deadline_s=1.5, **gateway)
-        hub.inject(Fault(do="status", path="/s3/", status=503, times=100))
+        hub.inject(RequestFault(do="status", path="/s3/", status=503, times=100))
         with pytest.raises(StoreUnavailableError, match="gateway"):
             store.put_if_absent("a", b"data")
         hub.clear_faults()

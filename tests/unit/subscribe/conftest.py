@@ -13,7 +13,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.models import Replica, TinyModel, replica_of, train_
-from deltachain.testing.sharding import Shape
+from deltachain.testing.sharding import Sharding
 from tests.unit.subscribe.replicas import Followed
 
 
@@ -91,8 +91,8 @@ def followed(tmp_path: Path) -> Iterator[Callable[..., Followed]]:
     """Makes engines that hold version 0 of a chain, and a subscriber to each."""
     made: list[Followed] = []
 
-    def build(shape: Shape | None = None, **settings: Any) -> Followed:
-        made.append(Followed(shape or Shape(tp=2), tmp_path / str(len(made)), **settings))
+    def build(shape: Sharding | None = None, **settings: Any) -> Followed:
+        made.append(Followed(shape or Sharding(tp=2), tmp_path / str(len(made)), **settings))
         return made[-1]
 
     yield build

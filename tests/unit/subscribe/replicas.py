@@ -16,16 +16,16 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.faults import FaultyStore
 from deltachain.testing.models import train_
 from deltachain.testing.ranks import FakeEngine
-from deltachain.testing.sharding import Full, Shape, full_of, save, trained
+from deltachain.testing.sharding import Full, Sharding, full_of, save, trained
 
 SHAPES = {
-    "tp1": Shape(),
-    "tp2": Shape(tp=2),
-    "tp4": Shape(tp=4),
-    "pp2": Shape(pp=2),
-    "tp2pp2": Shape(tp=2, pp=2),
-    "untied": Shape(untied=True),
-    "untied tp2": Shape(tp=2, untied=True),
+    "tp1": Sharding(),
+    "tp2": Sharding(tp=2),
+    "tp4": Sharding(tp=4),
+    "pp2": Sharding(pp=2),
+    "tp2pp2": Sharding(tp=2, pp=2),
+    "untied": Sharding(untied=True),
+    "untied tp2": Sharding(tp=2, untied=True),
 }
 
 
@@ -38,7 +38,7 @@ class Followed:
         settings: Of the subscriber.
     """
 
-    def __init__(self, shape: Shape, folder: Path, **settings: Any) -> None:
+    def __init__(self, shape: Sharding, folder: Path, **settings: Any) -> None:
         self.shape, self.folder = shape, folder
         self.model = trained(shape)
         self.store = MemoryStore()

@@ -16,14 +16,14 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.replica import windows
 from deltachain.replica.layout.discover import Attached, attach, attach_again
-from deltachain.replica.layout.source import Source
+from deltachain.replica.layout.source import LoadedCheckpoint
 from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import ODD, Shape, full_of, save, trained
+from deltachain.testing.sharding import ODD, Sharding, full_of, save, trained
 from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 ARMS = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 
-Make = Callable[..., tuple[OneLayer, Source]]
+Make = Callable[..., tuple[OneLayer, LoadedCheckpoint]]
 
 
 @pytest.fixture
@@ -32,14 +32,14 @@ def one_layer(tmp_path: Path) -> Make:
 
     def make(
         loader: Loader, dtype: torch.dtype = torch.bfloat16, **more: Tensor
-    ) -> tuple[OneLayer, Source]:
+    ) -> tuple[OneLayer, LoadedCheckpoint]:
         full = {"w": torch.randn(SIZE).to(torch.bfloat16), **more}
         save_file(full, tmp_path / "model.safetensors")
         model = OneLayer(loader, dtype)
         model.checkpoint = tmp_path
         model.load((name, tensor.clone()) for name, tensor in full.items())
         checkpoint = Checkpoint(tmp_path)
-        return model, Source(checkpoint, checkpoint.specs, {})
+        return model, LoadedCheckpoint(checkpoint, checkpoint.specs, {})
 
     return make
 
@@ -49,7 +49,7 @@ def bits(model: OneLayer) -> dict[str, bytes]:
     return {n: t.detach().view(torch.uint8).numpy().tobytes() for n, t in model.tensors().items()}
 
 
-def untouched(model: OneLayer, source: Source) -> Attached:
+def untouched(model: OneLayer, source: LoadedCheckpoint) -> Attached:
     """Attach, and see that the model is what it was."""
     before, tensors = bits(model), dict(model.tensors())
     at = {name: tensor.data_ptr() for name, tensor in tensors.items()}
@@ -105,7 +105,7 @@ def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
     assert "changed its bits after loading" in attached.reasons["w"]
 
 
-def constant(source: Source) -> None:
+def constant(source: LoadedCheckpoint) -> None:
     """Let every element of the checkpoint, and so of the model, be the same."""
     zeros = np.zeros(24, np.uint16)
     vars(source)["bits"] = lambda _: zeros
@@ -272,7 +272,7 @@ def test_another_models_checkpoint_is_refused(
     (tmp_path / "other").mkdir()
     save_file(have, tmp_path / "other" / "model.safetensors")
     with pytest.raises(TensorMismatchError, match=why) as caught:
-        Source(Checkpoint(tmp_path / "other"), source.specs, {})
+        LoadedCheckpoint(Checkpoint(tmp_path / "other"), source.specs, {})
     assert caught.value.tensor == "w"
 
 
@@ -280,9 +280,9 @@ def test_another_models_checkpoint_is_refused(
 
 
 @ARMS
-@pytest.mark.parametrize("shape", [Shape(odd=tuple(ODD)), Shape(tp=2, odd=tuple(ODD))])
+@pytest.mark.parametrize("shape", [Sharding(odd=tuple(ODD)), Sharding(tp=2, odd=tuple(ODD))])
 def test_every_awkward_tensor_gets_the_class_it_should(
-    shape: Shape, tmp_path: Path, on_host: bool, monkeypatch: pytest.MonkeyPatch
+    shape: Sharding, tmp_path: Path, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not on_host:
         monkeypatch.setattr(windows, "on_host", lambda _: False)
@@ -291,7 +291,7 @@ def test_every_awkward_tensor_gets_the_class_it_should(
     checkpoint = Checkpoint(folder)
     for rank in range(shape.ranks):
         engine = FakeModel(shape, rank, folder)
-        attached = attach(engine, Source(checkpoint, checkpoint.specs, {}))
+        attached = attach(engine, LoadedCheckpoint(checkpoint, checkpoint.specs, {}))
         assert engine.holds(full_of(model)), "attaching changed it"
         found = {
             name.split(".")[2]: kind for name, kind in attached.classes.items() if "0." in name
@@ -317,7 +317,7 @@ def test_every_awkward_tensor_gets_the_class_it_should(
 def test_a_trial_goes_over_the_model_hardly_more_often_the_more_layers_it_has(
     layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = Shape(layers=layers, odd=("packed", "flipped"))
+    shape = Sharding(layers=layers, odd=("packed", "flipped"))
     folder = save(trained(shape), tmp_path)
     checkpoint = Checkpoint(folder)
     reloads = []
@@ -328,7 +328,9 @@ def test_a_trial_goes_over_the_model_hardly_more_often_the_more_layers_it_has(
         reload(model, tensors)
 
     monkeypatch.setattr(FakeModel, "reload", counted)
-    attached = attach(FakeModel(shape, 0, folder), Source(checkpoint, checkpoint.specs, {}))
+    attached = attach(
+        FakeModel(shape, 0, folder), LoadedCheckpoint(checkpoint, checkpoint.specs, {})
+    )
     assert Counter(attached.classes.values())["reloaded"] == 2 * layers
     fixed, digits = 12, (2 * layers - 1).bit_length()
     assert len(reloads) <= fixed + 2 * digits, "one load more for each half of the groups"
@@ -336,10 +338,10 @@ def test_a_trial_goes_over_the_model_hardly_more_often_the_more_layers_it_has(
 
 def test_both_names_of_a_tied_weight_are_one_place_where_they_are_one(tmp_path: Path) -> None:
     for untied in (False, True):
-        shape = Shape(untied=untied)
+        shape = Sharding(untied=untied)
         engine = FakeModel(shape, 0, save(trained(shape), tmp_path))
         checkpoint = Checkpoint(tmp_path)
-        source = Source(checkpoint, checkpoint.specs, {"head.weight": "embed.weight"})
+        source = LoadedCheckpoint(checkpoint, checkpoint.specs, {"head.weight": "embed.weight"})
         attached = attach(engine, source)
         assert len(attached.places["embed.weight"]) == 1 + untied
         one, *others = (place.window for place in attached.places["embed.weight"])
@@ -347,10 +349,10 @@ def test_both_names_of_a_tied_weight_are_one_place_where_they_are_one(tmp_path: 
 
 
 def test_replaced_tensors_are_found_again(tmp_path: Path) -> None:
-    shape = Shape(odd=("conv", "cast", "packed"))
+    shape = Sharding(odd=("conv", "cast", "packed"))
     engine = FakeModel(shape, 0, save(trained(shape), tmp_path))
     checkpoint = Checkpoint(tmp_path)
-    source = Source(checkpoint, checkpoint.specs, {})
+    source = LoadedCheckpoint(checkpoint, checkpoint.specs, {})
     before = attach(engine, source)
     for name in ("layers.0.qkv.weight", "layers.1.conv.weight"):
         live = engine.root.get_parameter(name)
@@ -367,10 +369,10 @@ def test_replaced_tensors_are_found_again(tmp_path: Path) -> None:
 
 
 def test_another_layout_is_not_followed(tmp_path: Path) -> None:
-    shape = Shape(tp=2)
+    shape = Sharding(tp=2)
     folder = save(trained(shape), tmp_path)
     checkpoint = Checkpoint(folder)
-    source = Source(checkpoint, checkpoint.specs, {})
+    source = LoadedCheckpoint(checkpoint, checkpoint.specs, {})
     before = attach(FakeModel(shape, 0, folder), source)
     with pytest.raises(TensorMismatchError, match="laid its weights out anew"):
         attach_again(FakeModel(shape, 1, folder), source, before)

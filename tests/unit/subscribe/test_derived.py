@@ -14,7 +14,7 @@ from deltachain.replica.layout.discover import attach
 from deltachain.replica.layout.holders import Holders
 from deltachain.replica.layout.probe import layers_of
 from deltachain.replica.layout.recorder import live_tensors
-from deltachain.replica.layout.source import Source
+from deltachain.replica.layout.source import LoadedCheckpoint
 
 
 class _Mixer(nn.Module):
@@ -85,5 +85,5 @@ def test_what_a_reload_leaves_behind_is_repacked(tmp_path: Path) -> None:
     save_file(full, tmp_path / "model.safetensors")
     model, checkpoint = _Mixer(tmp_path), Checkpoint(tmp_path)
     model.repack(frozenset(), full.items())
-    attached = attach(model, Source(checkpoint, checkpoint.specs, {}))
+    attached = attach(model, LoadedCheckpoint(checkpoint, checkpoint.specs, {}))
     assert attached.classes["mixer.conv.weight"] == "repacked"

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import EngineDamagedError
 from deltachain.replica.layout.discover import attach
-from deltachain.replica.layout.source import Source
+from deltachain.replica.layout.source import LoadedCheckpoint
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
 
 
@@ -39,9 +39,9 @@ def failing(folder: Path, write: Callable[[Tensor, Tensor], object]) -> tuple[On
     return model, memory
 
 
-def source_of(model: OneLayer) -> Source:
+def source_of(model: OneLayer) -> LoadedCheckpoint:
     checkpoint = Checkpoint(model.checkpoint)
-    return Source(checkpoint, checkpoint.specs, {})
+    return LoadedCheckpoint(checkpoint, checkpoint.specs, {})
 
 
 def test_a_refused_reload_is_undone_by_the_engine_itself(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.hiding import may_hide
-from deltachain.replica.layout.members import Bits, Members, restoring, tensors_in, undisturbed
+from deltachain.replica.layout.members import Members, SavedBits, restoring, tensors_in, undisturbed
 
 
 class Kernel:
@@ -160,7 +160,7 @@ def test_what_cannot_be_settled_is_told(change: Any, why: str) -> None:
 
 def test_bits_know_what_changed() -> None:
     layer = Layer()
-    bits = Bits(dict(tensors_in(layer)))
+    bits = SavedBits(dict(tensors_in(layer)))
     assert not bits.has_changed(layer.weight)
     layer.weight.data[3, 7] += 1
     assert bits.has_changed(layer.weight)

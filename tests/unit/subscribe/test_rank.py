@@ -20,7 +20,7 @@ from deltachain.replica.layout.ways import Group
 from deltachain.replica.rank import Rank, RankStaged
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.patch import Patch, write
-from deltachain.testing.sharding import Shape
+from deltachain.testing.sharding import Sharding
 from deltachain.types import TensorSpec
 from tests.gpu.ranks import Bench
 
@@ -172,7 +172,7 @@ def test_a_failed_write_is_taken_back_if_the_old_bits_are_there(
 def test_what_the_engine_did_not_load_after_all_is_read_back_and_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = Bench("cpu", "step", tmp_path, Shape(odd=("shadow",)))
+    bench = Bench("cpu", "step", tmp_path, Sharding(odd=("shadow",)))
     bench.stage(1)
     readable = {name.split(".")[2] for name in bench.rank._attached.readable}
     assert readable == {"shadow"}, "its weight is beside what it computes from"

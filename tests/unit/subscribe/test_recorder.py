@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltachain.replica.layout.recorder import Recording, live_tensors, record
 from deltachain.replica.windows import Window
 from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import ODD, Shape, full_of, save, trained
+from deltachain.testing.sharding import ODD, Sharding, full_of, save, trained
 from deltachain.types import TensorSpec
 from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
@@ -163,8 +163,10 @@ def test_live_tensors_are_parameters_buffers_and_attributes_with_elements() -> N
     assert set(live_tensors(outer)) == {"0.p", "0.b", "0.extra"}
 
 
-@pytest.mark.parametrize("shape", [Shape(odd=tuple(ODD)), Shape(tp=2, odd=tuple(ODD)), Shape(pp=2)])
-def test_a_whole_engine_is_recorded_and_not_written_to(shape: Shape, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shape", [Sharding(odd=tuple(ODD)), Sharding(tp=2, odd=tuple(ODD)), Sharding(pp=2)]
+)
+def test_a_whole_engine_is_recorded_and_not_written_to(shape: Sharding, tmp_path: Path) -> None:
     model = trained(shape)
     folder = save(model, tmp_path)
     specs = [TensorSpec(n, "BF16", tuple(t.shape)) for n, t in full_of(model).items()]
@@ -179,7 +181,7 @@ def test_a_whole_engine_is_recorded_and_not_written_to(shape: Shape, tmp_path: P
 
 def test_elements_that_no_tensor_fills_have_no_place(tmp_path: Path) -> None:
     """Rows that pad a vocabulary, and none of them a tensor's."""
-    shape = Shape(tp=4)
+    shape = Sharding(tp=4)
     engine = FakeModel(shape, 3, save(trained(shape), tmp_path))
     spec = TensorSpec("embed.weight", "BF16", (50, 16))
     recording = record(engine.load, [spec], engine.modules())

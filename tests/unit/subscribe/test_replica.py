@@ -19,7 +19,7 @@ from deltachain.replica import windows
 from deltachain.replica.ticket import Ticket
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.faults import Fault
-from deltachain.testing.sharding import HOSTED, Shape, full_of
+from deltachain.testing.sharding import HOSTED, Sharding, full_of
 from tests.unit.subscribe.replicas import SHAPES, Followed
 
 Build = Callable[..., Followed]
@@ -27,7 +27,7 @@ EVERY = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 @EVERY
-def test_versions_are_followed_folded_and_taken_back(followed: Build, shape: Shape) -> None:
+def test_versions_are_followed_folded_and_taken_back(followed: Build, shape: Sharding) -> None:
     here = followed(shape)
     here.publish(1, 2, 3)
     receipt = here.subscriber.update(1)
@@ -49,7 +49,7 @@ def test_versions_are_followed_folded_and_taken_back(followed: Build, shape: Sha
 
 @EVERY
 def test_a_rollback_that_is_not_remembered_comes_from_the_store(
-    followed: Build, shape: Shape
+    followed: Build, shape: Sharding
 ) -> None:
     here = followed(shape, undo_applies=0)
     here.publish(1, 2)
@@ -60,7 +60,7 @@ def test_a_rollback_that_is_not_remembered_comes_from_the_store(
 
 
 @EVERY
-def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Shape) -> None:
+def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Sharding) -> None:
     here = followed(shape)
     here.publish(1)
     here.anchor()
@@ -77,7 +77,7 @@ def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Shape) ->
 
 @EVERY
 def test_without_a_budget_everything_is_written_as_it_is_decoded(
-    followed: Build, shape: Shape
+    followed: Build, shape: Sharding
 ) -> None:
     here = followed(shape, stage_budget=0)
     here.publish(1)
@@ -96,7 +96,7 @@ def test_without_a_budget_everything_is_written_as_it_is_decoded(
 @pytest.mark.parametrize("tp", [1, 2])
 def test_what_can_not_be_written_in_place_is_loaded_by_the_engine(followed: Build, tp: int) -> None:
     odd = tuple(name for name in HOSTED if tp == 1 or name != "bias")  # zeros on one rank of two
-    here = followed(Shape(tp=tp, odd=odd))
+    here = followed(Sharding(tp=tp, odd=odd))
     here.publish(1, 2, 3)
     here.subscriber.update(1)
     classes = here.target.classes()
@@ -117,7 +117,7 @@ def test_only_layers_that_changed_are_loaded_again(
     followed: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine stands still meanwhile: for as long as it takes to load what changed."""
-    here = followed(Shape(layers=4, odd=("packed", "flipped")))
+    here = followed(Sharding(layers=4, odd=("packed", "flipped")))
     here.publish(1)
     here.subscriber.update()
     loaded: list[set[str]] = []
@@ -140,9 +140,11 @@ def test_only_layers_that_changed_are_loaded_again(
     assert loaded == [{"layers.2.packed.weight"}, {"layers.0.packed.weight"}]
 
 
-@pytest.mark.parametrize("shape", [Shape(tp=2), Shape(odd=HOSTED), Shape(tp=2, untied=True)])
+@pytest.mark.parametrize(
+    "shape", [Sharding(tp=2), Sharding(odd=HOSTED), Sharding(tp=2, untied=True)]
+)
 def test_bits_of_a_device_take_the_same_way(
-    followed: Build, shape: Shape, monkeypatch: pytest.MonkeyPatch
+    followed: Build, shape: Sharding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits of a device are torch tensors: the same ranks, forced onto that path."""
     monkeypatch.setattr(windows, "on_host", lambda _: False)
@@ -161,7 +163,7 @@ def test_bits_of_a_device_take_the_same_way(
 
 
 def test_one_tensor_without_a_way_refuses_the_chain(followed: Build) -> None:
-    here = followed(Shape(tp=2, odd=("stuck",)))
+    here = followed(Sharding(tp=2, odd=("stuck",)))
     here.publish(1)
     before = here.engine.bits()
     with pytest.raises(TensorMismatchError, match=r"2 of \d+ tensors have no proven way") as caught:
@@ -172,7 +174,7 @@ def test_one_tensor_without_a_way_refuses_the_chain(followed: Build) -> None:
 
 
 @EVERY
-def test_addresses_never_change(followed: Build, shape: Shape) -> None:
+def test_addresses_never_change(followed: Build, shape: Sharding) -> None:
     here = followed(shape)
     addresses = [
         {name: tensor.data_ptr() for name, tensor in model.tensors().items()}
@@ -258,7 +260,7 @@ def test_a_scrub_finds_a_foreign_write(followed: Build, shape: str, name: str) -
 def test_tensors_that_the_engine_replaced_are_found_again_and_healed(
     followed: Build, tell: str
 ) -> None:
-    here = followed(Shape(tp=2))
+    here = followed(Sharding(tp=2))
     here.publish(1)
     here.subscriber.update()
     for name in ("layers.0.o.weight", "norm.weight"):
@@ -358,7 +360,7 @@ def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:
 
 def test_another_subscriber_finds_what_the_last_one_left(followed: Build) -> None:
     """The ways into the weights are those that were found while the checkpoint was in them."""
-    here = followed(Shape(tp=2, odd=("cast", "packed")))
+    here = followed(Sharding(tp=2, odd=("cast", "packed")))
     here.publish(1, 2)
     here.subscriber.update(1)
     again = here.subscribe()

@@ -15,7 +15,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.replica import target as replica
-from deltachain.testing.sharding import Shape
+from deltachain.testing.sharding import Sharding
 from tests.unit.subscribe.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -305,7 +305,7 @@ def test_a_version_that_can_not_be_named_poisons(here: Followed) -> None:
 
 @pytest.mark.parametrize("kind", ["cast", "packed"])
 def test_a_load_that_fails_is_taken_back(followed: Build, kind: str) -> None:
-    here = followed(Shape(tp=2, odd=("cast", "packed", "shadow")))
+    here = followed(Sharding(tp=2, odd=("cast", "packed", "shadow")))
     here.publish(1)
     here.subscriber.update()
     here.publish(2)
@@ -327,7 +327,7 @@ def test_a_load_that_fails_is_taken_back(followed: Build, kind: str) -> None:
 
 
 def test_a_load_that_fails_twice_poisons_and_heals(followed: Build) -> None:
-    here = followed(Shape(tp=2, odd=("cast",)))
+    here = followed(Sharding(tp=2, odd=("cast",)))
     here.publish(1)
     here.subscriber.update()
     here.publish(2)

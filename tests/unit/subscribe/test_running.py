@@ -14,7 +14,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.discover import attach
 from deltachain.replica.layout.running import Tables, made_by_running, remember
-from deltachain.replica.layout.source import Source
+from deltachain.replica.layout.source import LoadedCheckpoint
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
 
 
@@ -50,14 +50,14 @@ class Rotary(OneLayer):
         return made_by_running(self)
 
 
-Make = Callable[[], tuple[Rotary, Source]]
+Make = Callable[[], tuple[Rotary, LoadedCheckpoint]]
 
 
 @pytest.fixture
 def rotary(tmp_path: Path) -> Make:
     """Makes one that was loaded, and has not run."""
 
-    def make() -> tuple[Rotary, Source]:
+    def make() -> tuple[Rotary, LoadedCheckpoint]:
         full = {"w": torch.randn(SIZE).to(torch.bfloat16)}
         save_file(full, tmp_path / "model.safetensors")
         model = Rotary()
@@ -65,7 +65,7 @@ def rotary(tmp_path: Path) -> Make:
         model.load(full.items())
         remember(model)
         checkpoint = Checkpoint(tmp_path)
-        return model, Source(checkpoint, checkpoint.specs, {})
+        return model, LoadedCheckpoint(checkpoint, checkpoint.specs, {})
 
     return make
 

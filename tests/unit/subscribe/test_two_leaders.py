@@ -24,7 +24,7 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.target import ReplicaTarget
 from deltachain.replica.ticket import Ticket
 from deltachain.subscribe import Subscriber, subscriber
-from deltachain.testing.sharding import HOSTED, Shape
+from deltachain.testing.sharding import HOSTED, Sharding
 from tests.unit.subscribe.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -33,7 +33,7 @@ Build = Callable[..., Followed]
 @pytest.fixture
 def here(followed: Build) -> Followed:
     """Two ranks that hold version 1 of 2, led by the subscriber."""
-    here = followed(Shape(tp=2))
+    here = followed(Sharding(tp=2))
     here.publish(1)
     here.subscriber.update()
     here.publish(2)
@@ -175,7 +175,7 @@ def test_a_spool_without_room_for_a_while_does_not_end_following(
 def test_a_rank_that_can_not_load_again_is_not_believed(followed: Build, rank: int) -> None:
     """A scrub lets the engine load its host copies again; one that fails may be half loaded."""
     odd = tuple(name for name in HOSTED if name != "bias")  # zeros on one rank of two
-    here = followed(Shape(tp=2, odd=odd))
+    here = followed(Sharding(tp=2, odd=odd))
     here.publish(1)
     here.subscriber.update()
 
@@ -344,7 +344,7 @@ def test_a_rollback_from_the_store_is_not_starved(
     followed: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Versions that arrive meanwhile would overtake it, one after another."""
-    here = followed(Shape(tp=2), undo_applies=0)
+    here = followed(Sharding(tp=2), undo_applies=0)
     here.publish(1, 2)
     here.subscriber.update()
     stage, attempts = here.target.stage, [0]

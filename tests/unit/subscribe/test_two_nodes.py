@@ -10,7 +10,7 @@ import pytest
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.replica.rpc import RankVerbs
 from deltachain.replica.spool import PROBE, Spool, check_probe
-from deltachain.testing.sharding import Shape
+from deltachain.testing.sharding import Sharding
 from tests.unit.subscribe.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -26,7 +26,7 @@ def move(here: Followed, rank: int, spool: Path) -> None:
 def test_a_rank_that_sees_another_folder_is_refused_before_anything_is_touched(
     followed: Build, tmp_path: Path, rank: int
 ) -> None:
-    here = followed(Shape(tp=2))
+    here = followed(Sharding(tp=2))
     move(here, rank, tmp_path / "the other node")
     before = here.engine.bits()
     with pytest.raises(ConfigError, match=f"rank {rank}: .* does not see the leader's file") as no:
@@ -39,14 +39,14 @@ def test_a_rank_that_sees_another_folder_is_refused_before_anything_is_touched(
 
 
 def test_following_ends_with_it_instead_of_trying_for_ever(followed: Build, tmp_path: Path) -> None:
-    here = followed(Shape(tp=2))
+    here = followed(Sharding(tp=2))
     move(here, 1, tmp_path / "the other node")
     with pytest.raises(ConfigError, match="does not see"):
         next(here.subscriber.follow())
 
 
 def test_one_folder_by_two_names_is_one(followed: Build, tmp_path: Path) -> None:
-    here = followed(Shape(tp=2))
+    here = followed(Sharding(tp=2))
     here.spool.mkdir()
     (tmp_path / "mounted").symlink_to(here.spool)
     move(here, 1, tmp_path / "mounted")
@@ -71,7 +71,7 @@ def test_a_folder_that_holds_another_leaders_word_is_another(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
 def test_a_probe_lies_in_the_spool_folder_alone(followed: Build, name: str) -> None:
-    here = followed(Shape())
+    here = followed(Sharding())
     asked = {"url": here.store.url, "specs": [], "aliases": {}, "probe": [name, "word"]}
     answer = here.engine.verbs[0].do("attach", asked)
     assert (answer["ok"], answer["error"]) == (False, "ConfigError")
@@ -79,7 +79,7 @@ def test_a_probe_lies_in_the_spool_folder_alone(followed: Build, name: str) -> N
 
 
 def test_a_spool_that_cannot_be_written_to_is_said_at_the_start(followed: Build) -> None:
-    here = followed(Shape())
+    here = followed(Sharding())
     here.spool.write_text("a file")
     with pytest.raises(ApplyError, match="plans could not be decoded there") as caught:
         here.subscriber.update()

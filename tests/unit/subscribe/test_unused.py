@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import Shape, put, trained
+from deltachain.testing.sharding import Sharding, put, trained
 from tests.unit.subscribe import replicas
 from tests.unit.subscribe.replicas import Followed
 
@@ -23,14 +23,14 @@ Make = Callable[..., Followed]
 def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     """Makes an engine that follows a model with heads which no layer of the engine is made for."""
 
-    def with_heads(shape: Shape) -> nn.Module:
+    def with_heads(shape: Sharding) -> nn.Module:
         model = trained(shape)
         for name in HEADS:
             put(model, name, nn.Parameter(torch.randn(6, 4).to(torch.bfloat16)))
         return model
 
     monkeypatch.setattr(replicas, "trained", with_heads)
-    return lambda **shape: Followed(Shape(**shape), tmp_path)
+    return lambda **shape: Followed(Sharding(**shape), tmp_path)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

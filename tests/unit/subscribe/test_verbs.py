@@ -23,14 +23,14 @@ from deltachain.errors import (
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.rpc import REMEMBERED, VERBS, RankVerbs, error_of, raise_refusal
 from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import Shape, save, trained
+from deltachain.testing.sharding import Sharding, save, trained
 
 URL = "s3://bucket/run"
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> FakeModel:
-    shape = Shape(layers=1)
+    shape = Sharding(layers=1)
     return FakeModel(shape, 0, save(trained(shape), tmp_path / "model"))
 
 

@@ -17,7 +17,7 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import reference
 from deltachain.replica import windows
 from deltachain.replica.shard_patch import place_delta, state_at
-from deltachain.replica.windows import Place, Window, nested, on_device_of, storage_bits
+from deltachain.replica.windows import Placement, Window, nested, on_device_of, storage_bits
 from deltachain.subscribe.targets.patch import write
 from deltachain.types import BITS_DTYPES, StateDigest, TensorSpec
 
@@ -79,9 +79,9 @@ def is_nested(view: Tensor) -> bool:
     return nested(zip(view.shape, view.stride(), strict=True))
 
 
-def place_of(view: Tensor, live: Tensor) -> Place:
+def place_of(view: Tensor, live: Tensor) -> Placement:
     """The place that a recorded copy of this view into that one would make."""
-    return Place(live, int(view.storage_offset()), view.stride())
+    return Placement(live, int(view.storage_offset()), view.stride())
 
 
 def where(view: Tensor, live: Tensor) -> dict[int, int]:
@@ -234,17 +234,17 @@ def test_places_of_all_ranks_add_up_to_the_tensor(
         total = StateDigest()
         for part in full.chunk(4, axis):
             live = part.clone()
-            total += state_at(Place(live, int(part.storage_offset()), part.stride()), spec)
+            total += state_at(Placement(live, int(part.storage_offset()), part.stride()), spec)
         assert total == reference.digest(digest_key(spec), full.view(-1).numpy().view("<u2"))
 
 
-def overlapping() -> dict[str, Callable[[], Place]]:
+def overlapping() -> dict[str, Callable[[], Placement]]:
     base = torch.zeros(12)
     return {
-        "a source that repeats itself": lambda: Place(base.view(3, 4), 0, (0, 1)),
-        "a source that overlaps itself": lambda: Place(base.view(3, 4), 0, (2, 1)),
-        "a live view that repeats itself": lambda: Place(base[:4].expand(3, 4), 0, (4, 1)),
-        "a live view that overlaps itself": lambda: Place(base.unfold(0, 4, 2)[:4], 0, (4, 1)),
+        "a source that repeats itself": lambda: Placement(base.view(3, 4), 0, (0, 1)),
+        "a source that overlaps itself": lambda: Placement(base.view(3, 4), 0, (2, 1)),
+        "a live view that repeats itself": lambda: Placement(base[:4].expand(3, 4), 0, (4, 1)),
+        "a live view that overlaps itself": lambda: Placement(base.unfold(0, 4, 2)[:4], 0, (4, 1)),
     }
 
 
@@ -268,7 +268,7 @@ def test_nested_is_what_reaches_every_index_in_one_way() -> None:
 def test_one_element_and_none() -> None:
     for size in (1, 0):
         live = torch.full((size, 1), 5, dtype=torch.int16)
-        place = Place(live, 3, (7, 7))
+        place = Placement(live, 3, (7, 7))
         spec = TensorSpec("w", "I16", (8,))
         picked, positions = place.route(np.arange(8))
         assert np.arange(8)[picked].tolist() == [3] * size
@@ -276,7 +276,7 @@ def test_one_element_and_none() -> None:
         held = np.array([3] * size, dtype=np.int64)
         bits = np.array([5] * size, "<u2")
         assert state_at(place, spec) == reference.digest_at(digest_key(spec), held, bits)
-    assert Place(torch.zeros(1), 3, (7,)).window == Window(3, (), ())
+    assert Placement(torch.zeros(1), 3, (7,)).window == Window(3, (), ())
 
 
 def test_bits_of_a_storage_are_all_of_it_and_share_its_memory() -> None:

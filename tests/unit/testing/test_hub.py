@@ -20,7 +20,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from deltachain.testing.hub.faults import Fault
+from deltachain.testing.hub.faults import RequestFault
 from deltachain.testing.hub.server import HubServer
 
 NOISE = random.Random(7).randbytes(3_000_000)
@@ -174,11 +174,13 @@ def test_concurrent_clients(api: HfApi, bucket: str, read: Callable[[str], bytes
 
 
 def test_faults_strike_as_often_as_told(hub: HubServer, bucket: str) -> None:
-    hub.inject(Fault(do="status", path="/api/buckets/", method="GET", status=500, skip=1, times=2))
+    hub.inject(
+        RequestFault(do="status", path="/api/buckets/", method="GET", status=500, skip=1, times=2)
+    )
     url, headers = f"{hub.url}/api/buckets/{bucket}", auth(hub.token)
     statuses = [httpx.get(url, headers=headers).status_code for _ in range(4)]
     assert statuses == [200, 500, 500, 200]
-    hub.inject(Fault(do="lose-reply", path=f"/api/buckets/{bucket}$", method="DELETE"))
+    hub.inject(RequestFault(do="lose-reply", path=f"/api/buckets/{bucket}$", method="DELETE"))
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.delete(url, headers=headers)
     assert httpx.get(url, headers=headers).status_code == 404

@@ -59,7 +59,7 @@ def measure(drawn: Drawn, spool: Path, *, threads: int, times: int) -> Lost:
 async def _lose(engine: Any, drawn: Drawn, lost: Lost) -> Lost:
     from deltachain.replica.settings import ReplicaSettings
     from deltachain.subscribe.config import SubscribeConfig
-    from deltachain_sglang.server import ServerEngine
+    from deltachain_sglang.server import SglangEngine
     from tests.engines.bench.losing import lose
 
     async def generate(prompt: list[int], length: int) -> AsyncIterator[int]:
@@ -74,6 +74,6 @@ async def _lose(engine: Any, drawn: Drawn, lost: Lost) -> Lost:
 
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url))
     loop, manager = asyncio.get_running_loop(), engine.tokenizer_manager
-    clearing = ServerEngine(manager, loop, settings)
-    keeping = ServerEngine(manager, loop, replace(settings, keep_cache=True))
+    clearing = SglangEngine(manager, loop, settings)
+    keeping = SglangEngine(manager, loop, replace(settings, keep_cache=True))
     return await lose(clearing, keeping, generate, drawn, lost)

@@ -64,7 +64,7 @@ async def _lose(client: Any, drawn: Drawn, lost: Lost) -> Lost:
 
     from deltachain.replica.settings import ReplicaSettings
     from deltachain.subscribe.config import SubscribeConfig
-    from deltachain_vllm.server import ServerEngine
+    from deltachain_vllm.server import VllmEngine
     from tests.engines.bench.losing import lose
 
     numbers = count()
@@ -83,6 +83,6 @@ async def _lose(client: Any, drawn: Drawn, lost: Lost) -> Lost:
 
     settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url))
     loop = asyncio.get_running_loop()
-    clearing = ServerEngine(client, loop, settings)
-    keeping = ServerEngine(client, loop, replace(settings, keep_cache=True))
+    clearing = VllmEngine(client, loop, settings)
+    keeping = VllmEngine(client, loop, replace(settings, keep_cache=True))
     return await lose(clearing, keeping, generate, drawn, lost)

@@ -11,7 +11,7 @@ from deltachain.checkpoint import ASSET_SUFFIXES, HELD_FILE, INDEX_FILE, write_a
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.format.documents import parse
 from deltachain.remote_code import without_remote_code
-from deltachain.subscribe import FolderTarget, Held, Patch
+from deltachain.subscribe import FolderTarget, HeldVersion, Patch
 from deltachain.subscribe.targets.folder import HeldFile, explained
 from deltachain.types import TensorSpec
 
@@ -39,7 +39,7 @@ class OwnFolder(FolderTarget):
                 )
         super().bind(specs, aliases)
 
-    def write(self, patches: Iterable[Patch], held: Held) -> None:
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """See :class:`FolderTarget`."""
         self.refuse_other(held.chain)
         super().write(patches, held)
