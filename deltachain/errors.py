@@ -25,7 +25,7 @@
     │   ├── TensorMismatchError              unknown name, shape or dtype; nothing written -> fix mapping
     │   ├── PartialApplyError                failed while writing                -> restored, or poisoned
     │   │   └── LeaderReplacedError          another leader has the ranks; nothing written -> stop this one
-    │   └── PoisonedError                    state can not be proven             -> heal from nothing
+    │   └── PoisonedError                    state cannot be proven             -> heal from nothing
     └── ControlPlaneError                    never fatal to a role               -> log once, continue
 
 Every class has an ``exit_code``, which the command line exits with, and ``retryable``, which says
@@ -246,7 +246,7 @@ class LeaderReplacedError(PartialApplyError):
 
 
 class PoisonedError(ApplyError):
-    """The target can not prove its state and serves nothing until it is healed."""
+    """The target cannot prove its state and serves nothing until it is healed."""
 
     default_hint = "heal it by an update from nothing (an anchor or the base checkpoint)"
 

@@ -12,7 +12,7 @@ def map_file(path: Path) -> memoryview:
     """The bytes of a file, read as they are needed.
 
     Raises:
-        ConfigError: It can not be read.
+        ConfigError: It cannot be read.
         MalformedError: It is empty.
     """
     try:

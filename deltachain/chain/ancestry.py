@@ -65,7 +65,7 @@ class Past:
     ) -> Plan:
         """The cheapest way from ``held`` to a committed version; see :func:`plan.make_plan`.
 
-        Older manifests are read until a cheaper way can not come from them, or ``PLAN_WINDOWS`` of
+        Older manifests are read until a cheaper way cannot come from them, or ``PLAN_WINDOWS`` of
         them have not shown one.
 
         Raises:

@@ -91,7 +91,7 @@ class Commits:
             StoreWentBackError: The parent is gone.
             BrokenChainError: A manifest of a history that the store has lost lies in the way.
             StoreUnavailableError: The store did not take it; the version is not committed, or it
-                can not be told whether it is.
+                cannot be told whether it is.
         """
         version, data = manifest.version, seal(manifest)
         is_taken = version in self._before(manifest)
@@ -115,7 +115,7 @@ class Commits:
         Raises:
             PublisherFencedError: Another publisher has committed that version.
             StoreWentBackError: Its parent is gone.
-            StoreError: It still can not be told.
+            StoreError: It still cannot be told.
         """
         found = self._behind(manifest, again=False)
         seen = found.get(manifest.version)
@@ -201,7 +201,7 @@ class Commits:
         if other.version != manifest.version - 1:
             raise misplaced(key, other)
         raise PublisherFencedError(
-            f"version {manifest.version} can not follow: the manifest of version "
+            f"version {manifest.version} cannot follow: the manifest of version "
             f"{manifest.version - 1} was replaced by another publisher (commit "
             f"{other.commit_id}, epoch {other.epoch}; this one is at epoch {manifest.epoch})",
             version=manifest.version,
@@ -219,7 +219,7 @@ class Commits:
         is_known = _is_same(seen, info) if seen and info else False
         if not is_known and not is_same(self._store, self._identity, self._documents):
             raise PublisherFencedError(
-                f"version {manifest.version} can not follow: the chain at this URL was replaced "
+                f"version {manifest.version} cannot follow: the chain at this URL was replaced "
                 f"by another publisher's; {CHAIN_KEY} is no longer of chain "
                 f"{self._identity.chain}: there are two chains here",
                 version=manifest.version,

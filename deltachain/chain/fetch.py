@@ -184,7 +184,7 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     hint = f"give the folder of the base checkpoint ({reference.repo or reference.path})"
     try:
         there = path.exists()
-    except OSError as exc:  # a path of the chain that this machine can not even look up
+    except OSError as exc:  # a path of the chain that this machine cannot even look up
         raise ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc.strerror}", hint=hint) from exc
     if not there:
         raise ConfigError(f"base checkpoint {path} is not there", hint=hint)

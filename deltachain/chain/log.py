@@ -1,6 +1,6 @@
 """The manifests of a chain in its store: looked for, read, and created exactly once.
 
-Where a store can not decide which of two writers came first, one publisher is its only writer by
+Where a store cannot decide which of two writers came first, one publisher is its only writer by
 configuration. Breaking that is found out by looks at what is there.
 """
 
@@ -69,7 +69,7 @@ class Manifests:
         self.looks = Looks(store, chain, identity)
 
     def read(self, version: Version) -> Committed:
-        """Read the manifest of a version; once more if it can not be read.
+        """Read the manifest of a version; once more if it cannot be read.
 
         Raises:
             ObjectNotFoundError: It is not committed.

@@ -1,6 +1,6 @@
 """Looks at the manifests of a chain: which are there, and what the store says of them.
 
-What was seen is remembered where the store names content, or can not decide races: a manifest that
+What was seen is remembered where the store names content, or cannot decide races: a manifest that
 is another by the next look is a fork.
 """
 

@@ -107,7 +107,7 @@ def least_from_before(
         encodings: What this reader can decode.
 
     Returns:
-        ``None`` when no way leads there: edges that are not known yet can not help.
+        ``None`` when no way leads there: edges that are not known yet cannot help.
     """
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in _usable(edges, encodings):

@@ -142,7 +142,7 @@ def _expired(report: dict[str, Any]) -> str:
     if versions:
         what = "version" if len(versions) == 1 else "versions"
         text.append(
-            f"{what} {_ranges(versions)} can not be rebuilt from what has not expired; the "
+            f"{what} {_ranges(versions)} cannot be rebuilt from what has not expired; the "
             "manifests are in order"
         )
     return "; ".join(text)

@@ -1,7 +1,7 @@
 """An independent witness: do a checkpoint's bf16 bits equal those that the trainer held?
 
 It shares no line with deltachain and runs by file path, so that an error in our reader, writer,
-names or digests can not vouch for itself. A *dump* is an ``.npz`` of every tensor of a
+names or digests cannot vouch for itself. A *dump* is an ``.npz`` of every tensor of a
 ``state_dict``, cast to bf16 and viewed as int16; safetensors files are taken apart here with json
 and numpy alone.
 
@@ -222,7 +222,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], b
 
 
 def _differing_bits(wanted: Int16Bits | None, found: Int16Bits | None) -> int:
-    """How many bits differ; all of them if the two can not be laid over each other."""
+    """How many bits differ; all of them if the two cannot be laid over each other."""
     if wanted is None:
         raise ValueError("a dump holds bf16 bits only")
     if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:

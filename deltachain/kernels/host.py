@@ -2,7 +2,7 @@
 
 Both are held to ``reference`` bit for bit by the same contract test, so nobody need know which ran;
 ``NAME`` says it for receipts. They are imported when the first one is asked for: numba takes a
-while, and vLLM 0.32 can not start an engine in a process that has imported it (its scan for Triton
+while, and vLLM 0.32 cannot start an engine in a process that has imported it (its scan for Triton
 kernels takes llvmlite's library object for one).
 """
 

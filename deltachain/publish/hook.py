@@ -90,7 +90,7 @@ def attach(
         settings: Single settings, as fields of :class:`PublishConfig`.
 
     Raises:
-        ConfigError: ``optimizer`` is none, or the model can not be published.
+        ConfigError: ``optimizer`` is none, or the model cannot be published.
     """
     if not isinstance(model, nn.Module):
         from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it

@@ -103,7 +103,7 @@ def open_or_make(
 
     Raises:
         ChainMismatchError: The URL holds the chain of another model.
-        BrokenChainError: The identity is lost, and this model can not be shown to be its.
+        BrokenChainError: The identity is lost, and this model cannot be shown to be its.
     """
     now, files = time.time(), assets()
     found = _identity_of_versions(store)
@@ -215,7 +215,7 @@ def _why_not(store: Store, table: Table, newest: Manifest) -> str:
 
 
 def _why_not_rebuilt(store: Store, table: Table, newest: Manifest, base: Path | None) -> str:
-    """Why the newest version can not be rebuilt with a table; empty where it can."""
+    """Why the newest version cannot be rebuilt with a table; empty where it can."""
     supposed = Identity(chain=newest.chain, created=0.0, table=object_digest(dump(table)))
     chain = Chain(store, supposed, table)
     if sum(spec.numel for spec in table.specs()) != newest.numel:
@@ -224,7 +224,7 @@ def _why_not_rebuilt(store: Store, table: Table, newest: Manifest, base: Path | 
         committed = chain.read(newest.version)
         state = fetch(chain, chain.plan(None, committed), base=base).state()
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
-        return f"{TABLE_KEY} is gone too, and version {newest.version} can not be rebuilt: {exc}"
+        return f"{TABLE_KEY} is gone too, and version {newest.version} cannot be rebuilt: {exc}"
     if state != committed.state:
         return f"version {newest.version}, rebuilt with its tensors, has another state"
     return ""

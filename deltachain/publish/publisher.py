@@ -125,7 +125,7 @@ class Publisher:
                 in publishing it.
 
         Raises:
-            ConfigError: The model can not be published; the hint says what to do instead.
+            ConfigError: The model cannot be published; the hint says what to do instead.
             ChainMismatchError: The URL holds the chain of another model.
             PublisherFencedError: Another publisher was quicker.
             RankError: Another rank could not do its part.

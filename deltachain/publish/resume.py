@@ -153,7 +153,7 @@ class RankDifference(msgspec.Struct, frozen=True):
 
     Attributes:
         state: What its weights add to the state digest.
-        change: What telling them apart adds to it; nothing where the chain can not be read.
+        change: What telling them apart adds to it; nothing where the chain cannot be read.
         nbytes: About the bytes of a delta that does.
     """
 
@@ -215,13 +215,13 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
 
 
 def _difference(session: Session, head: Committed) -> Diff | None:
-    """What tells the snapshot from the newest version; ``None`` where that can not be read."""
+    """What tells the snapshot from the newest version; ``None`` where that cannot be read."""
     chain, config = session.writer.chain, session.config
     try:
         fetched = fetch(chain, chain.plan(None, head), base=config.base)
         return dict(_compare(fetched, session.source, session.snapshot))
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
-        logger.warning("version %d can not be rebuilt from the store: %s", head.version, exc)
+        logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)
         return None
 
 

@@ -86,7 +86,7 @@ class Session:
 
         Raises:
             PublisherFencedError: Another publisher has committed the version after it.
-            StoreError: It can not be told yet.
+            StoreError: It cannot be told yet.
         """
         self.writer.settle()
         if self.writer.parent is not None:

@@ -105,7 +105,7 @@ class Writer:
         Raises:
             PublisherFencedError: Another publisher has committed that version.
             StoreWentBackError: The versions before it are gone; ask again.
-            StoreError: It still can not be told; ask again.
+            StoreError: It still cannot be told; ask again.
         """
         manifest = self._uncertain
         if manifest is None:

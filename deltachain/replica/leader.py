@@ -140,12 +140,12 @@ class Leader:
         try:
             staged = self._staged = self.subscriber.stage(version)
         except DeltaChainError as exc:
-            self._failed(exc, version)  # staging may find that it can not prove what it holds
+            self._failed(exc, version)  # staging may find that it cannot prove what it holds
             raise
         return None if staged is None else staged.to.version
 
     def update(self, version: Version | None = None, *, manifest: str = "") -> ApplyReceipt | None:
-        """Bring the replica to a version, from nothing if it can not prove what it holds.
+        """Bring the replica to a version, from nothing if it cannot prove what it holds.
 
         Args:
             version: Where to; the head when not given.
@@ -220,11 +220,11 @@ class Leader:
         """Generate again.
 
         Raises:
-            PoisonedError: The replica can not prove what it holds.
+            PoisonedError: The replica cannot prove what it holds.
         """
         with self.subscriber.alone():  # never in the middle of a swap
             if self.subscriber.poisoned:
-                raise PoisonedError("this replica can not prove what it holds; it stays paused")
+                raise PoisonedError("this replica cannot prove what it holds; it stays paused")
             self.target.resume()
 
     def scrub(self) -> bool:
@@ -274,7 +274,7 @@ class Leader:
         subscriber = self.subscriber
         reason = self._ended
         if subscriber.poisoned:
-            reason = "poisoned: it can not prove what it holds"
+            reason = "poisoned: it cannot prove what it holds"
         elif subscriber.held is None:
             reason = "it holds no version of the chain"
         elif self.released:
@@ -346,7 +346,7 @@ class Leader:
             self._troubled(exc)
 
     def _troubled(self, exc: Exception) -> None:
-        """Keep an error for ``status``; a replica that can not prove its weights stops serving."""
+        """Keep an error for ``status``; a replica that cannot prove its weights stops serving."""
         self.tally.failures += 1
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
         if isinstance(exc, LeaderReplacedError):

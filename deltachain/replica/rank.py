@@ -289,7 +289,7 @@ class Rank:
         """What a delta writes at every place of this rank, and who else holds it."""
         name = delta.spec.name
         if self._classes[name] == "refused":
-            raise TensorMismatchError(f"{name!r} can not be written in this engine", tensor=name)
+            raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
         if name in self._copies:
             yield (self._holders[name][0], 0), copy_delta(self._copies[name], delta)
             return

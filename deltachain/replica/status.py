@@ -28,7 +28,7 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         following: Whether it applies versions by itself.
         paused: Whether somebody paused it.
         pinned: Whether a rollback keeps it where it is.
-        poisoned: Whether it can not prove what it holds. It then generates nothing.
+        poisoned: Whether it cannot prove what it holds. It then generates nothing.
         classes: Tensors and bytes by the way they reach live weights.
         on_host: Some of those that are not written in place, and why.
         ranks: What each rank said at the last swap.

@@ -188,7 +188,7 @@ class ReplicaTarget:
         if any(kind in ON_HOST for kind in self._agreed().values()):
             checks = self._answers("check")
             if not all(verdict["ok"] and verdict["same"] for verdict in checks):
-                return None  # somebody else wrote to what the engine loads, or it can not load
+                return None  # somebody else wrote to what the engine loads, or it cannot load
         number = next(self._numbers)
         try:
             self._ask("state", ticket=number)
@@ -253,7 +253,7 @@ class ReplicaTarget:
         attached since is neither paused nor resumed: the other may be writing.
         """
         if not isinstance(prepared, Ticket):
-            raise TypeError(f"a replica can not swap {type(prepared).__name__}")
+            raise TypeError(f"a replica cannot swap {type(prepared).__name__}")
         may_resume = False
         try:
             self._check_leads()

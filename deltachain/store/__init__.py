@@ -126,7 +126,7 @@ def _open_file(parts: SplitResult) -> FileStore:
         )
     path = unquote(parts.path)
     if "\0" in path:
-        raise ConfigError("file:// store URLs can not hold a NUL")
+        raise ConfigError("file:// store URLs cannot hold a NUL")
     return FileStore(path)
 
 

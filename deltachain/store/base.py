@@ -2,7 +2,7 @@
 
 A store maps keys to immutable bytes. The chain is built on two promises alone: an object is visible
 whole or not at all, and of all callers of ``put_if_absent`` for one key exactly one succeeds.
-Everything a store can not promise is named by its ``Capabilities``, never approximated in silence.
+Everything a store cannot promise is named by its ``Capabilities``, never approximated in silence.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Store(Protocol):
     do it now. After the latter from a write the outcome is unknown: the object is there whole, or
     it is not there, and only reading it tells.
 
-    No key may continue another one as a folder (``a`` and ``a/b``): file systems can not hold both.
+    No key may continue another one as a folder (``a`` and ``a/b``): file systems cannot hold both.
     """
 
     @property

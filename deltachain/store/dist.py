@@ -342,7 +342,7 @@ class DistStore:
                 sending.wait(timedelta(seconds=WAIT_S))
 
     def _stop(self) -> None:
-        """End the thread that sends: the interpreter can not, while it waits."""
+        """End the thread that sends: the interpreter cannot, while it waits."""
         with suppress(StoreUnavailableError):
             number = self._ask(lambda: self._words.add(f"asks/{self._rank}", 1))
             self._ask(lambda: self._words.set(f"ask/{self._rank}/{number}", b""))

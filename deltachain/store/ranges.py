@@ -141,7 +141,7 @@ def read_ranges(
 def _drain(body: Body, view: memoryview) -> Iterator[int]:
     """Fill ``view`` as far as the body goes; yield how much each step brought.
 
-    A step takes as many bytes as come soon, so that a slow server can not hold a step for long.
+    A step takes as many bytes as come soon, so that a slow server cannot hold a step for long.
     """
     at, size = 0, _CHUNK_NBYTES // 16
     while at < len(view):

@@ -26,7 +26,7 @@ class SubscribeConfig:
 
     stage_budget: int = 4 << 30
     """Bytes of staged and undo bits. What does not fit (an anchor of a large model) is decoded
-    twice, once to prove it and once while it is written, and can not be taken back."""
+    twice, once to prove it and once while it is written, and cannot be taken back."""
 
     undo_applies: int = 2
     """Applies whose old bits are kept, so that ``rollback`` needs no store."""

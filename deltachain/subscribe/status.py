@@ -27,7 +27,7 @@ class Status(Struct, frozen=True, kw_only=True):
         lag_versions: ``head - version``; null where the store has no such lag: see ``doubt``.
         doubt: Why what is held may not be the chain's: the store went back, forked or was lost.
         pinned: Whether a rollback keeps it where it is.
-        poisoned: Whether it can not prove what it holds.
+        poisoned: Whether it cannot prove what it holds.
         last: The last apply, in words.
     """
 

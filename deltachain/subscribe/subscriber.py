@@ -251,7 +251,7 @@ class Subscriber:
         if goal is None or held is None or goal > held.version:
             at = held.version if held else None
             raise ChainError(
-                f"can not roll back from version {at} to {goal}", hint="name an older version"
+                f"cannot roll back from version {at} to {goal}", hint="name an older version"
             )
         if goal != held.version and not self._undo.reaches(goal):
             return None, goal
@@ -386,7 +386,7 @@ class Subscriber:
         return seconds
 
     def _poison(self) -> None:
-        """What the target holds can not be proven: what is staged or remembered on it is void."""
+        """What the target holds cannot be proven: what is staged or remembered on it is void."""
         self.poisoned = True
         self._generation += 1
         self._undo.clear()

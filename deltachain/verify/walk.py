@@ -65,7 +65,7 @@ class EdgeProof:
 class VersionProof:
     """One version: its manifest follows from the one before, its weights have its state.
 
-    Where its payload expired the latter can not be shown: ``rebuilt`` is then false.
+    Where its payload expired the latter cannot be shown: ``rebuilt`` is then false.
     """
 
     version: Version
@@ -81,7 +81,7 @@ def verify(
 ) -> Iterator[VersionProof]:
     """Prove versions one by one; the first thing that is wrong ends it.
 
-    A part that is gone is wrong only if versions behind it can not be rebuilt up to the last one:
+    A part that is gone is wrong only if versions behind it cannot be rebuilt up to the last one:
     else it has expired, as lifecycle rules make parts of old versions.
 
     Args:
@@ -91,7 +91,7 @@ def verify(
         base: Where the base checkpoint lies here, if the chain starts from one.
 
     Raises:
-        StoreError: An object can not be read, or is gone and no later anchor stands in for it.
+        StoreError: An object cannot be read, or is gone and no later anchor stands in for it.
         ChainError: The versions do not form one chain.
         FormatError: An object is not what names it, or leads to another state.
     """
@@ -231,7 +231,7 @@ class _Walk:
         return _proof(fetched, proven=True)
 
     def _read(self, edge: EdgeSummary) -> EdgeProof:
-        """Read an edge that can not be proven."""
+        """Read an edge that cannot be proven."""
         try:
             return _proof(self._fetch(edge), proven=False)
         except ObjectNotFoundError as exc:

@@ -31,7 +31,7 @@ def run(
     """Measure; every sample, and the settings.
 
     Raises:
-        ConfigError: This machine can not do it.
+        ConfigError: This machine cannot do it.
         CrossRegionError: A part of it failed.
     """
     check_host()

@@ -44,14 +44,14 @@ class Network:
         """What went over a limited link since it was made.
 
         Raises:
-            CrossRegionError: The counters can not be read.
+            CrossRegionError: The counters cannot be read.
         """
         sent, received = (sent_bytes(_run(command)) for command in self.plan.counters(place))
         return Counted(sent, received)
 
 
 def check_host() -> None:
-    """Refuse a machine or a user that can not make network namespaces.
+    """Refuse a machine or a user that cannot make network namespaces.
 
     Raises:
         ConfigError: This is not Linux, not root, or the tools are missing.
@@ -105,7 +105,7 @@ def _run(command: Command) -> str:
 
 
 def _try(command: Command) -> None:
-    """What can not be taken away may never have been made."""
+    """What cannot be taken away may never have been made."""
     try:
         _run(command)
     except CrossRegionError as exc:

@@ -251,7 +251,7 @@ def front_ends() -> int:
 
 
 def check_layout(*, keep_cache: bool) -> None:
-    """Refuse arrangements of ranks, models and caches that one leader can not update as one.
+    """Refuse arrangements of ranks, models and caches that one leader cannot update as one.
 
     Raises:
         ConfigError: This server has one.

@@ -17,7 +17,7 @@ from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
 
 BUSY: Final[RankReply] = {"ok": False, "busy": True}
-"""Requests are running whose cache can not be flushed: nothing was done."""
+"""Requests are running whose cache cannot be flushed: nothing was done."""
 
 
 ASLEEP: Final[RankReply] = {"ok": False, "asleep": True}

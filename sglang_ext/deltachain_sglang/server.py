@@ -27,7 +27,7 @@ class SglangEngine:
         settings: Of this replica.
 
     Raises:
-        ConfigError: The server was started in a way that deltachain can not work with.
+        ConfigError: The server was started in a way that deltachain cannot work with.
         EngineVersionError: This SGLang was not tested.
     """
 

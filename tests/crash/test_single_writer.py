@@ -1,4 +1,4 @@
-"""Two publishers where there may be one: on a bucket that can not decide which of them is first.
+"""Two publishers where there may be one: on a bucket that cannot decide which of them is first.
 
 Nothing there keeps the second from writing over the first. What holds instead: the publisher that
 lost its place says so at its next commit at the latest, naming the version; a follower of what it

@@ -1,7 +1,7 @@
 """Chains that were trained for real: a small model, AdamW, and a version a step.
 
 Steps of training touch what they touch: few elements of every matrix, by one unit in the last place
-or several, most norms not at all, and the masters remember what bf16 can not show. Nothing that
+or several, most norms not at all, and the masters remember what bf16 cannot show. Nothing that
 draws changes at random is like it.
 """
 

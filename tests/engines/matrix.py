@@ -52,7 +52,7 @@ class Row:
         wrong: Live tensors that differ from the fresh model's.
         undone_wrong: Live tensors that are not as before once the change is taken back.
         digest: Whether the state digest was what the changed checkpoint has.
-        refused: Why the family can not be followed at all.
+        refused: Why the family cannot be followed at all.
     """
 
     family: str

@@ -90,7 +90,7 @@ class Replica:
         return right == [version]
 
     def stands_still(self) -> bool:
-        """Whether it is not ready, is paused, and can not be resumed."""
+        """Whether it is not ready, is paused, and cannot be resumed."""
         paused = self.server.paused()
         codes = (self.server.get("ready").status_code, self.server.post("resume").status_code)
         return paused and self.server.paused() and codes == (503, 409)

@@ -44,7 +44,7 @@ class Callers:
 
     PATHS: Final = ("update", "rollback", "release", "scrub")
     REFUSALS: Final = {
-        "rollback": "can not roll back",  # there is nothing to go back to yet
+        "rollback": "cannot roll back",  # there is nothing to go back to yet
         "update": "was staged before another swap",  # a rollback does not wait for an update
     }
 

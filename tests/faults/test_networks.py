@@ -90,7 +90,7 @@ def test_all_survive_and_converge_when_the_network_is_right_again(place: Place, 
     try:
         wait_for(lambda: held == [1])
         FAULTS[fault](proxy)
-        trainer.step(2)  # warns where it can not publish
+        trainer.step(2)  # warns where it cannot publish
         if not fault.startswith("swallowed"):
             wait_for(lambda: bool(troubles))
         assert following.is_alive()

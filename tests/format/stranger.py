@@ -1,6 +1,6 @@
 """A reader of parts made from FORMAT.md alone: it shares no code with deltachain.
 
-It holds numbers in plain lists and is slow. What it can not read, the page does not say.
+It holds numbers in plain lists and is slow. What it cannot read, the page does not say.
 """
 
 from __future__ import annotations

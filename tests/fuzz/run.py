@@ -15,7 +15,7 @@ from typing import Final
 
 import atheris
 
-# What is not instrumented gives the fuzzer no direction; numba can not compile what is.
+# What is not instrumented gives the fuzzer no direction; numba cannot compile what is.
 with atheris.instrument_imports(include=["deltachain"], exclude=["deltachain.kernels.jit"]):
     from tests.fuzz.mutate import MUTATORS
     from tests.fuzz.seeds import seeds

@@ -129,7 +129,7 @@ def read_record(data: bytes) -> None:
         opened = Chain.open(store)
         (listed,) = (edge for edge in newest.recent if edge.record == RECORD_KEY)
         opened.edge(relisted(listed, object_digest(data)))
-        must(record is not None, "an edge of a record that can not be read")
+        must(record is not None, "an edge of a record that cannot be read")
     with refusing():
         opened = Chain.open(store)
         committed = opened.read(2)

@@ -44,7 +44,7 @@ class Case:
         scene: Which chain: the name of a part, or ``record``.
         opens: The follower is a new one, which has not read the chain yet.
         assets: The small files of the chain are taken, instead of a version.
-        poisons: The follower can not tell who is wrong, and does not trust its target any more.
+        poisons: The follower cannot tell who is wrong, and does not trust its target any more.
     """
 
     level: Level

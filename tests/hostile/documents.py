@@ -95,7 +95,7 @@ def case(
     *,
     error: type[DeltaChainError] = MalformedError,
 ) -> Case:
-    """A hint that can not be read is no error: there is a way without it."""
+    """A hint that cannot be read is no error: there is a way without it."""
     return Case(
         level=level,
         category=category,

@@ -1,4 +1,4 @@
-"""Hostile edges: manifests and edge records that are documents, and say what can not be."""
+"""Hostile edges: manifests and edge records that are documents, and say what cannot be."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
     errors = [error for future in futures if (error := future.exception(60)) is not None]
     assert errors or noticed, "somebody died, and nobody noticed"
     assert all(isinstance(error, RankError) for error in errors), errors
-    os._exit(0)  # the process group can not be left in order
+    os._exit(0)  # the process group cannot be left in order
 
 
 def _end(*_: object) -> None:
@@ -157,7 +157,7 @@ def leaves(rank: int, url: str) -> None:
         waiting = publisher.publish(step=number)
     start = time.monotonic()
     if rank == 1:
-        publisher.__exit__(ValueError, ValueError("a batch that can not be read"), None)
+        publisher.__exit__(ValueError, ValueError("a batch that cannot be read"), None)
         assert time.monotonic() - start < DEADLINE_S
     else:
         with pytest.raises(RankError, match="rank 1 did not answer"):
@@ -166,7 +166,7 @@ def leaves(rank: int, url: str) -> None:
 
 
 def refused(rank: int, kind: str, message: str, hint: str, url: str) -> None:
-    """A model that can not be published: every rank is told what to do instead."""
+    """A model that cannot be published: every rank is told what to do instead."""
     del rank
     with pytest.raises(ConfigError, match=message) as caught:
         Publisher(PublishConfig(url=url, deadline_s=30)).attach(REFUSED[kind]())

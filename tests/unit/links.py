@@ -20,7 +20,7 @@ ANCHOR = Edge(kind="anchor", encodings=("dense",))
 
 
 class SingleWriterStore(MemoryStore):
-    """A store that can not decide a race: it looks first and then writes."""
+    """A store that cannot decide a race: it looks first and then writes."""
 
     @property
     def capabilities(self) -> Capabilities:

@@ -141,7 +141,7 @@ def test_a_history_that_another_went_on_with_fences(store: MemoryStore) -> None:
 
 
 def test_a_manifest_of_a_lost_history_is_not_taken_for_another_publisher() -> None:
-    """Where races are decided; elsewhere it can not be told from a second publisher's."""
+    """Where races are decided; elsewhere it cannot be told from a second publisher's."""
     store = MemoryStore()
     made = extend(create(store), 6)
     for version in range(3, 5):

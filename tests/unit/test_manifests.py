@@ -1,4 +1,4 @@
-"""Manifests on a store that looks up many at once, and can not decide races."""
+"""Manifests on a store that looks up many at once, and cannot decide races."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_replaced_manifest_is_a_fork(store: MemoryStore) -> None:
     store.put(manifest_key(2), seal(theirs))
     with pytest.raises(ForkedChainError, match="version 2 was replaced by another publisher"):
         follower.newest(2)
-    with pytest.raises(PublisherFencedError, match="version 3 can not follow: the manifest"):
+    with pytest.raises(PublisherFencedError, match="version 3 cannot follow: the manifest"):
         publisher.commit(manifest_after(made[2]))
     assert store.find(manifest_key(3)) is None
     with pytest.raises(PublisherFencedError, match="committed by another publisher"):
@@ -112,7 +112,7 @@ def test_a_replaced_manifest_is_a_fork(store: MemoryStore) -> None:
 def test_a_replaced_identity_fences_whoever_made_the_first(wide: WideStore) -> None:
     chain = create(wide)
     wide.put(CHAIN_KEY, wide.get(CHAIN_KEY).replace(b"one", b"two"))
-    with pytest.raises(PublisherFencedError, match="version 0 can not follow: the chain at this"):
+    with pytest.raises(PublisherFencedError, match="version 0 cannot follow: the chain at this"):
         extend(chain, 1)
     assert wide.find(manifest_key(0)) is None
 

@@ -25,7 +25,7 @@ class VllmEngine:
         settings: Of this replica.
 
     Raises:
-        ConfigError: The server was started in a way that deltachain can not work with.
+        ConfigError: The server was started in a way that deltachain cannot work with.
         EngineVersionError: This vLLM was not tested.
 
     Attributes:

@@ -27,7 +27,7 @@ class Figures(Collector):
             "ready": (status.ready, "Whether it should be sent requests."),
             "paused": (status.paused, "Whether somebody paused it."),
             "pinned": (status.pinned, "Whether a rollback keeps it where it is."),
-            "poisoned": (status.poisoned, "Whether it can not prove what it holds."),
+            "poisoned": (status.poisoned, "Whether it cannot prove what it holds."),
         }
         for name, (value, about) in gauges.items():
             if value is not None:

@@ -139,7 +139,7 @@ async def pause(control: Allowed, _: NothingAsked, request: Request) -> Response
 
 @router.post("/resume", responses=_FAILS)
 async def resume(control: Allowed, _: NothingAsked, request: Request) -> Response:
-    """Generate again; refused when the replica can not prove what it holds."""
+    """Generate again; refused when the replica cannot prove what it holds."""
     return await _do(control, request, Leader.resume)
 
 

@@ -1,6 +1,6 @@
 """Servers without deltachain, which load a whole checkpoint again from a folder on their host.
 
-The way for engines that can not have our extension. It pauses for as long as a load takes, and what
+The way for engines that cannot have our extension. It pauses for as long as a load takes, and what
 the server then holds is what it says it loaded: nobody proves it.
 """
 

@@ -35,7 +35,7 @@ def staleness_of(diary: Path) -> list[int]:
 
 
 def unknown_in(diary: Path) -> int:
-    """Tokens whose label can not be true.
+    """Tokens whose label cannot be true.
 
     Of a version that was not there when their game ended, or older than one before in that game.
     """

@@ -69,7 +69,7 @@ def _rules() -> ModuleType:
     file = environment_folder() / "game.py"
     spec = importlib.util.spec_from_file_location("deltachain_game", file)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{file} can not be loaded")
+        raise ConfigError(f"{file} cannot be loaded")
     rules = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = rules  # dataclasses look for the module they are made in
     spec.loader.exec_module(rules)

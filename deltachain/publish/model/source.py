@@ -132,7 +132,7 @@ def walk(
             model says that it was loaded from, if that is a folder.
 
     Raises:
-        ConfigError: The model can not be published as it is; the hint says what to do instead.
+        ConfigError: The model cannot be published as it is; the hint says what to do instead.
     """
     if not isinstance(model, nn.Module):
         return _walk_export(model, dtype)

@@ -59,7 +59,7 @@ def share(walk: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
         ranks: All of them.
 
     Raises:
-        ConfigError: A rank's model can not be published, the ranks' parts are not a whole model, or
+        ConfigError: A rank's model cannot be published, the ranks' parts are not a whole model, or
             copies of one piece differ.
         RankError: Some rank does not take part.
     """

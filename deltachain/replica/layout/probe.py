@@ -60,7 +60,7 @@ def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
         expected = weight.data[:, columns // 2] + added
         found = layer.quant_method.apply(layer, one_hot, bias).view(-1)
         return bool(torch.equal(found, expected))
-    except Exception:  # noqa: BLE001 - a layer that can not be tried is not believed
+    except Exception:  # noqa: BLE001 - a layer that cannot be tried is not believed
         return False
     finally:
         for one, before in zip(members, saved, strict=True):

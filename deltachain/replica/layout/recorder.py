@@ -119,7 +119,7 @@ class _Run(TorchDispatchMode):
         try:
             with torch.no_grad(), self:
                 load(list(self.meta.items()))
-        except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer: it can not
+        except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer: it cannot
             self._fail(None, f"the loader raised {type(exc).__name__}: {exc}"[:200])
             self.raised.update(self.reasons if len(self.meta) == 1 else ())
         finally:

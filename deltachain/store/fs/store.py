@@ -192,7 +192,7 @@ class FsspecStore:
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix``, in order; see ``Store``."""
         folder = check_prefix(prefix).rpartition("/")[0]
-        # Walking a tree leaves out what it can not list, unless it is told what to do then.
+        # Walking a tree leaves out what it cannot list, unless it is told what to do then.
         walks = {} if self._promises.writes == "put" else {"on_error": _raise_unless_gone}
         try:
             with self._reading(folder):

@@ -52,7 +52,7 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
     try:
         shown = _without_credentials(url)
     except ValueError as exc:
-        raise ConfigError(f"{scheme}:// store URL whose host can not be read") from exc
+        raise ConfigError(f"{scheme}:// store URL whose host cannot be read") from exc
     try:
         filesystem, path = fsspec.core.url_to_fs(
             url, **{**(options or {}), "skip_instance_cache": True}

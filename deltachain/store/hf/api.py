@@ -239,7 +239,7 @@ class Hub:
             return None, _Trouble(str(exc), hint=exc.hint, cause=exc)
         except Exception as exc:  # noqa: BLE001
             # No answer, or none that can be read. huggingface_hub left httpx for another library
-            # with 2.0, and closes the session of all threads when one of them can not connect.
+            # with 2.0, and closes the session of all threads when one of them cannot connect.
             return None, _Trouble(_named(exc), cause=exc)
 
     def _send(
@@ -330,7 +330,7 @@ def _told_to_wait(headers: Mapping[str, str]) -> float:
 
 
 def _named(error: Exception) -> str:
-    """What went wrong, in a line; of a header that can not be sent, without the token in it."""
+    """What went wrong, in a line; of a header that cannot be sent, without the token in it."""
     words = str(error).partition("\n")[0]
     return type(error).__name__ if "Bearer" in words else f"{type(error).__name__}: {words}"
 

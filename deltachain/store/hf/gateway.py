@@ -61,7 +61,7 @@ class Gateway:
                 connect_timeout=timeout,
                 read_timeout=timeout,
                 s3={"addressing_style": "path"},
-                # The gateway can not read the trailers that newer checksums come in.
+                # The gateway cannot read the trailers that newer checksums come in.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
             ),

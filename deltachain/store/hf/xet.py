@@ -246,7 +246,7 @@ class Xet:
             "client.retry_max_duration": f"{deadline_ms}ms",
         }
         if kind == "read":
-            # A download can not be aborted from outside. This bounds the pause between two reads: a
+            # A download cannot be aborted from outside. This bounds the pause between two reads: a
             # storage that drips holds one for longer than the deadline. For an upload it would be
             # too short: the time until the answer to 64 MiB counts, over however slow a line.
             ours["client.read_timeout"] = f"{max(500, deadline_ms // 2)}ms"

@@ -41,7 +41,7 @@ class Download:
 class Upload(io.RawIOBase):
     """A view as a file, of which only the pieces asked for are copied.
 
-    Bytes would be sent in one call of the socket, whose timeout a slow network can not keep.
+    Bytes would be sent in one call of the socket, whose timeout a slow network cannot keep.
 
     Args:
         view: Flat bytes.

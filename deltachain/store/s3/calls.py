@@ -101,7 +101,7 @@ def once(call: Callable[[], _T], deadline: Deadline, *, nbytes: int = 0) -> _T:
         try:
             return call()
         except Exception:
-            # Of an answer that botocore can not parse nobody else has the body to close.
+            # Of an answer that botocore cannot parse nobody else has the body to close.
             body: Any = _body.get()
             if hasattr(body, "close"):
                 body.close()

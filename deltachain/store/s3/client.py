@@ -88,7 +88,7 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
         client: Client = session.client("s3", config=config, **arguments)
     except BotoCoreError as exc:
         raise ConfigError(
-            f"boto3 can not be configured: {type(exc).__name__}",
+            f"boto3 cannot be configured: {type(exc).__name__}",
             hint="check AWS_PROFILE, AWS_* and the store options",
         ) from exc
     except (TypeError, ValueError) as exc:

@@ -147,7 +147,7 @@ def _refused(failure: Exception) -> str:
 
 
 def _unavailable(failure: Exception) -> str | None:
-    """What to do where the server can not do it now; None where it never will."""
+    """What to do where the server cannot do it now; None where it never will."""
     if isinstance(failure, AnswerError):
         return failure.hint
     if code_of(failure) in _FULL or status_of(failure) == 507:

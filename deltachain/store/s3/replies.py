@@ -14,7 +14,7 @@ _PLAIN: Final = frozenset({"", "identity", "aws-chunked"})
 
 
 class AnswerError(Exception):
-    """An answer that can not be that of the server, or was cut: it counts as lost.
+    """An answer that cannot be that of the server, or was cut: it counts as lost.
 
     Args:
         reason: What is wrong with it.

@@ -94,10 +94,10 @@ class Target(Protocol):
 
         Args:
             fetched: The plan's objects.
-            base: State digest the target holds; ``None`` when that can not be proven.
+            base: State digest the target holds; ``None`` when that cannot be proven.
             state: State digest of the version.
             budget: Bytes of old and new bits to keep. What does not fit is computed again while it
-                is written, and can not be taken back.
+                is written, and cannot be taken back.
 
         Raises:
             BaseMismatchError: The target does not hold the bits that the plan applies to.
@@ -109,7 +109,7 @@ class Target(Protocol):
 
         Raises:
             PartialApplyError: It failed, and the old bits are back.
-            PoisonedError: It failed, and what the target holds can not be proven.
+            PoisonedError: It failed, and what the target holds cannot be proven.
         """
 
     def close(self) -> None:

@@ -223,7 +223,7 @@ class FolderTarget(PatchedTarget):
             if seal is not None:
                 self._replay(seal)
         except (FormatError, FileNotFoundError) as exc:
-            logger.warning("%s: an interrupted swap can not be finished: %s", self.folder, exc)
+            logger.warning("%s: an interrupted swap cannot be finished: %s", self.folder, exc)
         except OSError as exc:
             raise _stopped(self.folder, exc) from exc
         self._journal.clear()

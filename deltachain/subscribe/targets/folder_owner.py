@@ -49,7 +49,7 @@ class OwnFolder(FolderTarget):
 
         Raises:
             ChainMismatchError: Another chain fills this folder.
-            FormatError: Something does, but what it wrote of itself can not be read.
+            FormatError: Something does, but what it wrote of itself cannot be read.
         """
         file = self.folder / HELD_FILE
         with explained(self.folder):

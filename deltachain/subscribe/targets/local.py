@@ -72,7 +72,7 @@ class PatchedTarget(ABC):
 
         Raises:
             PartialApplyError: It failed, and the old bits are back.
-            PoisonedError: It failed, and what the target holds can not be proven.
+            PoisonedError: It failed, and what the target holds cannot be proven.
         """
 
     def stage(
@@ -117,7 +117,7 @@ class PatchedTarget(ABC):
             TypeError: It was staged by another kind of target.
         """
         if not isinstance(prepared, Patches):
-            raise TypeError(f"{type(self).__name__} can not swap {type(prepared).__name__}")
+            raise TypeError(f"{type(self).__name__} cannot swap {type(prepared).__name__}")
         start = time.perf_counter()
         self.write(self._all(prepared), held)
         return time.perf_counter() - start

@@ -1,6 +1,6 @@
 """Lets torchvision be imported beside a torch for CPUs; a ``.pth`` file imports this first.
 
-The only torchvision on PyPI is built for CUDA and can not load its operators. Importing it then
+The only torchvision on PyPI is built for CUDA and cannot load its operators. Importing it then
 fails over the schemas of two of them, which are declared here as soon as somebody asks for it.
 """
 

@@ -246,7 +246,7 @@ def test_another_model_does_not(attach: Attach, store: MemoryStore) -> None:
     for gone in ([CHAIN_KEY], [TABLE_KEY]):
         lose(store, *gone)
         before = keys_of(store)
-        with pytest.raises(BrokenChainError, match="can not be shown to be that of chain") as one:
+        with pytest.raises(BrokenChainError, match="cannot be shown to be that of chain") as one:
             attach(TinyModel())
         assert "from a backup" in one.value.hint
         assert keys_of(store) == before
@@ -257,7 +257,7 @@ def test_nothing_is_made_where_nothing_can_be_shown(attach: Attach, store: Memor
     publish(attach(model), model, 1)
     lose(store, CHAIN_KEY, TABLE_KEY, "anchors/")
     before = keys_of(store)
-    with pytest.raises(BrokenChainError, match="can not be rebuilt"):
+    with pytest.raises(BrokenChainError, match="cannot be rebuilt"):
         attach(model)
     assert keys_of(store) == before
 

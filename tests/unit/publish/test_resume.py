@@ -65,7 +65,7 @@ def head(store: MemoryStore) -> State:
     return found[max(found)].state
 
 
-# What can not be continued
+# What cannot be continued
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def folder_of(tensors: dict[str, Tensor], folder: Path) -> Path:
     return folder
 
 
-# What can not be published
+# What cannot be published
 
 
 def one_weight(parameter: nn.Parameter, name: str = "weight") -> nn.Module:

@@ -223,8 +223,8 @@ def test_engine_arguments_are_words_and_never_code(space: Space) -> None:
         ({"DELTACHAIN_TOKEN": None}, "DELTACHAIN_TOKEN is not set"),
         ({"PORT": "http"}, "PORT is 'http'"),
         ({"WAIT_S": "1h"}, "WAIT_S is '1h'"),
-        ({"ENGINE_ARGS": "--a 'b"}, "ENGINE_ARGS can not be split"),
-        ({"POLICY_DIR": "/dev/null/policy"}, "/dev/null/policy can not be written to"),
+        ({"ENGINE_ARGS": "--a 'b"}, "ENGINE_ARGS cannot be split"),
+        ({"POLICY_DIR": "/dev/null/policy"}, "/dev/null/policy cannot be written to"),
     ],
 )
 def test_a_setting_that_is_missing_or_wrong_is_named(

@@ -40,7 +40,7 @@ def calls_of(store: Store) -> list[Callable[[], object]]:
 
 
 def took(call: Callable[[], object]) -> tuple[StoreUnavailableError, float]:
-    """How a call that can not succeed ends, and when."""
+    """How a call that cannot succeed ends, and when."""
     began = time.monotonic()
     with pytest.raises(StoreUnavailableError) as caught:
         call()

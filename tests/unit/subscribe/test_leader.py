@@ -203,7 +203,7 @@ def test_a_rollback_stays_until_it_is_released(
         assert leader.update() is None
         assert (leader.status().version, leader.status().pinned) == (1, True)
         assert leader.status().ready
-        with pytest.raises(ChainError, match="can not roll back"):
+        with pytest.raises(ChainError, match="cannot roll back"):
             leader.rollback(2)
         leader.release()
         leader.update()

@@ -88,7 +88,7 @@ def test_a_plan_for_a_refused_tensor_is_refused(bench: Bench) -> None:
     classes["norm.weight"] = "refused"
     holders = {name: ("0",) * len(one.windows) for name, one in report.items()}
     bench.rank.agree(classes, holders)
-    with pytest.raises(TensorMismatchError, match=r"'norm\.weight' can not be written"):
+    with pytest.raises(TensorMismatchError, match=r"'norm\.weight' cannot be written"):
         bench.stage(1)
     assert bench.rank.staged == {}
     assert bench.model.holds(bench.old)

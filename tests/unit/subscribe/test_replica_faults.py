@@ -221,7 +221,7 @@ def test_a_failed_rollback_leaves_the_newer_version(here: Followed, rank: int) -
     assert here.subscriber.scrub()
 
 
-# What can not be taken back
+# What cannot be taken back
 
 
 def test_a_rank_that_can_not_take_back_poisons(here: Followed) -> None:

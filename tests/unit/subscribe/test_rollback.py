@@ -51,7 +51,7 @@ def at_head(subscriber: Subscriber) -> Subscriber:
 def test_a_replica_that_holds_nothing_has_nothing_to_go_back_to(
     replica: Replica, subscribe: Subscribe, truth: list[State]
 ) -> None:
-    with pytest.raises(ChainError, match="can not roll back from version None"):
+    with pytest.raises(ChainError, match="cannot roll back from version None"):
         subscribe(replica).rollback()
     subscriber = subscribe(replica)
     subscriber.update()
