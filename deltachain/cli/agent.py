@@ -1,4 +1,4 @@
-"""``deltachain agent``: a server that is led along a chain from beside it."""
+"""``deltachain agent``: a sidecar that makes a stock server follow a chain."""
 
 # ruff: noqa: PLC0415 - what a command needs is imported when it runs
 from __future__ import annotations
@@ -44,7 +44,7 @@ def agent(  # noqa: PLR0913 - one argument an option
         bool, typer.Option("--json", help="One JSON object a line on stdout, one a version.")
     ] = False,
 ) -> None:
-    """Lead a server that has no deltachain in it along a chain, from beside it.
+    """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
 
     Every version is fetched and proven in a folder while the server goes on. Then it pauses, loads
     the whole checkpoint from there, and resumes: vLLM in its development mode, SGLang as it is.

@@ -262,7 +262,10 @@ class Table(Document, frozen=True, kw_only=True):
             raise ConfigError(f"{len(specs)} tensors have {len(names)} names")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
-                raise ConfigError(f"alias {alias!r} of {name!r}: it must name one tensor, another")
+                raise ConfigError(
+                    f"alias {alias!r} -> {name!r}: the target must be in the table, "
+                    "the alias must not"
+                )
         return specs
 
 

@@ -21,7 +21,7 @@ def check_values(data: bytes, key: str) -> None:
 
 
 def no_repeats(fields: list[tuple[str, Any]]) -> None:
-    """Which of two equal names counts, is what JSON does not say. Here none does.
+    """Reject duplicate keys: JSON leaves their meaning undefined.
 
     Raises:
         ValueError: A name is there twice.

@@ -23,9 +23,9 @@ from deltachain.errors import (
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import Live, walk
-from deltachain.publish.ranks.barrier import Decision, Meeting
+from deltachain.publish.ranks.barrier import Decision, PublishBarrier
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import FAILURES, led
+from deltachain.publish.ranks.collectives import FAILURES, broadcast
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import EdgeShare, Session
@@ -100,7 +100,7 @@ class Publisher:
         self._fenced: PublisherFencedError | None = None
         self._failure: DeltaChainError | None = None
         self._ranks = Ranks.alone()
-        self._meeting = Meeting(self._ranks)
+        self._barrier = PublishBarrier(self._ranks)
 
     def attach(
         self,
@@ -143,7 +143,7 @@ class Publisher:
             self._ranks,
         )
         session.ranks = self._ranks.clone()  # for the thread that commits
-        self._meeting = Meeting(self._ranks)
+        self._barrier = PublishBarrier(self._ranks)
         self._session = session
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
@@ -185,7 +185,7 @@ class Publisher:
         future: Published = Future()
         self._waiting.append(future)
         self._waiting_step = step
-        self._meeting.call(step)
+        self._barrier.call(step)
         self._try(session, free=not self._busy or self.config.when_busy == "wait")
         return future
 
@@ -278,7 +278,7 @@ class Publisher:
     def _try(self, session: Session, *, free: bool) -> None:
         """Launch, if all ranks are free to."""
         try:
-            verdict = self._meeting.meet(free=free, settle=self._settle)
+            decision = self._barrier.wait(free=free, settle=self._settle)
         except DeltaChainError as error:
             if not self._busy:
                 self._land()  # what failed before is said first
@@ -288,9 +288,9 @@ class Publisher:
             else:
                 self._fail(error)
         else:
-            if verdict.go:
+            if decision.go:
                 self._land()
-                self._launch(session, verdict)
+                self._launch(session, decision)
 
     def _settle(self) -> Version:
         """The newest committed version, once nothing is in flight; on the first rank."""
@@ -300,15 +300,15 @@ class Publisher:
             wait([self._in_flight])
         return self._require_session().settle()
 
-    def _launch(self, session: Session, verdict: Decision) -> None:
+    def _launch(self, session: Session, decision: Decision) -> None:
         """Take the diff, and send it on its way."""
         if self._fenced is not None:
             self._stop(self._fenced)
             return
         unsettled, self._unsettled = self._unsettled, None
-        if unsettled is not None and unsettled[0] <= verdict.head:
+        if unsettled is not None and unsettled[0] <= decision.head:
             session.snapshot.redo(unsettled[1])  # it was committed after all
-        session.head = verdict.head
+        session.head = decision.head
         start, diff, failure = time.perf_counter(), {}, None
         try:
             diff = session.snapshot.diff_()
@@ -317,7 +317,7 @@ class Publisher:
                 raise
             failure = error
         flight = Flight(
-            topic=self._meeting.topic,
+            topic=self._barrier.topic,
             diff=diff,
             error=failure,
             diff_s=time.perf_counter() - start,
@@ -358,7 +358,7 @@ class Publisher:
 def _add_anchor(session: Session, topic: str) -> None:
     """Add an anchor if one is due; the version is committed, whether or not that works."""
     try:
-        if not led(session.ranks, f"{topic}/due", lambda: session.anchor_due, bool):
+        if not broadcast(session.ranks, f"{topic}/due", lambda: session.anchor_due, bool):
             return
         anchor = session.add_anchor(topic=f"{topic}/anchor")
     except DeltaChainError as error:

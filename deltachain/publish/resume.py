@@ -21,7 +21,7 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.place import open_or_make
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import all_say, together
+from deltachain.publish.ranks.collectives import all_gather, all_reduce
 from deltachain.publish.ranks.sharing import share
 from deltachain.publish.session import EdgeShare, Session
 from deltachain.publish.snapshot import WINDOW, Diff, Snapshot
@@ -73,13 +73,13 @@ def begin(
         return Begun(epoch=writers[0].epoch, head=parent.version if parent else -1)
 
     kinds = (type(None), Begun)
-    begun = together(ranks, "begin", lambda: snapshots.append(Snapshot(source)), take, kinds)
+    begun = all_reduce(ranks, "begin", lambda: snapshots.append(Snapshot(source)), take, kinds)
 
     def stand_beside() -> None:
         if not ranks.leads:
             writers.append(_beside(store, source, config, begun))
 
-    all_say(ranks, "beside", stand_beside, type(None))
+    all_gather(ranks, "beside", stand_beside, type(None))
     session = Session(source, snapshots[0], writers[0], config, ranks)
     if session.writer.parent is None:
         first_version(session)
@@ -168,7 +168,7 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
     Nothing, where nothing does.
     """
     own = session.snapshot.state
-    states = all_say(session.ranks, "states", lambda: own, StateDigest)
+    states = all_gather(session.ranks, "states", lambda: own, StateDigest)
     if sum(states, StateDigest()) == head.state:
         return
     diffs: list[Diff | None] = []
@@ -177,7 +177,7 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
         diffs.append(_difference(session, head))
         return _weigh(session, diffs[0])
 
-    found = all_say(session.ranks, "difference", difference, RankDifference)
+    found = all_gather(session.ranks, "difference", difference, RankDifference)
     diff = diffs[0]
     if diff is not None and _is_proven(found, head) and _nbytes(found) < session.anchor_nbytes:
         logger.info("version %d continues from another state", head.version + 1)

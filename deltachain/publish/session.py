@@ -17,7 +17,7 @@ from deltachain.format.keys import PayloadKind
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import together
+from deltachain.publish.ranks.collectives import all_reduce
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.snapshot import Diff, Snapshot
 from deltachain.publish.upload import DENSE_SHARE, EdgeKeys, sparse_change, upload, window_change
@@ -176,7 +176,7 @@ class Session:
             )
 
         kinds = (EdgeShare, PublishReceipt)
-        receipt = together(self.ranks, topic, lambda: put(slot), conclude, kinds)
+        receipt = all_reduce(self.ranks, topic, lambda: put(slot), conclude, kinds)
         self.head = receipt.version
         return receipt
 
@@ -196,7 +196,7 @@ class Session:
             return self.writer.add_anchor(committed, joined(shares))
 
         kinds = (EdgeShare, EdgeSummary)
-        return together(self.ranks, topic, lambda: self.put_anchor(slot), conclude, kinds)
+        return all_reduce(self.ranks, topic, lambda: self.put_anchor(slot), conclude, kinds)
 
     def _slot(self, kind: PayloadKind, version: int) -> EdgeKeys:
         """A place for this rank's parts of an edge: no other attempt, and no other rank, has it."""

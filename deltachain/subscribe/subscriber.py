@@ -304,7 +304,9 @@ class Subscriber:
             if held is None:
                 return False
             if str(self.target.state()) != held.state:
-                logger.error("somebody else wrote to the target: not %d is held", held.version)
+                logger.error(
+                    "target was modified externally; it no longer holds version %d", held.version
+                )
                 self._poison()
             return not self.poisoned
 

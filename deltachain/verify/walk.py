@@ -261,7 +261,8 @@ class _Walk:
             if edge.version >= self._first and self._known.get(place) != edge:
                 self._check_there(edge, key)
                 raise MalformedError(
-                    f"{key}: lists a {edge.kind} to version {edge.version} that is not there so",
+                    f"{key}: lists a {edge.kind} to version {edge.version} that differs from the "
+                    "stored record",
                     key=key,
                 )
         reach = max(self._first, manifest.window_from)

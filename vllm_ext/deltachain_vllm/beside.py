@@ -1,4 +1,4 @@
-"""A vLLM server led from beside it, over the routes that its development mode opens.
+"""A sidecar of a vLLM server, over the routes that its development mode opens.
 
 For servers without the endpoint plugin. Those routes ask nobody for a password, so the server must
 not be reachable by others.

@@ -149,7 +149,7 @@ async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> No
     """Wait until something is done, or nobody waits for it any more."""
     while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
         if request is not None and await request.is_disconnected() and not work.done():
-            raise HTTPException(503, "nobody waits for the answer")
+            raise HTTPException(503, "client disconnected")
 
 
 def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
@@ -212,7 +212,7 @@ async def _nothing(control: Allowed, request: Request) -> None:
 async def _body(request: Request, kind: type[_T], expected: str) -> _T:
     """The body, which is small: nobody is let in by its size, nor before the token."""
     if request.url.query:
-        raise HTTPException(422, "what is asked goes into the body")
+        raise HTTPException(422, "query parameters are not supported; send a JSON body")
     body = b""
     try:
         async for chunk in request.stream():
@@ -220,7 +220,7 @@ async def _body(request: Request, kind: type[_T], expected: str) -> _T:
             if len(body) > LARGEST:
                 raise HTTPException(413, f"a body of more than {LARGEST} bytes")
     except ClientDisconnect as exc:
-        raise HTTPException(400, "the body has no end") from exc
+        raise HTTPException(400, "request body ended early") from exc
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as exc:

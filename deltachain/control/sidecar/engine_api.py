@@ -1,4 +1,4 @@
-"""An engine's own HTTP routes, for those who lead it from beside it."""
+"""Client of the HTTP routes of a stock engine, for a sidecar."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where all ranks agree, at every call of ``publish``, whether they take a diff now."""
+"""The barrier at every call of ``publish``: all ranks take a diff now, or none does."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ import msgspec
 
 from deltachain.errors import RankError
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import together
+from deltachain.publish.ranks.collectives import all_reduce
 from deltachain.types import Version
 
 
-class Here(msgspec.Struct, frozen=True):
-    """How a rank comes to a call of ``publish``."""
+class Ready(msgspec.Struct, frozen=True):
+    """Whether a rank can take a diff when it reaches the barrier."""
 
     free: bool
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Whether all ranks take a diff now, and the newest committed version."""
+    """The decision for all ranks: take a diff now or not, and the newest committed version."""
 
     go: bool
     head: Version = -1
 
 
-class Meeting:
-    """Meets the other ranks once a call; a call that some rank missed is no reason to miss more.
+class PublishBarrier:
+    """A barrier for each call of ``publish``. A rank that misses one takes part in the next.
 
-    A call is known by the trainer's step, so that only ranks at the same step meet, and one that
-    missed a step is there again at the next. Where steps have no number, calls are counted: then a
-    rank that missed one meets nobody any more.
+    A call is identified by the trainer's step, so only ranks at the same step meet. Where steps
+    have no number, calls are counted: a rank that misses one then never meets the others again.
 
     Args:
-        ranks: All who publish.
+        ranks: All ranks that publish.
 
     Attributes:
-        topic: Of the last meeting: no other meeting has it.
+        topic: Of the last barrier; unique.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -48,33 +47,33 @@ class Meeting:
         self.topic = ""
 
     def call(self, step: int | None) -> None:
-        """Another call of ``publish``, after a step of the trainer."""
+        """Begin another call of ``publish``, after a step of the trainer."""
         self._call, self._again = f"{step}.{self._seen[step]}", 0
         self._seen[step] += 1
 
-    def meet(self, *, free: bool, settle: Callable[[], Version]) -> Decision:
-        """What all ranks do now.
+    def wait(self, *, free: bool, settle: Callable[[], Version]) -> Decision:
+        """Wait for all ranks, and decide on rank 0.
 
         Args:
-            free: Whether this one can take a diff.
-            settle: On the first rank: what the newest committed version is.
+            free: Whether this rank can take a diff.
+            settle: On rank 0: returns the newest committed version.
 
         Raises:
-            RankError: Some rank did not come in time.
+            RankError: A rank did not arrive in time.
             DeltaChainError: ``settle`` failed.
         """
-        # By the call: a rank that did not come to a flush is in step at the next one.
+        # Named by the call: a rank that missed a flush is in step at the next one.
         self.topic = f"{self._call}.{self._again}"
         self._again += 1
 
-        def conclude(all_here: list[Here]) -> Decision:
-            go = all(here.free for here in all_here)
+        def decide(all_ready: list[Ready]) -> Decision:
+            go = all(ready.free for ready in all_ready)
             return Decision(go=True, head=settle()) if go else Decision(go=False)
 
-        kinds = (Here, Decision)
-        topic = f"{self.topic}/meet"
+        kinds = (Ready, Decision)
+        topic = f"{self.topic}/barrier"
         try:
-            return together(self._ranks, topic, lambda: Here(free=free), conclude, kinds)
+            return all_reduce(self._ranks, topic, lambda: Ready(free=free), decide, kinds)
         except RankError as exc:
             exc.hint = f"{exc.hint}; every rank calls publish after the same steps"
             raise

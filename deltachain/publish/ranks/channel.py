@@ -1,8 +1,8 @@
-"""The processes that publish one chain together, and how they talk: words, never weights.
+"""Small messages between the ranks of a trainer that publish one chain together; never weights.
 
-Everything goes through the store of ``torch.distributed`` (a key-value store on one of the ranks),
-not through collectives: a collective that timed out leaves its group unusable, whereas a rank that
-was late here reads what was decided without it and is back in step.
+They go through the key-value store of ``torch.distributed``, not through its collectives: a
+collective that times out leaves its process group unusable, whereas a rank that is late here reads
+the decision made without it and is back in step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ EVERY_RANK: Final = "every rank makes a publisher and attaches it, whatever it h
 
 
 class Ranks:
-    """All processes of a trainer, or the only one.
+    """The ranks of a trainer, or the single process of one.
 
-    Ranks call the same methods with the same topics in the same order in each of their threads.
+    Every rank calls the same methods, with the same topics, in the same order in each thread.
 
     Args:
-        number: Of this process.
-        count: How many there are.
+        number: Rank of this process.
+        count: Number of ranks.
         deadline_s: Seconds that a rank may be behind the others.
-        store: How they talk; ``None`` where there is one.
+        store: Key-value store that they share; ``None`` for a single process.
 
     Attributes:
         number: As given.
@@ -39,11 +39,11 @@ class Ranks:
     def __init__(self, number: int, count: int, deadline_s: float, store: Any = None) -> None:  # noqa: ANN401
         self.number, self.count, self.deadline_s = number, count, deadline_s
         self._store = store
-        self._said: list[str] = []
+        self._posted: list[str] = []
 
     @classmethod
     def alone(cls) -> Ranks:
-        """One process, which has nobody to wait for."""
+        """A single process."""
         return cls(0, 1, 0.0)
 
     @classmethod
@@ -55,7 +55,7 @@ class Ranks:
             deadline_s: Seconds that a rank may be behind the others.
 
         Raises:
-            RankError: Some rank did not come in time. Those that come again meet those that wait.
+            RankError: A rank did not join in time. Ranks that join again meet those that wait.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return cls.alone()
@@ -63,133 +63,139 @@ class Ranks:
         c10d: Any = dist.distributed_c10d
         place = f"deltachain/{'all' if group is None else group.group_name}"
         shared = c10d._get_default_store().clone()
-        door = cls(number, count, deadline_s, c10d.PrefixStore(place, shared))
-        return cls(number, count, deadline_s, c10d.PrefixStore(f"{place}/{door._enter()}", shared))
+        lobby = cls(number, count, deadline_s, c10d.PrefixStore(place, shared))
+        name = lobby._rendezvous()
+        return cls(number, count, deadline_s, c10d.PrefixStore(f"{place}/{name}", shared))
 
-    def _enter(self) -> str:
-        """A name for what begins here, which no earlier attempt of these ranks has."""
+    def _rendezvous(self) -> str:
+        """Meet all ranks on rank 0; a group name that no earlier attempt of them has."""
         mine = uuid.uuid4().hex
-        knock = f"at the door/{self.number}"
-        self._ask(lambda: self._store.set(knock, mine))
+        join_key = f"join/{self.number}"
+        self._call(lambda: self._store.set(join_key, mine))
         try:
             if self.leads:
-                return self._let_in(mine)
-            answer = self._listen([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
+                return self._answer_joins(mine)
+            answer = self._wait([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
         finally:
-            self._ask(lambda: self._store.delete_key(knock))
+            self._call(lambda: self._store.delete_key(join_key))
         name, _, refusal = answer.partition(":")
         if refusal:
             raise RankError(refusal, hint=EVERY_RANK)
         return name
 
-    def _let_in(self, name: str) -> str:
-        """Answer whoever is at the door: with the name once all are there, else who is missing."""
-        doors = [f"at the door/{number}" for number in range(self.count)]
+    def _answer_joins(self, name: str) -> str:
+        """Wait for the join key of every rank; send each the group name, or which are missing."""
+        join_keys = [f"join/{number}" for number in range(self.count)]
         refusal = None
         try:
-            self._listen(doors, self.deadline_s)
+            self._wait(join_keys, self.deadline_s)
         except RankError as exc:
             refusal = RankError(str(exc.args[0]), hint=EVERY_RANK)
-        for door in doors[1:]:
-            if self._is_said(door):
-                guest = self._ask(lambda door=door: self._store.get(door)).decode()
+        for key in join_keys[1:]:
+            if self._is_posted(key):
+                joined = self._call(lambda key=key: self._store.get(key)).decode()
                 answer = f"{name}:{refusal.args[0] if refusal else ''}"
-                self._ask(lambda to=f"answers/{guest}", answer=answer: self._store.set(to, answer))
+                self._call(
+                    lambda to=f"answers/{joined}", answer=answer: self._store.set(to, answer)
+                )
         if refusal is not None:
             raise refusal
         return name
 
     def clone(self) -> Ranks:
-        """For another thread: one that waits would make the other wait too."""
+        """A copy for another thread; a thread that waits would block the others."""
         store = None if self._store is None else self._store.clone()
         return Ranks(self.number, self.count, self.deadline_s, store)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that commits."""
+        """Whether this is rank 0, which commits."""
         return self.number == 0
 
-    def gather(self, topic: str, word: bytes) -> list[bytes]:
-        """Tell the first rank something.
+    def gather(self, topic: str, message: bytes) -> list[bytes]:
+        """Send a message to rank 0.
 
         Returns:
-            What every rank said, in their order, on the first; nothing on the others.
+            The messages of all ranks in their order, on rank 0; an empty list on the others.
 
         Raises:
-            RankError: Some rank said nothing in time.
+            RankError: A rank sent nothing in time.
         """
         if self.count == 1:
-            return [word]
-        self._say(f"{topic}/{self.number}", word)
+            return [message]
+        self._post(f"{topic}/{self.number}", message)
         if not self.leads:
             return []
-        words = self._listen([f"{topic}/{number}" for number in range(self.count)], self.deadline_s)
-        self._forget()  # who says this has heard what was said before
-        return words
+        messages = self._wait(self._keys(topic), self.deadline_s)
+        self._clean_up()  # every sender has read the messages before this one
+        return messages
 
-    def tell(self, topic: str, word: bytes | None) -> bytes:
-        """What the first rank tells all.
+    def broadcast(self, topic: str, message: bytes | None) -> bytes:
+        """Send a message of rank 0 to all ranks.
 
         Args:
-            topic: What about.
-            word: On the first rank; nothing elsewhere.
+            topic: Name of this broadcast.
+            message: On rank 0; ``None`` on the others.
 
         Raises:
-            RankError: It said nothing in time.
+            RankError: Rank 0 sent nothing in time.
         """
-        if word is not None:
+        if message is not None:
             if self.count > 1:
-                self._say(topic, word)
-            return word
-        # It may itself have waited for others, and then for its store.
-        word = self._listen([topic], 3 * self.deadline_s)[0]
-        self._forget()
-        return word
+                self._post(topic, message)
+            return message
+        # Rank 0 may itself have waited for others, and then for its store.
+        message = self._wait([topic], 3 * self.deadline_s)[0]
+        self._clean_up()
+        return message
 
-    def exchange(self, topic: str, word: bytes) -> list[bytes]:
-        """What every rank says, on every rank.
+    def all_gather(self, topic: str, message: bytes) -> list[bytes]:
+        """The messages of all ranks in their order, on every rank.
 
         Raises:
-            RankError: Some rank said nothing in time.
+            RankError: A rank sent nothing in time.
         """
         if self.count == 1:
-            return [word]
-        self._say(f"{topic}/{self.number}", word)
-        return self._listen([f"{topic}/{number}" for number in range(self.count)], self.deadline_s)
+            return [message]
+        self._post(f"{topic}/{self.number}", message)
+        return self._wait(self._keys(topic), self.deadline_s)
 
-    def _forget(self) -> None:
-        """Delete what this rank has said: all others are known to have heard it."""
-        said, self._said = self._said, []
-        for key in said:
-            self._ask(lambda key=key: self._store.delete_key(key))
+    def _keys(self, topic: str) -> list[str]:
+        return [f"{topic}/{number}" for number in range(self.count)]
 
-    def _say(self, key: str, word: bytes) -> None:
-        self._said.append(key)
-        self._ask(lambda: self._store.set(key, word))
+    def _clean_up(self) -> None:
+        """Delete the messages of this rank that all others are known to have read."""
+        posted, self._posted = self._posted, []
+        for key in posted:
+            self._call(lambda key=key: self._store.delete_key(key))
 
-    def _listen(self, keys: Sequence[str], deadline_s: float) -> list[bytes]:
+    def _post(self, key: str, message: bytes) -> None:
+        self._posted.append(key)
+        self._call(lambda: self._store.set(key, message))
+
+    def _wait(self, keys: Sequence[str], deadline_s: float) -> list[bytes]:
         try:
             self._store.wait(list(keys), timedelta(seconds=deadline_s))
         except dist.DistNetworkError as exc:
-            raise RankError(f"rank {self.number} lost the others: {_first_line(exc)}") from exc
+            raise RankError(f"rank {self.number} is disconnected: {_first_line(exc)}") from exc
         except dist.DistStoreError as exc:
-            silent = [key for key in keys if not self._is_said(key)]
+            silent = [key for key in keys if not self._is_posted(key)]
             who = ", ".join(key.rpartition("/")[2] for key in silent) if len(keys) > 1 else "0"
             topic = keys[0].rpartition("/")[0] or keys[0]
             raise RankError(f"rank {who} did not answer in {deadline_s:g} s ({topic})") from exc
-        if self._store.has_extended_api():  # one question for all of them
-            words: list[bytes] = self._ask(lambda: self._store.multi_get(list(keys)))
-            return words
-        return [self._ask(lambda key=key: self._store.get(key)) for key in keys]
+        if self._store.has_extended_api():  # one request for all of them
+            messages: list[bytes] = self._call(lambda: self._store.multi_get(list(keys)))
+            return messages
+        return [self._call(lambda key=key: self._store.get(key)) for key in keys]
 
-    def _is_said(self, key: str) -> bool:
-        return bool(self._ask(lambda: self._store.check([key])))
+    def _is_posted(self, key: str) -> bool:
+        return bool(self._call(lambda: self._store.check([key])))
 
-    def _ask(self, question: Any) -> Any:  # noqa: ANN401 - of the store
+    def _call(self, request: Any) -> Any:  # noqa: ANN401 - of the store
         try:
-            return question()
+            return request()
         except (dist.DistNetworkError, dist.DistStoreError) as exc:
-            raise RankError(f"rank {self.number} lost the others: {_first_line(exc)}") from exc
+            raise RankError(f"rank {self.number} is disconnected: {_first_line(exc)}") from exc
 
 
 def _first_line(error: Exception) -> str:

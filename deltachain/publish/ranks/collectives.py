@@ -1,4 +1,4 @@
-"""What all ranks do together and the first concludes: whoever fails, all of them know."""
+"""Collectives over JSON values: gather, reduce on rank 0, broadcast; errors reach every rank."""
 
 from __future__ import annotations
 
@@ -20,119 +20,119 @@ SHARED: Final = (
     errors.StoreWentBackError,
     errors.ConfigError,
 )
-"""Errors of the first rank that mean the same to all; the rest are its own."""
+"""Errors of rank 0 that every rank raises as they are; others become a ``RankError``."""
 
 
 FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
-"""What a rank's part may fail of, and tells the others: a full disk and a full GPU among it."""
+"""Errors of a rank that are sent to the others, a full disk and a full GPU among them."""
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """What went wrong on a rank."""
+    """An error on a rank, as it is sent."""
 
     kind: str
     message: str
     hint: str = ""
 
 
-class Word(msgspec.Struct, frozen=True):
-    """What a rank has to say, or why it has nothing."""
+class Message(msgspec.Struct, frozen=True):
+    """The value of a rank, or its error."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
-    trouble: RankFailure | None = None
+    failure: RankFailure | None = None
 
 
-def all_say(ranks: Ranks, topic: str, mine: Callable[[], _T], kind: type[_T]) -> list[_T]:
-    """What every rank finds, on every rank.
+def all_gather(ranks: Ranks, topic: str, mine: Callable[[], _T], kind: type[_T]) -> list[_T]:
+    """Compute a value on every rank; the values of all, on every rank.
 
     Raises:
-        RankError: Some rank found trouble, or said nothing in time.
-        DeltaChainError: This one did.
+        RankError: Another rank failed, or sent nothing in time.
+        DeltaChainError: This rank failed.
     """
-    word, error = _attempt(mine)
-    words = ranks.exchange(topic, msgspec.json.encode(word))
+    message, error = _attempt(mine)
+    messages = ranks.all_gather(topic, msgspec.json.encode(message))
     if error is not None:
         raise error
-    return _values(words, kind)
+    return _values(messages, kind)
 
 
-def led(ranks: Ranks, topic: str, action: Callable[[], _T], kind: type[_T]) -> _T:
-    """Do something on the first rank alone, and know everywhere what came of it.
+def broadcast(ranks: Ranks, topic: str, action: Callable[[], _T], kind: type[_T]) -> _T:
+    """Compute a value on rank 0 alone; the value, on every rank.
 
     Raises:
-        DeltaChainError: It failed.
+        DeltaChainError: Rank 0 failed.
     """
     if not ranks.leads:
-        return _heard(ranks.tell(topic, None), kind)
-    word, error = _attempt(action)
-    ranks.tell(topic, msgspec.json.encode(word))
+        return _received(ranks.broadcast(topic, None), kind)
+    message, error = _attempt(action)
+    ranks.broadcast(topic, msgspec.json.encode(message))
     if error is not None:
         raise error
-    return msgspec.json.decode(word.value, type=kind)
+    return msgspec.json.decode(message.value, type=kind)
 
 
-def together(
+def all_reduce(
     ranks: Ranks,
     topic: str,
     mine: Callable[[], _Mine],
-    conclude: Callable[[list[_Mine]], _T],
+    reduce: Callable[[list[_Mine]], _T],
     kinds: tuple[type[_Mine], type[_T]],
 ) -> _T:
-    """Every rank does its part; the first concludes from all of them; all know what came of it.
+    """Gather one value per rank on rank 0, reduce them there, broadcast the result.
 
-    Nothing is concluded unless every rank did its part in time.
+    ``reduce`` is not called unless every rank sent its value in time.
 
     Args:
-        ranks: Who.
-        topic: Names this among all that they do.
-        mine: This rank's part.
-        conclude: What the first rank makes of all parts, in the order of ranks.
-        kinds: Types of a part and of the conclusion.
+        ranks: All ranks.
+        topic: Name of this collective, unique among those of these ranks.
+        mine: Computes the value of this rank.
+        reduce: On rank 0: the result of all values, in the order of ranks.
+        kinds: Types of a value and of the result.
 
     Raises:
-        DeltaChainError: This rank's part failed, or the conclusion did.
-        RankError: Another rank's part did, or it said nothing in time.
+        DeltaChainError: This rank failed, or ``reduce`` did.
+        RankError: Another rank failed, or sent nothing in time.
     """
-    word, error = _attempt(mine)
-    said = msgspec.json.encode(word)
+    message, error = _attempt(mine)
+    encoded = msgspec.json.encode(message)
 
-    def all_parts() -> _T:
-        words = ranks.gather(f"{topic}/parts", said)
+    def reduced() -> _T:
+        messages = ranks.gather(f"{topic}/parts", encoded)
         if error is not None:
             raise error
-        return conclude(_values(words, kinds[0]))
+        return reduce(_values(messages, kinds[0]))
 
     if not ranks.leads:
-        ranks.gather(f"{topic}/parts", said)
+        ranks.gather(f"{topic}/parts", encoded)
         if error is not None:
             raise error
-    return led(ranks, topic, all_parts, kinds[1])
+    return broadcast(ranks, topic, reduced, kinds[1])
 
 
-def _attempt(action: Callable[[], object]) -> tuple[Word, Exception | None]:
+def _attempt(action: Callable[[], object]) -> tuple[Message, Exception | None]:
     try:
         value = msgspec.json.encode(action())
     except DeltaChainError as exc:
-        return Word(trouble=RankFailure(type(exc).__name__, str(exc.args[0]), exc.hint)), exc
+        return Message(failure=RankFailure(type(exc).__name__, str(exc.args[0]), exc.hint)), exc
     except FAILURES as exc:
-        return Word(trouble=RankFailure(type(exc).__name__, repr(exc)[:500])), exc
-    return Word(value=msgspec.Raw(value)), None
+        return Message(failure=RankFailure(type(exc).__name__, repr(exc)[:500])), exc
+    return Message(value=msgspec.Raw(value)), None
 
 
-def _values(words: Sequence[bytes], kind: type[_T]) -> list[_T]:
-    parsed = [msgspec.json.decode(word, type=Word) for word in words]
-    for number, word in enumerate(parsed):
-        if word.trouble is not None:
-            raise RankError(f"rank {number}: {word.trouble.message}", hint=word.trouble.hint)
-    return [msgspec.json.decode(word.value, type=kind) for word in parsed]
+def _values(messages: Sequence[bytes], kind: type[_T]) -> list[_T]:
+    parsed = [msgspec.json.decode(message, type=Message) for message in messages]
+    for number, message in enumerate(parsed):
+        if (failure := message.failure) is not None:
+            raise RankError(f"rank {number}: {failure.message}", hint=failure.hint)
+    return [msgspec.json.decode(message.value, type=kind) for message in parsed]
 
 
-def _heard(data: bytes, kind: type[_T]) -> _T:
-    word = msgspec.json.decode(data, type=Word)
-    if word.trouble is None:
-        return msgspec.json.decode(word.value, type=kind)
-    trouble = word.trouble
+def _received(data: bytes, kind: type[_T]) -> _T:
+    message = msgspec.json.decode(data, type=Message)
+    failure = message.failure
+    if failure is None:
+        return msgspec.json.decode(message.value, type=kind)
     for shared in SHARED:
-        if trouble.kind == shared.__name__:
-            raise shared(trouble.message, hint=trouble.hint)
-    raise RankError(f"rank 0: {trouble.message}", hint=trouble.hint)
+        if failure.kind == shared.__name__:
+            raise shared(failure.message, hint=failure.hint)
+    raise RankError(f"rank 0: {failure.message}", hint=failure.hint)

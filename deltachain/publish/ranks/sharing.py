@@ -12,7 +12,7 @@ from deltachain.kernels import host
 from deltachain.publish.model.layout import Box
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import all_say
+from deltachain.publish.ranks.collectives import all_gather
 from deltachain.publish.ranks.ownership import check_cover, elect
 from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
@@ -69,7 +69,7 @@ def share(walk: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
         walked.append(walk())
         return _holding(walked[0], alone=ranks.count == 1)
 
-    holdings = all_say(ranks, "held", holding, HeldShards)
+    holdings = all_gather(ranks, "held", holding, HeldShards)
     _check(holdings)
     buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
     boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]

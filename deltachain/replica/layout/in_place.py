@@ -15,7 +15,7 @@ from deltachain.replica.layout.ways import bring
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import varied
 
-ALIKE = "its bits are all alike, and show not where the engine puts each"
+ALIKE = "all elements are equal, so their placement cannot be verified"
 
 
 def expect_loaded(finding: Finding) -> None:
