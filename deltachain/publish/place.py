@@ -114,8 +114,8 @@ def open_or_make(
         why = _why_not_rebuilt(store, table, found, base)
     if why:
         raise BrokenChainError(
-            f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and this model can "
-            f"not be shown to be that of chain {found.chain}: {why}",
+            f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and this model cannot "
+            f"be shown to be that of chain {found.chain}: {why}",
             hint=identity.WAY_OUT,
         )
     document = dump(table)

@@ -13,7 +13,7 @@ from deltachain.publish.ranks.collectives import all_reduce
 from deltachain.types import Version
 
 
-class Ready(msgspec.Struct, frozen=True):
+class RankReady(msgspec.Struct, frozen=True):
     """Whether a rank can take a diff when it reaches the barrier."""
 
     free: bool
@@ -66,14 +66,14 @@ class PublishBarrier:
         self.topic = f"{self._call}.{self._again}"
         self._again += 1
 
-        def decide(all_ready: list[Ready]) -> Decision:
+        def decide(all_ready: list[RankReady]) -> Decision:
             go = all(ready.free for ready in all_ready)
             return Decision(go=True, head=settle()) if go else Decision(go=False)
 
-        kinds = (Ready, Decision)
+        kinds = (RankReady, Decision)
         topic = f"{self.topic}/barrier"
         try:
-            return all_reduce(self._ranks, topic, lambda: Ready(free=free), decide, kinds)
+            return all_reduce(self._ranks, topic, lambda: RankReady(free=free), decide, kinds)
         except RankError as exc:
             exc.hint = f"{exc.hint}; every rank calls publish after the same steps"
             raise

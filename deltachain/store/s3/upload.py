@@ -69,8 +69,8 @@ class Uploader:
                     parts = self._send_parts(upload, key, view, deadline)
                     self._complete(upload, key, parts, deadline, holds)
             except StatusError:
-                # Completed by an attempt that went unanswered, or cleared away by others: both can
-                # not be told apart, and writing the object again is right for both.
+                # Completed by an attempt that went unanswered, or cleared away by others: the two
+                # cannot be told apart, and writing the object again is right for both.
                 if not again:
                     raise deadline.error("its upload is cleared away while it goes on") from None
             else:

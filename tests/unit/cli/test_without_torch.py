@@ -1,0 +1,102 @@
+"""Commands that read, follow and control chains run where torch is not installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.unit.cli.support import Pushed, read_checkpoint, same, write_checkpoint
+
+ROOT: Final = Path(__file__).parents[3]
+
+HIDE: Final = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+RUN: Final = "from deltachain.cli import main; main()"
+
+
+def environment() -> dict[str, str]:
+    """The environment of such a process."""
+    paths = (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+def without_torch(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own that cannot import torch."""
+    command = [sys.executable, "-c", HIDE + code, *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+
+
+COMMANDS: Final = {
+    "log": ("log", "{chain}"),
+    "verify": ("verify", "{chain}"),
+    "inspect": ("inspect", "{chain}", "--table"),
+    "diff": ("diff", "{old}", "{new}", "--out", "{out}/delta.safetensors"),
+    "pull": ("pull", "{chain}", "--out", "{out}/pulled"),
+    "follow": ("follow", "{chain}", "--out", "{out}/followed", "--once"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_needs_no_torch(pushed: Pushed, tmp_path: Path, name: str) -> None:
+    places = {"chain": pushed.url, "out": tmp_path}
+    for step, state in zip(("old", "new"), pushed.states, strict=False):
+        places[step] = write_checkpoint(tmp_path / step, state)
+    done = without_torch(RUN, *(part.format(**places) for part in COMMANDS[name]))
+    assert done.returncode == 0, done.stderr
+    if name == "diff":
+        base, delta = places["old"], tmp_path / "delta.safetensors"
+        done = without_torch(RUN, "patch", base, delta, "--out", tmp_path / "patched")
+        assert done.returncode == 0, done.stderr
+        assert same(read_checkpoint(tmp_path / "patched"), pushed.states[1])
+
+
+AWAY: Final = "http://127.0.0.1:9"
+
+
+def test_a_fleet_that_is_away_is_not_a_lack_of_torch() -> None:
+    done = without_torch(RUN, "fleet", "status", AWAY, "--json")
+    assert done.returncode not in (0, 1)
+    assert "torch" not in done.stderr
+    assert "127.0.0.1:9" in done.stdout + done.stderr
+
+
+def test_an_agent_pulls_and_waits_for_its_server(pushed: Pushed, tmp_path: Path) -> None:
+    command = ("agent", pushed.url, "--engine", AWAY, "--out", tmp_path / "out")
+    with subprocess.Popen(
+        [sys.executable, "-c", HIDE + RUN, *map(str, command)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+    ) as agent:
+        assert agent.stderr is not None
+        line = agent.stderr.readline()
+        agent.terminate()
+    assert "did not answer" in line
+
+
+@pytest.mark.parametrize("module", ["deltachain.control", "deltachain.offline"])
+def test_a_package_needs_no_torch(module: str) -> None:
+    done = without_torch(f"import {module}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_hidden() -> None:
+    assert without_torch("import torch").returncode == 1
