@@ -107,7 +107,15 @@ def test_a_line_break_is_no_part_of_a_token() -> None:
 
 def test_every_variable_that_code_or_documents_name_is_known() -> None:
     named = set()
-    folders = ("deltachain", "vllm_ext", "sglang_ext", "spaces", "examples", "tests/engines")
+    folders = (
+        "deltachain",
+        "docs",
+        "vllm_ext",
+        "sglang_ext",
+        "spaces",
+        "examples",
+        "tests/engines",
+    )
     for folder in folders:
         for file in (ROOT / folder).rglob("*"):
             if file.suffix in (".py", ".md", ".sh", ".ipynb"):

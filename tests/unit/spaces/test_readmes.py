@@ -16,6 +16,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 READMES: Final = [ROOT / "README.md", *sorted((ROOT / "spaces").glob("*/README.md"))]
+DOCUMENTS: Final = [*READMES, *sorted((ROOT / "docs").glob("*.md"))]
 ROLLOUTS: Final = sorted((ROOT / "spaces").glob("*-rollout"))
 
 BLOCK: Final = re.compile(r"^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -33,7 +34,7 @@ def commands(readme: Path) -> Iterator[list[str]]:
                     yield shlex.split(part, comments=True)
 
 
-FOUND: Final = [(readme, words) for readme in READMES for words in commands(readme)]
+FOUND: Final = [(readme, words) for readme in DOCUMENTS for words in commands(readme)]
 
 
 @functools.cache
