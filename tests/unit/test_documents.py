@@ -64,7 +64,7 @@ def test_commands_and_their_options_exist(document: Path) -> None:
 def test_commands_are_found() -> None:
     assert (
         len([words for document in DOCUMENTS if document != TABLES for words in typed(document)])
-        > 15
+        > 12
     )
 
 
