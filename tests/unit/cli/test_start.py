@@ -194,3 +194,9 @@ def test_figures_are_short_and_never_hide_what_is_there() -> None:
     assert bar(1e-9).plain == "▏"
     assert bar(1.0, 4).plain == "████"
     assert clean("a\x1b[31mb\u202e") == "a\ufffd[31mb\ufffd"
+
+
+def test_the_package_can_be_run() -> None:
+    command = [sys.executable, "-m", "deltachain", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert deltachain.__version__ in done.stdout

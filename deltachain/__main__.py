@@ -1,0 +1,5 @@
+"""``python -m deltachain``."""
+
+from deltachain.cli import main
+
+main()
