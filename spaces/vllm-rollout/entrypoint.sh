@@ -25,7 +25,7 @@ wait_s=${WAIT_S:-3000}
 
 # xargs splits at blanks but for quotes, and runs nothing, which eval would.
 words=$(xargs -r -n 1 printf '%s\n' <<<"${ENGINE_ARGS:-}") ||
-  refuse "ENGINE_ARGS can not be split into words" "close every quote: ${ENGINE_ARGS:-}"
+  refuse "ENGINE_ARGS cannot be split into words" "close every quote: ${ENGINE_ARGS:-}"
 engine_args=()
 [[ -z $words ]] || mapfile -t engine_args <<<"$words"
 
@@ -51,7 +51,7 @@ run() {
 
 policy=${POLICY_DIR:-$HOME/policy}
 mkdir -p "$policy" 2>/dev/null && [[ -w $policy ]] ||
-  refuse "$policy can not be written to by user $(id -u)" "give another folder in POLICY_DIR"
+  refuse "$policy cannot be written to by user $(id -u)" "give another folder in POLICY_DIR"
 
 base=()
 if [[ ${MODEL:-} ]]; then
