@@ -8,6 +8,7 @@ in them, and of tensors the memory that they view.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -275,6 +276,13 @@ def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
                 yield path, value
             elif type(value) not in LEAVES:
                 paths.setdefault(id(container_of(value)), path)
+
+
+def same_number(one: float | None, other: float | None) -> bool:
+    """Whether two numbers are equal, or both are NaN."""
+    if one is None or other is None:
+        return one is other
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def storage_of(tensor: Tensor) -> Tensor:

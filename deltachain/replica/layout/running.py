@@ -14,7 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.members import containers_of, digest_of, numbers_in, tensors_in
+from deltachain.replica.layout.members import (
+    containers_of,
+    digest_of,
+    numbers_in,
+    same_number,
+    tensors_in,
+)
 
 CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that an engine may cast a table to when it first runs."""
@@ -49,7 +55,9 @@ class LoadedState:
             for name, tensor in _beside_weights(model)
             if tensor.is_floating_point() and digest_of(tensor) not in self._digests.get(name, ())
         }
-        numbers = {n for n, number in _numbers(model) if not _same(number, self._numbers.get(n))}
+        numbers = {
+            n for n, number in _numbers(model) if not same_number(number, self._numbers.get(n))
+        }
         return frozenset(tensors | numbers)
 
 
@@ -76,10 +84,6 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
     for prefix, module in _near_weights(dict(model.named_modules())).items():
         for path, number in numbers_in(module):
             yield _dotted(prefix, path), number
-
-
-def _same(number: float, before: float | None) -> bool:
-    return number == before or (before is not None and number != number and before != before)  # noqa: PLR0124 - NaN
 
 
 def _dotted(prefix: str, path: str) -> str:

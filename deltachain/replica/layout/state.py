@@ -13,7 +13,7 @@ from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.hiding import hides
 from deltachain.replica.layout.holders import Holders
-from deltachain.replica.layout.members import Members, SavedBits, numbers_in
+from deltachain.replica.layout.members import Members, SavedBits, numbers_in, same_number
 from deltachain.replica.layout.provenance import storage_id
 from deltachain.replica.layout.ways import modules_in
 
@@ -75,7 +75,7 @@ class ModelState:
             | {
                 name
                 for name, number in self.numbers.items()
-                if numbers.get(name) != number
+                if not same_number(numbers.get(name), number)
                 and (layers is None or layer_of(name, self.modules) in layers)
             }
         )

@@ -239,6 +239,12 @@ def test_a_constant_of_the_engine_needs_no_source(one_layer: Make, extra: Tensor
     assert untouched(model, source).classes == {"w": "in_place"}
 
 
+def test_a_number_that_is_nan_is_a_constant_as_any_other(one_layer: Make) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    vars(model)["limit"] = float("nan")
+    assert untouched(model, source).classes == {"w": "in_place"}
+
+
 def test_a_packed_copy_is_no_constant_because_nothing_can_pack_again(one_layer: Make) -> None:
     """A load without post-load processing leaves it as it is, whatever is loaded."""
     model, source = one_layer(PLANNED["copy"])
