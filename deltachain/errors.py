@@ -13,6 +13,7 @@
     ├── ChainError                           .version
     │   ├── ChainMismatchError               another model lives at this URL     -> use another URL
     │   ├── PublisherFencedError             another publisher committed         -> stop publishing
+    │   ├── RankError                        another rank failed or was late     -> the next version covers it
     │   ├── ForkedChainError                 history differs from what was held  -> stop; a person decides
     │   ├── StoreWentBackError               what is held is gone from the store -> put it back, or roll back
     │   └── BrokenChainError                 no route to the version             -> publish an anchor
@@ -23,6 +24,7 @@
     ├── ApplyError                           .version, .tensor
     │   ├── BaseMismatchError                target holds other bits; nothing written   -> replan
     │   ├── TensorMismatchError              unknown name, shape or dtype; nothing written -> fix mapping
+    │   │   └── EngineDamagedError           it computes something else now      -> restart the engine
     │   ├── PartialApplyError                failed while writing                -> restored, or poisoned
     │   │   └── LeaderReplacedError          another leader has the ranks; nothing written -> stop this one
     │   └── PoisonedError                    state cannot be proven             -> heal from nothing
@@ -130,9 +132,9 @@ class PublisherFencedError(ChainError):
 
 
 class RankError(ChainError):
-    """Another rank of the trainer said nothing in time, or could not do its part of a publish."""
+    """Another rank of the trainer failed, or sent nothing in time."""
 
-    default_hint = "nothing is lost: the next version covers it, if the ranks can talk by then"
+    default_hint = "nothing is lost: the next version covers it, once the ranks are connected again"
 
 
 class ForkedChainError(ChainError):

@@ -40,3 +40,14 @@ def test_a_family_has_every_class_of_the_module() -> None:
     classes = {c for c in vars(errors).values() if isinstance(c, type)}
     assert set(family(DeltaChainError)) == {c for c in classes if issubclass(c, DeltaChainError)}
     assert len(classes) > 20
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn = [line for line in (errors.__doc__ or "").splitlines() if "── " in line]
+    depths = {line.split("── ")[1].split()[0]: (line.index("── ") - 1) // 4 for line in drawn}
+    names = {kind.__name__ for kind in family(DeltaChainError)} - {"DeltaChainError"}
+    assert depths.keys() == names
+    for kind in family(DeltaChainError):
+        if kind is not DeltaChainError:
+            parents = [base for base in kind.__mro__ if base.__name__ in names]
+            assert depths[kind.__name__] == len(parents), kind
