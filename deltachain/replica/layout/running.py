@@ -7,6 +7,7 @@ weights are written: the module makes it again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -21,6 +22,8 @@ from deltachain.replica.layout.members import (
     same_number,
     tensors_in,
 )
+
+logger = logging.getLogger(__name__)
 
 CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that an engine may cast a table to when it first runs."""
@@ -62,8 +65,14 @@ class LoadedState:
 
 
 def remember(model: nn.Module) -> None:
-    """Record what a model holds that was loaded, and has not run."""
-    _loaded[model] = LoadedState(model)
+    """Record what a model holds that was loaded, and has not run.
+
+    Never raises: this is called while an engine loads, whether it follows a chain or not.
+    """
+    try:
+        _loaded[model] = LoadedState(model)
+    except Exception as exc:  # noqa: BLE001 - an engine serves as if we were not there
+        logger.warning("cannot record what %s holds: %r", type(model).__name__, exc)
 
 
 def made_by_running(model: nn.Module) -> frozenset[str]:

@@ -167,3 +167,9 @@ def test_what_adapters_hold_is_no_table() -> None:
     remember(model)
     vars(model)["A_buffer"] = torch.ones(2)
     assert made_by_running(model) == frozenset()
+
+
+def test_a_model_that_cannot_be_recorded_is_loaded_all_the_same() -> None:
+    model = nn.LazyBatchNorm1d()  # its buffers have no shape yet
+    remember(model)
+    assert made_by_running(model) == frozenset()
