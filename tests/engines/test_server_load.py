@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.load import Seen, clients, prompt
-from tests.engines.serving import PAUSES, Generated, Server, start
+from tests.engines.serving import ENGINE, PAUSES, Generated, Server, start
 from tests.engines.trainer import Trainer
 from tests.engines.truth import Judge, wrong_steps
 
@@ -24,8 +24,11 @@ GOES_ON = ("keep", "retract", "in_place")
 STALE = "in_place"
 """The mode in which they go on with what older weights left in the cache."""
 
-EXPERTS = ("qwen3_moe", "deepseek_v3_wide")
-"""Families with experts, one of them with latent attention, that stock engines serve on a CPU."""
+LATENT = "deepseek_v3_wide"
+"""A family with experts and latent attention."""
+
+EXPERTS = ("qwen3_moe", LATENT) if ENGINE == "vllm" else ("qwen3_moe",)
+"""Families with experts that the stock engine serves on a CPU without AMX."""
 
 LENGTH = 64
 """Tokens of a request of the load."""
@@ -198,6 +201,18 @@ def test_versions_of_experts_arrive_under_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", EXPERTS)
 def test_thirty_versions_of_experts_arrive_under_load(family: str, tp: int, tmp_path: Path) -> None:
     of_experts(tmp_path, family, tp, 30)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ENGINE != "sglang", reason="vLLM serves it")
+def test_sglang_alone_cannot_generate_with_latent_attention(tmp_path: Path) -> None:
+    """The bits of both ranks are compared in ``sglang/test_matrix.py`` instead."""
+    with (
+        Trainer(tmp_path, family=LATENT, steps=1) as trainer,
+        pytest.raises(RuntimeError, match="Expected size for first two dimensions of batch2"),
+        start(trainer.base, tmp_path / "server"),
+    ):
+        pass
 
 
 @pytest.mark.slow
