@@ -90,12 +90,23 @@ class Trial:
             for start, end, label in answer.spans
         )
 
+    def explain(self, answer: Generated) -> str:
+        """How far each unexpected token is from the best, by its version and those beside it."""
+        lines = [str(answer)]
+        for first, end, label in answer.spans:
+            around = range(max(0, int(label) - 1), min(int(label) + 1, self.trainer.head) + 1)
+            for version in around:
+                gap, margin = self.judge(version).gaps(answer.prompt, answer.tokens)
+                far = {at: round(float(gap[at]), 3) for at in range(first, end) if gap[at] > margin}
+                lines.append(f"labelled {label}, by {version}: tolerance {margin:.3f}, {far}")
+        return "\n".join(lines)
+
     def check_fresh(self) -> None:
         """Every version went on with new prompts as it alone does."""
         assert {version for version, _ in self.fresh} == set(range(1, self.trainer.head + 1))
         for version, answer in self.fresh:
             assert answer.spans == ((0, FRESH[1], str(version)),)
-            assert self.wrong(answer) == 0
+            assert self.wrong(answer) == 0, self.explain(answer)
 
     def check_labels(self, seen: Seen, *, stale: bool) -> None:
         """Labels have no gap, never go back, and name what was held; tokens are the version's."""
@@ -113,7 +124,7 @@ class Trial:
                 found = wrong_steps(self.judge, answer.prompt, answer.tokens, answer.spans)
                 assert found == [], answer
             else:
-                assert self.wrong(answer) == 0
+                assert self.wrong(answer) == 0, self.explain(answer)
 
 
 def checked(trial: Trial, versions: int, *, finish: set[str], stale: bool = False) -> Seen:

@@ -84,6 +84,11 @@ class Judge:
         self, prompt: Sequence[int], tokens: Sequence[int], which: Iterable[int]
     ) -> list[int]:
         """Those of some positions whose token is not the greedy one after all before it."""
+        gap, margin = self.gaps(prompt, tokens)
+        return [position for position in which if gap[position] > margin]
+
+    def gaps(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, float]:
+        """Logits between the best token and the given one at each position, and the tolerance."""
         with torch.no_grad():
             inputs = torch.tensor([[*prompt, *tokens]])
             exact, rounded = (
@@ -94,7 +99,7 @@ class Judge:
         gaps = [one.gather(-1, best[:, :1]) - one.gather(-1, best) for one in (exact, rounded)]
         margin = max(MARGIN, ROUNDINGS * float((gaps[0] - gaps[1]).abs().max()))
         gap = exact.amax(-1) - exact.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        return [position for position in which if gap[position] > margin]
+        return gap, margin
 
     def next(self, tokens: Sequence[int], cache: Any) -> tuple[Tensor, Any]:
         """Logits after some tokens, and keys and values; those before them may be another's."""
