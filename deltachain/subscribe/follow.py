@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Final
@@ -22,6 +21,7 @@ from deltachain.errors import (
     TensorMismatchError,
     UnsupportedFormatError,
 )
+from deltachain.retry import Backoff
 from deltachain.subscribe.receipt import ApplyReceipt
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
 
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
     """Wait for the next poll, longer after each failure, or until told or stopped."""
-    wait_s = subscriber.poll_s * min(2 ** min(failures, 8), MOST_POLLS)
-    wait_s *= random.uniform(0.75, 1.25)  # noqa: S311 - spreads replicas, guards nothing
-    if not stop.is_set() and subscriber.told.wait(wait_s):
+    most_s = 1.25 * subscriber.poll_s  # with 0.4 of it random, one poll on average
+    pauses = Backoff(most_s, most_s * MOST_POLLS, random_share=0.4)
+    if not stop.is_set() and subscriber.told.wait(pauses.pause_s(failures)):
         subscriber.told.clear()

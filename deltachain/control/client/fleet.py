@@ -12,14 +12,15 @@ from typing import Final, Literal, Self, TypeAlias, get_args
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
+from deltachain.retry import Backoff
 from deltachain.threads import started
 from deltachain.types import Version
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
 
 DEADLINE_S: Final = 60.0
-AGAIN_S: Final = (0.2, 5.0)
-"""Seconds before a replica is told again that did not take it: at first, and at most."""
+PAUSES: Final = Backoff(0.2, 5.0, random_share=0.5)
+"""Between two tries to bring one replica to a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,15 +181,15 @@ class Fleet:
 
     def _run(self, url: str) -> None:
         """Bring one replica to what is wanted, again and again; in a thread of its own."""
-        first, most = AGAIN_S
-        pause_s = 0.0
+        failures, pause_s = 0, 0.0
         with self.clients[url] as client:
             while (wanted := self._next(url, pause_s)) is not None:
                 held, trouble = _update(client, wanted)
                 behind = held is None or held < wanted.version
                 if behind and not trouble:
                     trouble = f"it stays at version {held}"  # a rollback keeps it
-                pause_s = min(max(first, 2 * pause_s), most) if behind else 0.0
+                pause_s = PAUSES.pause_s(failures) if behind else 0.0
+                failures = failures + 1 if behind else 0
                 with self._changed:
                     if not behind:
                         self._untold.discard(url)

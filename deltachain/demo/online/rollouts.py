@@ -19,9 +19,10 @@ import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from deltachain.demo.online.engine import EngineKind, Sampled, UnlabelledError, sample
+from deltachain.retry import Backoff
 
 GUESS_TOKENS: Final = 6
-AGAIN_S: Final = 0.5
+PAUSES: Final = Backoff(1.0, 1.0)
 PATIENCE_S: Final = 120.0
 """Seconds for which a server may be away."""
 
@@ -235,7 +236,7 @@ class GameWorker:
             except httpx.HTTPError:
                 if time.monotonic() > end or self._stop.is_set():
                     raise
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(PAUSES.pause_s(0))
             else:
                 if game is not None:
                     return game
