@@ -28,7 +28,7 @@ def assert_holds(replica: Replica, model: nn.Module) -> None:
 def test_without_a_chain_there_is_nothing_to_join(replica: Replica, subscribe: Subscribe) -> None:
     with pytest.raises(ObjectNotFoundError) as caught:
         subscribe(replica).update()
-    assert "no publisher has made a chain here yet" in caught.value.hint
+    assert "no publisher has created a chain here yet" in caught.value.hint
 
 
 @pytest.mark.usefixtures("publisher")
