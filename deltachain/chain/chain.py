@@ -59,8 +59,7 @@ class Chain:
         latest: The newest version seen by this object; ``None`` before the first look.
 
     Example:
-        >>> from deltachain import Chain, open_store
-        >>> chain = Chain.open(open_store(url))
+        >>> chain = deltachain.Chain.open(deltachain.open_store(url))
         >>> head = chain.head()
         >>> head.version, head.manifest.nnz, head.manifest.numel
         (1, 3, 6)
