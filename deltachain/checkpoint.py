@@ -30,23 +30,24 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 _PEFT_PREFIX: Final = "base_model.model."
 
 HELD_FILE: Final = "deltachain.json"
-"""What a folder that follows a chain says of itself: it belongs to that folder alone."""
+"""Status file of a folder that follows a chain; not an asset of the checkpoint."""
 
 ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
-"""Small files that travel with a chain. No code: who can write to a store must not get to run it
-where a follower's folder is loaded. Nor what names code elsewhere; see ``remote_code.py``."""
+"""Suffixes of assets, the small files published with a chain. Code is excluded: write access to a
+store must not grant execution where a follower's folder is loaded. References to remote code are
+removed as well; see ``remote_code.py``."""
 
 ASSET_NBYTES: Final = 64 << 20
-"""Largest small file that travels with a chain."""
+"""Size limit of an asset, in bytes."""
 
 
 def named_folder(named: str, *, revision: str | None = None, cache: str | None = None) -> Path:
-    """The folder of a checkpoint: itself, or a repository's in the Hub's cache on this machine.
+    """Resolve a checkpoint to a folder: a local path, or a repository in the Hub's local cache.
 
     Args:
-        named: A folder or a repository.
-        revision: Of the repository.
-        cache: Where repositories were downloaded to; the Hub's own place by default.
+        named: A folder or a repository id.
+        revision: Revision of the repository.
+        cache: Cache folder; the Hub's default if ``None``.
 
     Raises:
         ConfigError: It is neither.
@@ -67,14 +68,14 @@ def named_folder(named: str, *, revision: str | None = None, cache: str | None =
 
 
 class Checkpoint:
-    """The tensors of one safetensors file, or of all those in a folder, memory-mapped.
+    """The tensors of one safetensors file, or of all safetensors files in a folder, memory-mapped.
 
     Args:
         path: The file or the folder.
 
     Raises:
         ConfigError: There is no safetensors file at ``path``, or two hold the same tensor.
-        MalformedError: A file is not what its header says.
+        MalformedError: A file does not match its header.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +95,7 @@ class Checkpoint:
         )
 
     def bits(self, name: str) -> Bits:
-        """Flat bits of one tensor; a read-only view of the mapped file."""
+        """Return the flat bits of one tensor, a read-only view of the mapped file."""
         file, entry = self._entries[name]
         data = self._maps[file][entry.start : entry.stop]
         return np.frombuffer(data, self.specs[name].bits_dtype)
@@ -105,35 +106,35 @@ class Checkpoint:
         return tuple(self._files)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """The file that holds a tensor, and the offset of its first byte."""
+        """Return the file of a tensor and the offset of its first byte."""
         file, entry = self._entries[name]
         return next(path for path in self._files if path.name == file), entry.start
 
     def digest(self, name: str) -> StateDigest:
-        """Contribution of one tensor to the state digest."""
+        """Compute the contribution of one tensor to the state digest."""
         return host.digest(digest_key(self.specs[name]), self.bits(name))
 
     def state(self, names: Iterable[str]) -> StateDigest:
-        """State digest of the tensors named."""
+        """Compute the state digest of the given tensors."""
         return sum((self.digest(name) for name in names), StateDigest())
 
     def files(self) -> Iterator[FileRef]:
-        """The safetensors files by content, hashed as they are asked for."""
+        """Yield name, size and blake3 of each safetensors file; hashed lazily."""
         for file in self._files:
             view = self._maps[file.name]
             yield FileRef(name=file.name, nbytes=len(view), blake3=object_digest(view))
 
     def assets(self, *, trusted: bool = False) -> dict[str, bytes]:
-        """The small files beside the weights of a folder; see :func:`read_assets`."""
+        """Return the assets of a folder, empty for a single file; see :func:`read_assets`."""
         return read_assets(self.path, trusted=trusted) if self.path.is_dir() else {}
 
 
 def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
-    """Configuration and tokenizer files of a checkpoint folder, by name.
+    """Read the configuration and tokenizer files of a checkpoint folder, by name.
 
     Args:
-        folder: Of the checkpoint.
-        trusted: Whether they may name code elsewhere.
+        folder: The checkpoint folder.
+        trusted: Whether references to remote code are kept.
     """
     return {
         file.name: without_remote_code(
@@ -149,7 +150,7 @@ def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
 
 
 def weights_file(names: Iterable[str]) -> str:
-    """The file that a checkpoint's loader looks for: PEFT's where all tensors are an adapter's."""
+    """Return the file name of the weights: PEFT's if all tensors belong to an adapter."""
     is_adapter = all(name.startswith(_PEFT_PREFIX) for name in names)
     return ADAPTER_FILE if is_adapter else WEIGHTS_FILE
 
@@ -157,7 +158,7 @@ def weights_file(names: Iterable[str]) -> str:
 def write_weights(
     file: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], Bits]
 ) -> None:
-    """Write one safetensors file, one tensor in memory at a time, durably and all or nothing."""
+    """Write a safetensors file durably and atomically, with one tensor in memory at a time."""
     with creating(file) as partial:
         ordered = allocate(partial, specs)
         with partial.open("r+b") as out:
@@ -167,15 +168,15 @@ def write_weights(
 
 
 def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Write the header of a weights file, take the room for all of it, zeros for now.
+    """Write the header of a safetensors file and allocate its data, filled with zeros.
 
     Wide elements come first, so that every tensor is aligned.
 
     Returns:
-        The tensors in the order of their bytes.
+        The tensors in the order of their data.
 
     Raises:
-        NoRoomError: The disk has less.
+        NoRoomError: The disk has too little free space.
     """
     ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
     rows = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in ordered]
@@ -187,7 +188,7 @@ def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 @contextmanager
 def creating(file: Path) -> Iterator[Path]:
-    """A path to write to; it becomes ``file``, durably, if nothing goes wrong."""
+    """Yield a temporary path that atomically and durably replaces ``file`` on success."""
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         yield partial
@@ -200,7 +201,7 @@ def creating(file: Path) -> Iterator[Path]:
 
 
 def write_atomic(file: Path, data: bytes) -> None:
-    """Write a small file durably, all or nothing."""
+    """Write a small file durably and atomically."""
     with creating(file) as partial:
         partial.touch()
         reserve(partial, len(data))
@@ -209,12 +210,12 @@ def write_atomic(file: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Flush the entries of a folder to disk."""
     sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Make what was written to a file, or the names in a folder, durable."""
+    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -237,7 +238,7 @@ def _weight_files(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise MalformedError(f"{index}: no weight_map", key=str(index)) from exc
+            raise MalformedError(f"{index}: weight_map is missing", key=str(index)) from exc
         if any(not isinstance(n, str) or "/" in n or n.startswith(".") for n in names):
             raise MalformedError(f"{index}: names a file outside the folder", key=str(index))
         files = [path / name for name in names]

@@ -1,4 +1,4 @@
-"""A delta: what became of some elements of some tensors between two versions.
+"""A delta: the changed elements of tensors between two versions.
 
 A :class:`TensorDelta` gives, for each changed element, either the *step* ``new - old`` of its bits,
 wrapping in the element's width, or its *absolute* new bits. Steps are what the wire carries by
@@ -30,7 +30,7 @@ class TensorDelta:
     """The changed elements of one tensor.
 
     Attributes:
-        spec: Which tensor, in Hugging Face checkpoint coordinates.
+        spec: Name, dtype and shape of the tensor in the Hugging Face checkpoint.
         indices: ``(nnz,)`` int64, flat and strictly increasing; ``None`` when dense.
         values: ``(nnz,)`` unsigned integers of the element's width, or ``(numel,)`` when dense.
         absolute: Boolean, shape ``()`` or ``(nnz,)``: whether a value is the new bits, or a step.
@@ -43,26 +43,26 @@ class TensorDelta:
 
     @classmethod
     def dense(cls, spec: TensorSpec, bits: Bits) -> TensorDelta:
-        """All elements, absolute."""
+        """Create a delta of all elements, absolute."""
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE)
 
     @property
     def is_dense(self) -> bool:
-        """Whether every element is given."""
+        """Whether the delta holds every element."""
         return self.indices is None
 
     @property
     def nnz(self) -> int:
-        """Elements given."""
+        """Number of elements held."""
         return int(self.values.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory the arrays take."""
+        """Memory of the arrays, in bytes."""
         return int(self.values.nbytes + (0 if self.indices is None else self.indices.nbytes))
 
     def validate(self) -> TensorDelta:
-        """Return self when every promise of the class holds.
+        """Check every guarantee of the class and return self.
 
         Raises:
             MalformedError: Wrong width or length, an index out of range or order, an empty step.
@@ -87,7 +87,7 @@ class TensorDelta:
         return self
 
     def new_bits(self, old: Bits) -> Bits:
-        """New bits of the changed elements, given their old ones (same shape as ``values``)."""
+        """Compute the new bits of the changed elements from the old (same shape as ``values``)."""
         if self.absolute.ndim == 0:
             return self.values if self.absolute else old + self.values
         return np.where(self.absolute, self.values, old + self.values)
@@ -103,10 +103,10 @@ def _check_order(name: str, indices: Indices, numel: int) -> None:
 
 
 def fold(older: TensorDelta, newer: TensorDelta) -> TensorDelta:
-    """One delta that does what ``older`` and then ``newer`` do.
+    """Combine two deltas of a tensor: the result equals applying ``older``, then ``newer``.
 
-    Steps add up index by index, and those that cancel disappear; absolute bits win over what came
-    before them; dense absorbs everything. Exact for every mixture.
+    Steps add up index by index and vanish if they cancel; absolute bits replace earlier values; a
+    dense delta replaces everything. Exact for every mixture.
     """
     if newer.indices is None:
         return newer
@@ -133,7 +133,7 @@ def fold(older: TensorDelta, newer: TensorDelta) -> TensorDelta:
 
 
 def _side_by_side(indices: Indices, first: TensorDelta, second: TensorDelta) -> TensorDelta:
-    """Both, where all of the second comes after the first, as the rows that ranks hold do."""
+    """Concatenate two deltas whose index ranges do not overlap, such as row shards of ranks."""
     values = np.concatenate([first.values, second.values])
     if not first.absolute.any() and not second.absolute.any():
         return TensorDelta(spec=second.spec, indices=indices, values=values)
@@ -142,7 +142,7 @@ def _side_by_side(indices: Indices, first: TensorDelta, second: TensorDelta) -> 
 
 
 def _whole(spec: TensorSpec, indices: Indices, values: Bits, absolute: Mask) -> TensorDelta:
-    """The simplest form: no empty steps, dense when everything is given, a 0-d mask if it can."""
+    """Normalise: no zero steps, dense if all elements are given, a 0-d mask if uniform."""
     kept = absolute | (values != 0)
     indices, values, absolute = indices[kept], values[kept], absolute[kept]
     if not absolute.all():
@@ -161,11 +161,11 @@ def fold_all(deltas: Iterable[TensorDelta]) -> TensorDelta:
 
 
 def density(nnz: int, numel: int) -> float:
-    """Changed share of all elements, in [0, 1]; 0 when there are none."""
+    """Return changed over all elements, in [0, 1]; 0 for an empty tensor."""
     return nnz / numel if numel else 0.0
 
 
 def changes(spec: TensorSpec, old: npt.NDArray[Any], new: npt.NDArray[Any]) -> TensorDelta:
-    """The steps from ``old`` to ``new``, two flat bit arrays of all elements."""
+    """Compute the steps from ``old`` to ``new``, two flat bit arrays of all elements."""
     indices = np.flatnonzero(old != new)
     return TensorDelta(spec=spec, indices=indices, values=new[indices] - old[indices])

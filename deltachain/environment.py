@@ -1,7 +1,6 @@
-"""What the environment may say: every ``DELTACHAIN_*`` variable, what it means, and its values.
+"""Environment variables: name, meaning and parser of each ``DELTACHAIN_*`` variable.
 
-A name that is not listed here, or a value that means nothing, is refused: whoever misspells a
-setting should learn it at the start, not from what a server then does.
+Unknown names and invalid values are errors, so that a misspelled setting fails at the start.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ FALSE: Final = ("0", "false", "no", "off")
 _KUBERNETES: Final = re.compile(
     r"(?:\w+_)?(?:SERVICE_HOST|SERVICE_PORT(?:_\w+)?|PORT(?:_\d+_(?:TCP|UDP|SCTP)(?:_\w+)?)?)"
 )
-"""What a pod is told of a service whose name begins with ``deltachain``: nobody chose those."""
+"""Variables that Kubernetes sets in a pod for a service whose name begins with ``deltachain``."""
 
 _ADDRESS: Final = re.compile(r"(?:tcp|udp|sctp)://.+")
 
@@ -34,8 +33,8 @@ class Variable:
     """One variable.
 
     Attributes:
-        meaning: What it decides.
-        parse: Makes a value of its text; raises :class:`ValueError` with what was expected.
+        meaning: Description for error messages.
+        parse: Parser of its text; raises :class:`ValueError` naming the expected form.
     """
 
     meaning: str
@@ -43,10 +42,10 @@ class Variable:
 
 
 def read(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Every variable that is given and not empty, parsed, by its name without the prefix.
+    """Parse every variable that is set and not empty, by name without prefix.
 
     Raises:
-        ConfigError: A name is not known, or a value means nothing.
+        ConfigError: A name is unknown, or a value is invalid.
     """
     found: dict[str, Any] = {}
     for full, text in environment.items():
@@ -61,20 +60,20 @@ def read(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 - as it is parsed
-    """One variable, parsed; ``None`` where it is absent or empty.
+    """Parse one variable; return ``None`` if it is absent or empty.
 
     Raises:
-        ConfigError: Its value means nothing.
+        ConfigError: The value is invalid.
     """
     text = environment.get(PREFIX + name, "")
     return _parsed(name, text) if text else None
 
 
 def is_strict(environment: Mapping[str, str]) -> bool:
-    """Whether a server that cannot follow its chain should end at its start.
+    """Return whether a server that cannot follow its chain must exit at startup.
 
-    So it should where a chain is named, unless ``STRICT`` says no; also where something else in the
-    environment means nothing.
+    True if ``URL`` is set and ``STRICT`` is not false; other variables are not parsed, so that the
+    answer is known even when they are invalid.
     """
     strict = environment.get(f"{PREFIX}STRICT", "").lower() not in FALSE
     return bool(environment.get(f"{PREFIX}URL")) and strict
@@ -89,8 +88,8 @@ def _unknown(full: str) -> ConfigError:
     known = [PREFIX + name for name in VARIABLES]
     near = get_close_matches(full.upper(), known, 1, 0.0)[0]
     return ConfigError(
-        f"{full} is set, and means nothing",
-        hint=f"the nearest that does is {near}: {VARIABLES[near.removeprefix(PREFIX)].meaning}",
+        f"{full} is not a known variable",
+        hint=f"the nearest name is {near}: {VARIABLES[near.removeprefix(PREFIX)].meaning}",
     )
 
 
@@ -99,9 +98,9 @@ def _parsed(name: str, text: str) -> Any:  # noqa: ANN401
     try:
         return variable.parse(text)
     except ValueError as exc:
-        shown = "set to something else" if name in SECRETS else f"{text!r}"
+        shown = "set to another value" if name in SECRETS else f"{text!r}"
         raise ConfigError(
-            f"{PREFIX}{name} is {shown}, not {exc}", hint=f"it means: {variable.meaning}"
+            f"{PREFIX}{name} is {shown}, expected {exc}", hint=f"meaning: {variable.meaning}"
         ) from exc
 
 
@@ -138,7 +137,7 @@ def _count(text: str, least: int = 0) -> int:
 
 
 def _line(text: str) -> str:
-    """What is around it came with a file or a quotation, and is no part of it."""
+    """Strip surrounding white space, which comes from files and quoting."""
     line = text.strip()
     if not line or not line.isprintable():
         raise ValueError("one line of text")
@@ -146,23 +145,23 @@ def _line(text: str) -> str:
 
 
 VARIABLES: Final[Mapping[str, Variable]] = {
-    "URL": Variable("the chain that a server follows", _line),
-    "FOLLOW": Variable("whether it applies versions as they are committed", _switch),
-    "STRICT": Variable("whether a server that cannot follow ends at its start", _switch),
-    "PAUSE": Variable("what becomes of running requests in a swap", _line),
-    "KEEP_CACHE": Variable("whether cached prefixes outlive a swap", _switch),
-    "TOKEN": Variable("what callers of the routes must know", _line),
-    "MAX_LAG": Variable("versions behind the newest up to which a server is ready", _count),
-    "BASE": Variable("where the chain's base checkpoint lies here", Path),
+    "URL": Variable("URL of the chain that a server follows", _line),
+    "FOLLOW": Variable("whether the server applies versions as they are committed", _switch),
+    "STRICT": Variable("whether a server that cannot follow exits at startup", _switch),
+    "PAUSE": Variable("treatment of running requests during a swap", _line),
+    "KEEP_CACHE": Variable("whether cached prefixes are kept across a swap", _switch),
+    "TOKEN": Variable("bearer token that callers of the routes must send", _line),
+    "MAX_LAG": Variable("largest lag, in versions, of a server that reports ready", _count),
+    "BASE": Variable("local folder of the chain's base checkpoint", Path),
     "STAGE_BUDGET": Variable("bytes of staged and undo bits", _count),
-    "POLL_S": Variable("seconds between looks for a new version", _seconds),
-    "SPOOL": Variable("a folder that the leader and all ranks see", Path),
-    "HF_CALLS": Variable("requests to the Hub in five minutes", lambda text: _count(text, 1)),
-    "ENGINE_KEY": Variable("the API key of engines, for fleet and agent", _line),
-    "VENVS": Variable("where the environments of engine tests lie", Path),
-    "TEST_STRIKE": Variable("for tests: a file that says what goes wrong", str),
-    "TEST_RENDEZVOUS": Variable("for tests: where ranks meet", str),
+    "POLL_S": Variable("seconds between polls for a new version", _seconds),
+    "SPOOL": Variable("folder shared by the leader and all ranks", Path),
+    "HF_CALLS": Variable("limit of requests to the Hub in 5 minutes", lambda text: _count(text, 1)),
+    "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
+    "VENVS": Variable("folder of the virtual environments of engine tests", Path),
+    "TEST_STRIKE": Variable("for tests: file with the faults to inject", str),
+    "TEST_RENDEZVOUS": Variable("for tests: rendezvous address of ranks", str),
 }
 
 SECRETS: Final = ("TOKEN", "ENGINE_KEY")
-"""Whose values nobody is shown."""
+"""Variables whose values are never printed."""

@@ -30,8 +30,8 @@
     │   └── PoisonedError                    state cannot be proven             -> heal from nothing
     └── ControlPlaneError                    never fatal to a role               -> log once, continue
 
-Every class has an ``exit_code``, which the command line exits with, and ``retryable``, which says
-whether the same call may succeed later without anybody changing anything.
+Each class has an ``exit_code``, the exit status of the command line, and ``retryable``: whether the
+same call may succeed later without any other change.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _E = TypeVar("_E", bound="DeltaChainError")
 
 
 class DeltaChainError(Exception):
-    """Base of every error raised by deltachain.
+    """Base class of every error that deltachain raises.
 
     Args:
-        message: The object, what was expected, what was found.
-        hint: What the person who reads this should do now.
+        message: The object concerned, the expected value and the found value.
+        hint: The action that resolves the error, printed on a second line.
     """
 
     exit_code: ClassVar[int] = 1
@@ -58,11 +58,11 @@ class DeltaChainError(Exception):
         self.hint = hint or self.default_hint
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle what the error holds: a subclass may need more than its message to be made."""
+        """Pickle the attributes: the constructor of a subclass may need more than a message."""
         return _remade, (type(self), self.args), self.__dict__
 
     def __str__(self) -> str:
-        """The message, and the hint on a line of its own."""
+        """Return the message, followed by the hint on a line of its own."""
         message = super().__str__()
         return f"{message}\n  hint: {self.hint}" if self.hint else message
 
@@ -78,7 +78,7 @@ class EngineVersionError(ConfigError):
 
 
 class StoreError(DeltaChainError):
-    """The object store did not do what was asked."""
+    """An operation of the object store failed."""
 
     exit_code = 3
 
@@ -93,24 +93,24 @@ class ObjectNotFoundError(StoreError, FileNotFoundError):
 
 
 class AlreadyExistsError(StoreError):
-    """A put-if-absent found an object under its key."""
+    """An object already exists under the key of a put-if-absent."""
 
 
 class StorePermissionError(StoreError, PermissionError):
-    """The store refused the credentials, or they do not allow this."""
+    """The store rejected the credentials, or they do not permit the operation."""
 
-    default_hint = "check the credentials and what they may do at this URL"
+    default_hint = "check the credentials and their permissions at this URL"
 
 
 class StoreUnavailableError(StoreError):
-    """The store did not answer, and retrying did not help."""
+    """The store did not answer, retries included."""
 
     retryable = True
     default_hint = "the store may be down or unreachable; try again later"
 
 
 class ChainError(DeltaChainError):
-    """The chain does not allow what was asked."""
+    """The state of the chain does not allow the operation."""
 
     exit_code = 4
 
@@ -132,7 +132,7 @@ class PublisherFencedError(ChainError):
 
 
 class RankError(ChainError):
-    """Another rank of the trainer failed, or sent nothing in time."""
+    """Another rank of the trainer failed, or did not answer in time."""
 
     default_hint = "nothing is lost: the next version covers it, once the ranks are connected again"
 
@@ -148,7 +148,7 @@ class ForkedChainError(ChainError):
 
 
 class StoreWentBackError(ChainError):
-    """The store is older than what is held: versions that were committed are gone from its end."""
+    """The newest committed versions are gone from the store; it is older than the held version."""
 
     retryable = True
     default_hint = (
@@ -164,7 +164,7 @@ class BrokenChainError(ChainError):
 
 
 class FormatError(DeltaChainError):
-    """Bytes that were read are not what FORMAT.md says they are."""
+    """An object does not follow FORMAT.md."""
 
     exit_code = 5
 
@@ -192,7 +192,7 @@ class MalformedError(FormatError):
 
 
 class DigestMismatchError(FormatError):
-    """The bytes do not have the digest that names them."""
+    """The bytes of an object do not have the recorded digest."""
 
     default_hint = _DAMAGED
 
@@ -218,9 +218,9 @@ class ApplyError(DeltaChainError):
 
 
 class BaseMismatchError(ApplyError):
-    """The target does not hold the bits the delta applies to; nothing was written."""
+    """The target does not hold the base bits of the delta; nothing was written."""
 
-    default_hint = "plan again from nothing: the target was changed by somebody else"
+    default_hint = "plan again from nothing: the target was modified externally"
 
 
 class TensorMismatchError(ApplyError):
@@ -230,9 +230,9 @@ class TensorMismatchError(ApplyError):
 
 
 class EngineDamagedError(TensorMismatchError):
-    """An engine computes something else since ways into its weights were tried; it must not serve."""
+    """The engine's outputs changed while its weight layout was probed; it must not serve."""
 
-    default_hint = "restart the engine; it must not serve as it is"
+    default_hint = "restart the engine before it serves again"
 
 
 class PartialApplyError(ApplyError):
@@ -242,9 +242,9 @@ class PartialApplyError(ApplyError):
 
 
 class LeaderReplacedError(PartialApplyError):
-    """The ranks of this replica obey another leader since; nothing was written."""
+    """Another leader has attached to the ranks of this replica; nothing was written."""
 
-    default_hint = "a replica has one leader: stop this one, or restart the engine to lead it again"
+    default_hint = "a replica has one leader: stop this one, or restart the engine to attach again"
 
 
 class PoisonedError(ApplyError):
@@ -260,19 +260,19 @@ class ControlPlaneError(DeltaChainError):
     retryable = True
 
     def __init__(self, message: str, *, refusal: str = "", hint: str = "") -> None:
-        """Say what failed.
+        """Create the error.
 
         Args:
-            message: As of every error here.
-            refusal: Name of the class of the error that the other side answered with.
-            hint: As of every error here.
+            message: As of :class:`DeltaChainError`.
+            refusal: Name of the error class in the peer's answer; empty if there was none.
+            hint: As of :class:`DeltaChainError`.
         """
         super().__init__(message, hint=hint)
         self.refusal = refusal
 
 
 def _remade(kind: type[_E], args: tuple[Any, ...]) -> _E:
-    """An unpickled error, before its attributes are set."""
+    """Create an unpickled error, before its attributes are set."""
     error = kind.__new__(kind)
     error.args = args
     return error

@@ -1,8 +1,8 @@
-"""The bits of one tensor in a weights file: read through a map, written by calls.
+"""The bits of one tensor in a weights file: read through a memory map, written by ``pwrite``.
 
-A write through a map for which the disk has no room ends the process with SIGBUS; a call that
-writes fails with an error. Holes, copies that share blocks and quotas make that happen in files of
-full length, too, so no map here can be written to.
+If the disk is full, a write through a memory map kills the process with SIGBUS, whereas ``pwrite``
+fails with an error. Holes, copy-on-write blocks and quotas cause this in files of full length as
+well, so every map here is read-only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from deltachain.kernels import host
 from deltachain.types import Bits, Indices, TensorSpec
 
 WINDOW_NBYTES: Final = 256 << 10
-"""Bytes that are read, changed and written back at a time."""
+"""Bytes of one read-modify-write."""
 
 
 class FileBits:
-    """Flat bits of one tensor where they lie in a file.
+    """Flat bits of one tensor in a file.
 
     Args:
-        file: Of the weights.
-        offset: Of the tensor's first byte.
-        spec: Which tensor.
+        file: Weights file.
+        offset: Offset of the tensor's first byte.
+        spec: Spec of the tensor.
     """
 
     def __init__(self, file: Path, offset: int, spec: TensorSpec) -> None:
@@ -37,17 +37,17 @@ class FileBits:
 
     @cached_property
     def bits(self) -> Bits:
-        """As they are now, whatever is written; a read-only map."""
+        """Read-only map of the current bits, later writes included."""
         if not self._spec.numel:  # nothing to map
             return np.empty(0, self._spec.bits_dtype)
         return np.memmap(self.file, self._spec.bits_dtype, "r", self._offset, (self._spec.numel,))
 
     def put(self, indices: Indices | None, new: Bits) -> None:
-        """Write elements, all of them where no indices are given.
+        """Write elements, or all of them if ``indices`` is ``None``.
 
         Args:
-            indices: Strictly increasing.
-            new: Their bits.
+            indices: Flat int64 indices, strictly increasing.
+            new: New bits of these elements.
 
         Raises:
             OSError: The disk is full, gone, or may not be written to.

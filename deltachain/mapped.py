@@ -1,4 +1,4 @@
-"""A file as memory, so that its size does not matter."""
+"""Memory-mapped files, for files larger than memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from deltachain.errors import ConfigError, MalformedError
 
 
 def map_file(path: Path) -> memoryview:
-    """The bytes of a file, read as they are needed.
+    """Map a file into memory, read-only; pages are read on access.
 
     Raises:
-        ConfigError: It cannot be read.
-        MalformedError: It is empty.
+        ConfigError: The file cannot be read.
+        MalformedError: The file is empty.
     """
     try:
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except ValueError as exc:  # what mmap says of nothing to map
+    except ValueError as exc:  # mmap's error for an empty file
         raise MalformedError(f"{path} is empty", key=str(path)) from exc
     except OSError as exc:
         raise ConfigError(f"{path}: {exc.strerror}") from exc

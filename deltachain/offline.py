@@ -1,4 +1,4 @@
-"""Checkpoints to one part and back: what ``diff`` and ``patch`` do."""
+"""Diff and patch of checkpoints: two checkpoints to one part, and back."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from deltachain.types import Bits, TensorSpec
 from deltachain.verify import move
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
-"""What a folder that follows a chain says of itself; not true of a copy with other weights."""
+"""Status files of a folder that follows a chain; not copied, since a copy has other weights."""
 
 MAYBE_DENSE: Final = 8
-"""One change in so many elements is the least at which all of them might take fewer bytes."""
+"""Elements for each change up to which a dense encoding may be smaller than a sparse one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDiff:
-    """What tells two checkpoints apart, as one part.
+    """The difference of two checkpoints, as one part.
 
     Attributes:
-        part: The file.
-        tensors: Tensors that changed.
-        nnz: Elements that changed, also where the tensor is given whole.
+        part: The encoded part.
+        tensors: Number of changed tensors.
+        nnz: Number of changed elements, those of dense tensors included.
         numel: Elements of all tensors.
         nbytes: Bytes of all tensors.
     """
@@ -51,17 +51,17 @@ class CheckpointDiff:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a part did to a checkpoint."""
+    """Number of tensors and elements that a part changed."""
 
     tensors: int
     nnz: int
 
 
 def compare(old: Path, new: Path, encoding: str) -> CheckpointDiff:
-    """Encode what tells ``new`` from ``old``.
+    """Encode the difference from ``old`` to ``new``.
 
     Raises:
-        TensorMismatchError: They do not have the same tensors.
+        TensorMismatchError: Names, shapes or dtypes of the tensors differ.
     """
     before, after = Checkpoint(old), Checkpoint(new)
     for name in sorted(before.specs.keys() | after.specs.keys()):
@@ -83,7 +83,7 @@ def compare(old: Path, new: Path, encoding: str) -> CheckpointDiff:
 
 
 def _change(spec: TensorSpec, old: Bits, new: Bits, encoding: str) -> tuple[Change, int] | None:
-    """The change of one tensor, sparse or whole as is smaller, and its number of changes."""
+    """Encode one tensor, sparse or dense by size; return it with its number of changes."""
     changes = host.diff_(np.array(old), new)
     if not changes.indices.size:
         return None
@@ -106,11 +106,11 @@ def _change(spec: TensorSpec, old: Bits, new: Bits, encoding: str) -> tuple[Chan
 
 
 def apply(base: Path, file: Path, out: Path) -> Applied:
-    """Write the checkpoint that a part makes of ``base``; whole, or nothing.
+    """Apply a part to ``base`` and write the result to ``out``, atomically.
 
     Raises:
         TensorMismatchError: The base lacks a tensor of the part, or has another shape or dtype.
-        BaseMismatchError: The base has other bits than the part was made from.
+        BaseMismatchError: The bits of the base differ from those the part was made from.
         FormatError: The part is corrupt.
     """
     part = Part.from_bytes(map_file(file), key=str(file))
@@ -126,7 +126,7 @@ def apply(base: Path, file: Path, out: Path) -> Applied:
 
 
 def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> None:
-    """Write one tensor into the copy, once it is proven."""
+    """Verify one tensor's change, then write it into the copy."""
     delta, row = part.read(name), part.rows[name]
     moved = move(checkpoint.bits(name), delta)
     if not moved.matches(row):
@@ -146,7 +146,7 @@ def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> 
 
 @contextmanager
 def _copied_file(base: Path, out: Path) -> Iterator[Path]:
-    """A copy of a file to write to; it becomes ``out`` if nothing goes wrong."""
+    """Yield a writable copy of a file that replaces ``out`` on success."""
     if out.is_dir():
         raise ConfigError(f"{out} is a folder, {base} is a file", hint="name a file after --out")
     with creating(out) as partial:
@@ -156,7 +156,7 @@ def _copied_file(base: Path, out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _copied_folder(base: Path, out: Path) -> Iterator[Path]:
-    """A copy of a folder to write to; it becomes ``out`` if nothing goes wrong."""
+    """Yield a writable copy of a folder that becomes ``out`` on success."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already", hint="name a folder that is not there yet")
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))

@@ -1,8 +1,8 @@
-"""Pointers to code elsewhere, in the small files of a checkpoint.
+"""References to remote code in the assets of a checkpoint.
 
-No code travels with a chain. But ``auto_map`` may name a class in a repository of anybody's, and
-who loads the folder with ``trust_remote_code=True`` fetches and runs it. A reference to a file
-beside the weights (``modeling_x.X``) leads to no code that a chain can bring, and is left.
+A chain carries no code, but ``auto_map`` may name a class in any repository, and loading the folder
+with ``trust_remote_code=True`` fetches and runs it. A reference to a file beside the weights
+(``modeling_x.X``) is kept, because a chain cannot deliver that file.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any, Final
 logger = logging.getLogger(__name__)
 
 POINTERS: Final = ("auto_map", "custom_pipelines")
-"""Fields, at any depth, whose values name code."""
+"""Names of fields, at any depth, whose values refer to code."""
 
 ELSEWHERE: Final = "--"
-"""What stands between a repository and a class of its."""
+"""Separator between repository and class."""
 
 CLASS_ELSEWHERE: Final = re.compile(rf"[\w.-]+/[\w.-]+{ELSEWHERE}[\w.]+")
-"""A class of a repository. It is taken out of any field: who reads one may fetch and run it."""
+"""A class in a repository; removed from any field, since a loader may fetch and run it."""
 
 
 def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes:
-    """A small file without what names code elsewhere; the same bytes where nothing does.
+    """Remove references to remote code from an asset; return equal bytes if there are none.
 
     Args:
-        name: Of the file.
-        data: Its content.
-        trusted: Whether such code is wanted.
-        where: Whose file it is, for the warning.
+        name: File name.
+        data: Content of the file.
+        trusted: Whether references to remote code are kept.
+        where: Origin of the file, for the warning.
     """
     plain = data.lower().replace(b"\\u002d", b"-")  # a hyphen may be written in two ways
     if trusted or not name.endswith(".json") or ELSEWHERE.encode() not in plain:
@@ -40,12 +40,12 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
     try:
         document = json.loads(data)
         found = list(_strip(document, inside=False))
-    except (ValueError, RecursionError):  # who loads it reads it the same way
+    except (ValueError, RecursionError):  # no loader can parse it either
         return data
     if not found:
         return data
     logger.warning(
-        "%s: %s names code elsewhere (%s), and is taken without it; trust_remote_code keeps it",
+        "%s: removed references to remote code from %s (%s); trust_remote_code keeps them",
         where,
         name,
         ", ".join(found),
@@ -54,7 +54,7 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
 
 
 def _strip(value: Any, *, inside: bool) -> Iterator[str]:  # noqa: ANN401 - JSON
-    """Remove, in place, what names code elsewhere; what that was."""
+    """Remove references to remote code in place and yield each."""
     items = list(value.items()) if isinstance(value, dict) else []
     if isinstance(value, list):
         items = list(enumerate(value))
@@ -74,7 +74,7 @@ def _names_code(text: str, *, within: bool) -> bool:
 
 
 def _is_void(value: Any) -> bool:  # noqa: ANN401 - JSON
-    """Whether nothing is left of it."""
+    """Return whether a value contains nothing but nulls and empty containers."""
     if isinstance(value, dict | list):
         return all(_is_void(one) for one in (value.values() if isinstance(value, dict) else value))
     return value is None

@@ -1,4 +1,4 @@
-"""Room on a disk: taken before the first byte is written, and what is missing, in bytes."""
+"""Disk space: reserved before the first write; errors give the missing bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Final
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What a disk without room says: it is full, a quota is, or the file is larger than allowed."""
+"""Errors for lack of space: disk full, quota exceeded, or file size limit exceeded."""
 
 _CANNOT: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
-"""What a file system says that takes no room ahead of writing, as NFS before 4.2."""
+"""Errors of file systems without preallocation, such as NFS before 4.2."""
 
 
 class NoRoomError(OSError):
-    """A file does not fit; ``missing`` says by how many bytes."""
+    """A file does not fit on the disk; ``missing`` is the number of missing bytes."""
 
     def __init__(self, cause: OSError, file: Path, nbytes: int, free: int) -> None:
         why = os.strerror(cause.errno or errno.ENOSPC)
@@ -26,15 +26,15 @@ class NoRoomError(OSError):
 
 
 def reserve(file: Path, nbytes: int) -> None:
-    """Make a file so many bytes long and take the room for all of them, zero where none were.
+    """Extend a file to ``nbytes`` with zeros and allocate its blocks.
 
-    What is then written to it, even through a map, finds its place on the disk. Where the file
-    system cannot promise that, it must at least say that it has the room; only calls that write
-    are safe there, since they fail with an error.
+    Later writes, even through a memory map, cannot run out of space. On file systems without
+    preallocation only the free space is checked; there a write may still fail, so ``pwrite`` must
+    be used instead of a map.
 
     Raises:
-        NoRoomError: There is less room; the file is as long as before, or longer.
-        OSError: Whatever else the system says.
+        NoRoomError: Too little free space; the file keeps its length or is longer.
+        OSError: Any other error of the system.
     """
     with file.open("r+b", buffering=0) as out:
         there = os.fstat(out.fileno()).st_blocks * 512
@@ -52,26 +52,26 @@ def reserve(file: Path, nbytes: int) -> None:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Ask whether a folder has room for a file, without taking it.
+    """Check that a folder has free space for a file, without allocating it.
 
     Raises:
-        NoRoomError: It has less.
+        NoRoomError: Too little free space.
     """
     _refuse(folder, nbytes, _free(os.statvfs(folder)))
 
 
 def _refuse(path: Path, nbytes: int, free: int) -> None:
-    if 0 < free < nbytes:  # some file systems do not count, and say that nothing is free
+    if 0 < free < nbytes:  # file systems that do not count report 0 free bytes
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         raise NoRoomError(full, path, nbytes, free)
 
 
 def fill_holes(file: Path) -> None:
-    """Take the room for all of a file of which a part was never written.
+    """Allocate the blocks of all holes of a sparse file.
 
     Raises:
-        NoRoomError: There is less room.
-        OSError: Whatever else the system says.
+        NoRoomError: Too little free space.
+        OSError: Any other error of the system.
     """
     with file.open("rb") as opened:
         nbytes = os.fstat(opened.fileno()).st_size
@@ -81,7 +81,7 @@ def fill_holes(file: Path) -> None:
 
 
 def hint_for(error: BaseException, folder: Path) -> str:
-    """What to do about a write that failed for the want of something; empty for other reasons."""
+    """Return a hint for a write that failed for lack of a resource or permission, else empty."""
     number = getattr(error, "errno", None)
     if number in FULL:
         missing = getattr(error, "missing", None)
@@ -101,15 +101,15 @@ _HINTS: Final = {
 
 
 def _free(status: os.statvfs_result) -> int:
-    """Bytes that this process may still write into one file of a file system."""
+    """Return the bytes that this process may still write into one file."""
     blocks = status.f_bfree if os.geteuid() == 0 else status.f_bavail
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     free = blocks * status.f_frsize
     return free if limit == resource.RLIM_INFINITY else min(free, limit)
 
 
-# Not os.posix_fallocate: where a file system has no such call, the C library writes into every
-# block, which takes hours for a large model on a file server.
+# Not os.posix_fallocate: on file systems without fallocate, the C library emulates it by writing
+# into every block, which takes hours for a large model on a file server.
 _FALLOCATE: Final = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
 
 

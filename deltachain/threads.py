@@ -1,8 +1,8 @@
-"""Threads beside the caller's, as many as there are: without any, the caller does the work.
+"""Thread pool that runs work in the caller when no thread can be started.
 
-``ThreadPoolExecutor`` raises what is no error of ours when no thread can be started, with the work
-still in its queue. Pools are made for one purpose and end with it: one that is kept would be empty
-after a fork, and who hangs in it would keep others waiting.
+``ThreadPoolExecutor`` raises ``RuntimeError`` in that case and leaves the work in its queue. A pool
+serves one call and ends with it: a global pool would have no threads after a fork, and one hanging
+job would block the others.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 def started(thread: Thread) -> bool:
-    """Start a thread, and say whether there was one left."""
+    """Start a thread; return ``False`` if the system has none left."""
     try:
         thread.start()
-    except RuntimeError:  # all that Python says of it
+    except RuntimeError:  # "can't start new thread"; Python has no narrower class
         return False
     return True
 
 
 class Pool:
-    """Up to so many threads, started as work is handed over, and joined at the end.
+    """Thread pool of up to ``most`` threads, started on demand and joined at the end.
 
     Args:
-        most: Threads at a time.
-        name: What they are called.
+        most: Largest number of threads.
+        name: Prefix of the thread names.
     """
 
     def __init__(self, most: int, name: str = "deltachain") -> None:
@@ -44,7 +44,7 @@ class Pool:
         self._starting = Lock()
 
     def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:  # noqa: ANN401
-        """Have a function called; where there is no thread for it, here and now."""
+        """Schedule a call; run it in the caller if no thread can be started."""
         future: Future[_T] = Future()
         job = future, partial(function, *arguments)
         if self._has_thread():
@@ -54,12 +54,12 @@ class Pool:
         return future
 
     def map(self, function: Callable[..., _T], *arguments: Iterable[Any]) -> Iterator[_T]:
-        """Results in the order of the arguments; all work is handed over at once."""
+        """Schedule all calls at once and return their results in the order of the arguments."""
         futures = [self.submit(function, *each) for each in zip(*arguments, strict=False)]
         return (future.result() for future in futures)
 
     def shutdown(self) -> None:
-        """Wait until all work is done, and end the threads; again is allowed."""
+        """Wait for all work and join the threads; may be called again."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._jobs.put(None)
@@ -84,7 +84,7 @@ class Pool:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             _do(*job)
-            del job  # what it holds on to may be large
+            del job  # its arguments and result may be large
 
 
 def _do(future: Future[Any], work: Callable[[], Any]) -> None:
@@ -92,5 +92,5 @@ def _do(future: Future[Any], work: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(work())
-    except BaseException as exc:  # noqa: BLE001 - whoever asks for the result gets it
+    except BaseException as exc:  # noqa: BLE001 - raised again by Future.result
         future.set_exception(exc)

@@ -1,4 +1,4 @@
-"""Names and dtypes of a torch module's weights, as its checkpoint has them."""
+"""Checkpoint names and wire dtypes of a torch module's weights."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
-"""torch's name of every wire dtype."""
+"""torch dtype by wire dtype."""
 
 WIRE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What compile, FSDP and activation checkpointing put into the middle of names."""
+"""Name components inserted by ``torch.compile``, FSDP and activation checkpointing."""
 
 
 def normalise(name: str) -> str:
-    """The checkpoint's name of a parameter, whatever wraps the module it is in."""
+    """Remove the name components of wrappers; return the name in the checkpoint."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name.removeprefix("module.")
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside ``DistributedDataParallel``, which passes no attribute of it on."""
+    """Return the model inside ``DistributedDataParallel``, which does not forward attributes."""
     while isinstance(inner := getattr(model, "module", None), nn.Module) and (
         type(model).__name__ in ("DistributedDataParallel", "DataParallel")
     ):
@@ -51,7 +51,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then persistent buffers; tied ones under every name they have."""
+    """Yield parameters, then persistent buffers; tied tensors under each of their names."""
     kept = {normalise(name) for name in model.state_dict(keep_vars=True)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield normalise(name), parameter

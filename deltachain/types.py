@@ -1,4 +1,4 @@
-"""Words everything uses: wire dtypes, tensor specs, versions and state digests.
+"""Basic types: wire dtypes, tensor specs, versions and state digests.
 
 Weights are handled as *bits*: a tensor of any dtype is a flat array of unsigned integers of the
 same width, so that -0.0, NaN payloads and integers survive exactly.
@@ -56,10 +56,10 @@ BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
 """Unsigned integer dtype, by bytes an element."""
 
 MAX_DIMS: Final = 64
-"""No tensor has more dimensions: multiplying them then takes no time."""
+"""Upper bound of dimensions a tensor, so that computing the product of a shape is cheap."""
 
 MAX_NUMEL: Final = 1 << 48
-"""No tensor has more elements: flat indices and byte counts then stay far inside int64."""
+"""Upper bound of elements a tensor, so that flat indices and byte counts fit into int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ _LANE: Final = 1 << 64
 
 @dataclass(frozen=True, slots=True)
 class StateDigest:
-    """Two 64-bit lanes that add up over elements, tensors, shards and ranks (FORMAT.md 6).
+    """Additive digest of two 64-bit lanes over elements, tensors, shards and ranks (FORMAT.md 6).
 
     Addition and subtraction are modulo 2**64 a lane, so ``result - base`` of an update is the
     sum over the changed elements alone.
@@ -129,11 +129,11 @@ class StateDigest:
 
     @classmethod
     def parse(cls, text: str) -> StateDigest:
-        """Read the 32 hexadecimal digits that ``str`` writes.
+        """Parse 32 hexadecimal digits, the form of ``str``.
 
         Raises:
             ConfigError: ``text`` is anything else.
         """
         if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
-            raise ConfigError(f"{text!r} is not a state digest: 32 hexadecimal digits")
+            raise ConfigError(f"{text!r} is not a state digest, expected 32 hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))

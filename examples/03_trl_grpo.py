@@ -17,8 +17,8 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
 import deltachain
+from deltachain.demo.corpus import questions, score
 from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
-from deltachain.demo.text import questions, score
 
 
 def reward(completions: list[str], answer: list[int], **_: object) -> list[float | None]:

@@ -22,7 +22,7 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from deltachain import DeltaChainWeightTransfer
 from deltachain.demo.online.cpu import run_on_cpu
 from deltachain.demo.online.engine import HOST, command, variables
-from deltachain.demo.online.game import environment_folder, transcripts
+from deltachain.demo.online.game_transcripts import environment_folder, transcripts
 from deltachain.demo.online.processes import Service, free_port, until
 from deltachain.demo.online.rollouts import GameTable, GameWorker
 from deltachain.demo.online.run import answers

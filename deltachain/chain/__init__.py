@@ -1,1 +1,1 @@
-"""The log of a chain: its manifests and their order, plans, and what fetches them."""
+"""The chain in a store: manifests, edges, commits, plans and the fetch of a plan."""

@@ -1,4 +1,4 @@
-"""The past of a chain, read back from its newest manifest: ways to a version, and its state."""
+"""Backward search through manifests: plans for a version, and versions of a state."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from deltachain.store import Store
 from deltachain.types import StateDigest, Version
 
 STATE_WINDOWS: Final = 4
-"""Windows that are searched for a state. Who holds older bits and does not know it joins from
-nothing, which costs less than reading a long past."""
+"""Windows searched for a state. A target with older, unidentified bits starts from nothing, which
+costs less than reading a long history."""
 
 PLAN_WINDOWS: Final = 24
-"""Windows that are read for a way from what is held, where one from nothing is known already."""
+"""Windows read for a plan from the held version when a plan from nothing is known."""
 
 
 class Past:
-    """What the manifests of a chain tell of its past, each by its window.
+    """The history of a chain, read from the edge lists of few manifests.
 
     Args:
-        store: Where the chain lies.
-        manifests: Its manifests.
+        store: Store of the chain.
+        manifests: Manifests of the chain.
     """
 
     def __init__(self, store: Store, manifests: Manifests) -> None:
@@ -35,9 +35,9 @@ class Past:
         self._manifests = manifests
 
     def find_state(self, state: StateDigest, head: Committed | None) -> Committed | None:
-        """The newest version that has a state, among the newest versions and the first.
+        """Find the newest version with a state, among recent versions and version 0.
 
-        Older ones are searched only as far as a plan from nothing has to read.
+        The search ends where a plan from nothing would stop reading.
         """
         if head is None:
             return None
@@ -63,16 +63,15 @@ class Past:
         encodings: Collection[str],
         avoid: Collection[EdgeSummary],
     ) -> Plan:
-        """The cheapest way from ``held`` to a committed version; see :func:`plan.make_plan`.
+        """Find the cheapest plan from ``held`` to a committed version; see :func:`plan.make_plan`.
 
-        Older manifests are read until a cheaper way cannot come from them, or ``PLAN_WINDOWS`` of
-        them have not shown one.
+        Reads older manifests until none can yield a cheaper plan, at most ``PLAN_WINDOWS``.
 
         Raises:
-            BrokenChainError: No way leads there.
+            BrokenChainError: No plan exists.
         """
         version = target.version
-        later = self._manifests.find(version + 1)  # lists the anchor of this version, if it has one
+        later = self._manifests.find(version + 1)  # lists an anchor of this version
         hinted = [edge for edge in read_hint(self._store).anchors if edge.version <= version]
         search = _Search(held, version, encodings, avoid)
         search.add([*hinted, *(later.manifest.recent if later else ())])
@@ -85,14 +84,14 @@ class Past:
         return search.end()
 
     def _back(self, newest: Committed, expected: int) -> Iterator[Committed]:
-        """Manifests whose windows together cover the past, newest first.
+        """Yield manifests whose windows together cover the history, newest first.
 
-        One that is missing is replaced by one near to it. The last is the first version's, or the
-        oldest behind a gap that no window spans.
+        A missing manifest is replaced by a near one. Ends at version 0, or at a gap that is wider
+        than a window.
 
         Args:
-            newest: Where to begin.
-            expected: How many will be asked for, as far as is known.
+            newest: The first manifest.
+            expected: Number of manifests to prefetch.
         """
         yield newest
         first = newest.manifest.window_from
@@ -113,7 +112,7 @@ class Past:
 
 
 class _Search:
-    """The edges that are known so far, and whether they hold all that a good plan needs."""
+    """Known edges, and whether they suffice for the cheapest plan."""
 
     def __init__(
         self,
@@ -130,7 +129,7 @@ class _Search:
         self._start: Version = -1
 
     def add(self, edges: Iterable[EdgeSummary]) -> None:
-        """Take edges that can be used."""
+        """Add the usable ones of ``edges``."""
         for edge in edges:
             if edge.version <= self._version and edge not in self._avoid:
                 self._edges[edge_id(edge)] = edge
@@ -138,15 +137,14 @@ class _Search:
                     self._start = max(self._start, edge.version)
 
     def plan(self, reached: Version, *, is_last: bool) -> Plan | None:
-        """The plan, if edges that are known back to version ``reached`` are enough for it.
+        """Return the cheapest plan if the edges back to version ``reached`` determine it.
 
         Args:
             reached: The oldest version whose edges are all known.
-            is_last: Whether a way from nothing is enough, even if one from what is held may be
-                cheaper.
+            is_last: Accept a plan from nothing even if one from the held version may be cheaper.
 
         Raises:
-            BrokenChainError: No older edge can be of use, and no way leads there.
+            BrokenChainError: No plan exists, and older edges cannot help.
         """
         held = self._held if self._held is not None and self._held <= self._version else None
         from_held = held is not None and reached <= held
@@ -163,9 +161,9 @@ class _Search:
         return plan if from_held or held is None or plan.cost <= least or is_last else None
 
     def end(self) -> Plan:
-        """The plan over all that is known.
+        """Return the cheapest plan over all known edges.
 
         Raises:
-            BrokenChainError: No way leads there.
+            BrokenChainError: No plan exists.
         """
         return make_plan(self._held, self._version, self._edges.values(), encodings=self._encodings)

@@ -1,8 +1,8 @@
-"""The chain in a store: an append-only log of manifests, and the edges between its versions.
+"""A chain in a store: an append-only log of manifests, and the edges between versions.
 
-A manifest *is* the commit of its version. It is created with put-if-absent, so of racing publishers
-one commits; manifests are contiguous from 0 and never deleted, so the head is found by probing and
-nobody needs to list.
+A manifest *is* the commit of its version. It is created with put-if-absent, so exactly one of
+racing publishers commits. Manifests are contiguous from 0 and never deleted, so the head is found
+by probing, without listing.
 """
 
 from __future__ import annotations
@@ -48,15 +48,23 @@ __all__ = ["Chain", "Committed", "Standing"]
 class Chain:
     """One chain in one store.
 
-    Every call asks the store: what is kept of its answers only names the content that is read next,
-    and tells a fork.
+    Every call asks the store. Earlier answers are kept only to pin the content of the next read and
+    to detect forks.
 
     Attributes:
-        store: Where it lies.
-        identity: Its id and the digest of its table.
-        table: Its tensors.
-        documents: The exact bytes of both, by key.
-        latest: The newest version that this object has seen.
+        store: Store of the chain.
+        identity: Chain id and digest of the table.
+        table: Tensors of the model.
+        documents: Exact bytes of identity and table, by key.
+        latest: The newest version seen by this object; ``None`` before the first look.
+
+    Example:
+        >>> chain = deltachain.Chain.open(deltachain.open_store(url))
+        >>> head = chain.head()
+        >>> head.version, head.manifest.nnz, head.manifest.numel
+        (1, 3, 6)
+        >>> print(chain.plan(0, head))
+        0 to 1: delta->1 (... B); ... B, 2 requests
     """
 
     def __init__(
@@ -80,43 +88,43 @@ class Chain:
     def create(
         cls, store: Store, table: Table, *, chain_id: str, time: float, assets: Mapping[str, bytes]
     ) -> Chain:
-        """Make the chain, or open the one that is there if it is of the same model.
+        """Create the chain, or open an existing one of the same model.
 
-        Of racing callers with equal tables all get the same chain.
+        Racing callers with equal tables get the same chain.
 
         Raises:
             ChainMismatchError: The URL holds the chain of another model.
-            BrokenChainError: There are versions here, and their identity is lost.
+            BrokenChainError: The URL has versions, but their identity is lost.
         """
         return cls(store, *make(store, table, chain_id=chain_id, time=time, assets=assets))
 
     @classmethod
     def open(cls, store: Store) -> Chain:
-        """Open the chain at a store.
+        """Open the chain in a store.
 
         Raises:
-            ObjectNotFoundError: There is none yet.
-            FormatError: It is not readable by this version, or not what it says.
+            ObjectNotFoundError: The store has no chain yet.
+            FormatError: A document is damaged, or needs a newer deltachain.
         """
         try:
             return cls(store, *read_model(store))
-        except FormatError:  # a bit may have flipped on the way
+        except FormatError:  # a bit may have flipped in transit
             return cls(store, *read_model(store))
 
     def check_present(self) -> None:
-        """Tell a chain that has nothing new from one that is no longer where it was.
+        """Raise if the store no longer has the chain.
 
         Raises:
-            ObjectNotFoundError: Its store answers, and has no chain.
+            ObjectNotFoundError: The store answers, but has no chain.
         """
         if self.store.find(keys.CHAIN_KEY) is None:
             raise lost_chain(self.store.url)
 
     def look_back(self, version: Version) -> Standing:
-        """Look whether a committed version and the chain's identity are still in the store.
+        """Check whether a committed version and the chain's identity are still in the store.
 
         Args:
-            version: What was committed, as far as the caller knows.
+            version: A version known to be committed.
         """
         looks, manifests = self._manifests.looks, self._manifests
         if looks.is_wide:
@@ -139,17 +147,17 @@ class Chain:
         return Standing(digest, identity, version if beyond is None else beyond)
 
     def went_back(self, version: Version) -> None:
-        """Somebody went back to a version: later ones that are seen from now on may be others."""
+        """Forget looks at versions after ``version``, which were removed and may be replaced."""
         self._manifests.looks.forget_after(version)
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the last look did not find what it began from: another should be taken."""
+        """Whether the last look missed its starting point, so that it must be repeated."""
         looks = self._manifests.looks
         return looks.is_lost or looks.missed is not None
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
-        """The small files of the checkpoint, verified."""
+        """Read and verify the assets; yield name and content."""
         for ref in self.identity.assets:
             data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash))
             check_digest(data, ref.blake3, ref.key)
@@ -160,23 +168,23 @@ class Chain:
         return self._manifests.read(version)
 
     def find(self, version: Version) -> Committed | None:
-        """Read the manifest of a version, if it is committed."""
+        """Read the manifest of a version; ``None`` if it is not committed."""
         return self._manifests.find(version)
 
     def has(self, version: Version) -> bool:
-        """Whether a version is committed."""
+        """Return whether a version is committed."""
         return self._manifests.looks.has(version)
 
     def newest(self, known: Version) -> Version:
-        """The newest committed version, searched from one that is; see :meth:`Looks.newest`."""
+        """Find the newest version from a committed one; see :meth:`Looks.newest`."""
         newest = self.latest = self._manifests.looks.newest(known)
         return newest
 
     def later(self, known: Version) -> Committed | None:
-        """A version to follow to from one that is committed; ``None`` when there is none.
+        """Find a version after a committed one; ``None`` if there is none.
 
-        The newest, but where ``known`` was the newest when last seen, and a look shows one version:
-        there it is the next, whose manifest is read at once to spare a round trip.
+        Returns the newest version. A store that shows one version a request, asked again from the
+        newest known version, returns the next one instead, which saves a round trip.
         """
         can = self.store.capabilities
         if self.latest == known and can.probes == 1 and can.conditional_put:
@@ -187,10 +195,10 @@ class Chain:
         return self.read(newest) if newest > known else None
 
     def head(self) -> Committed | None:
-        """The newest committed version; ``None`` before the first commit.
+        """Return the newest committed version; ``None`` before the first commit.
 
-        Takes a handful of probes, beginning where the hint says. A hint that is wrong costs probes,
-        never the truth. Versions behind a gap count as well.
+        Takes a handful of probes, starting at the head hint. A wrong hint costs more probes but
+        never a wrong answer. Versions behind a gap count as well.
         """
         hinted, looks = read_hint(self.store).version, self._manifests.looks
         known = next((version for version in (hinted, 0) if self.has(version)), None)
@@ -202,10 +210,10 @@ class Chain:
         return self.read(newest)
 
     def history(self, first: Version, last: Version) -> Iterator[Committed]:
-        """Manifests of ``first`` to ``last``, each proven to be the parent of the next.
+        """Yield the manifests of ``first`` to ``last``, each verified as parent of the next.
 
         Raises:
-            BrokenChainError: One is missing, or names another parent.
+            BrokenChainError: A manifest is missing, or names another parent.
         """
         parent: Committed | None = None
         for version in range(first, last + 1):
@@ -224,37 +232,37 @@ class Chain:
             parent = committed
 
     def look_ahead(self, plan: Plan) -> None:
-        """Look at the manifests of a plan in one request, where the store can do that."""
+        """Prefetch the metadata of a plan's manifests in one request, if the store supports it."""
         if plan.edges:
             self._manifests.looks.ahead(range(plan.edges[0].version, plan.edges[-1].version + 1))
 
     def commit(self, manifest: Manifest) -> Committed:
-        """Make a version visible, exactly once; see :meth:`Commits.commit`."""
+        """Commit a version exactly once; see :meth:`Commits.commit`."""
         return self._commits.commit(manifest)
 
     def settle(self, manifest: Manifest) -> Committed | None:
-        """The commit of a manifest whose outcome was unknown; see :meth:`Commits.settle`."""
+        """Resolve a commit with an unknown outcome; see :meth:`Commits.settle`."""
         return self._commits.settle(manifest)
 
     def watch(self, anchor: str) -> None:
-        """Look every so often, when committing, whether a part of an anchor is there."""
+        """Check an anchor's part for existence during later commits."""
         self._commits.anchor, self._commits.anchor_is_gone = anchor, False
 
     @property
     def anchor_is_gone(self) -> bool:
-        """Whether what is watched was gone at the last commit that looked."""
+        """Whether the watched part was missing at the last check."""
         return self._commits.anchor_is_gone
 
     def take_restored(self) -> tuple[str, ...]:
-        """Keys that commits found gone and put back, since this was last asked."""
+        """Return the keys restored by commits since the last call."""
         restored, self._commits.restored = tuple(self._commits.restored), []
         return restored
 
     def add_edge(self, committed: Committed, edge: Edge, base_state: str) -> EdgeSummary:
-        """Record another way to a committed version; the one that is there first stays.
+        """Record another edge to a committed version; an existing record of it is kept.
 
         Raises:
-            MalformedError: The one that is there leads to another state.
+            MalformedError: The existing record leads to another state.
         """
         manifest = committed.manifest
         record = EdgeRecord(
@@ -277,21 +285,21 @@ class Chain:
         )
 
     def write_head(self, version: Version, anchors: Iterable[EdgeSummary]) -> None:
-        """Write the hint."""
+        """Write the head hint."""
         self.store.put(keys.HEAD_KEY, dump(Head(version=version, anchors=tuple(anchors))))
 
     def edge(self, summary: EdgeSummary, known: Committed | None = None) -> Edge:
-        """The edge that a summary stands for, from its manifest or its record.
+        """Read the edge of a summary from its manifest or its edge record.
 
         Args:
-            summary: What a plan was made with.
-            known: A manifest that was read already, and need not be read again.
+            summary: Summary of the edge, as in a plan.
+            known: A manifest that was read already.
 
         Raises:
-            ObjectNotFoundError: The record is gone.
-            DigestMismatchError: The record is not the one that was listed.
-            MalformedError: It leads to another state than its manifest says, or is not the edge
-                that the summary promised.
+            ObjectNotFoundError: The edge record is gone.
+            DigestMismatchError: The edge record does not have the listed digest.
+            MalformedError: The edge differs from its summary, or leads to another state than the
+                manifest.
         """
         if known is None or known.version != summary.version:
             known = self.read(summary.version)
@@ -301,7 +309,7 @@ class Chain:
             return check_edge(manifest.edge, manifest.summary(), summary, key)
         key = keys.edge_key(summary.version, summary.kind, summary.base)
         if summary.record != key:
-            raise MalformedError(f"{key}: is listed as {summary.record!r}", key=key)
+            raise MalformedError(f"{key}: listed under key {summary.record!r}", key=key)
         data = self.store.get(summary.record)
         check_digest(data, summary.digest, summary.record)
         record = unseal(data, EdgeRecord, key=summary.record)
@@ -313,23 +321,23 @@ class Chain:
     def plan(
         self, held: Version | None, target: Committed, *, avoid: Collection[EdgeSummary] = ()
     ) -> Plan:
-        """Plan the cheapest way from ``held`` to a committed version.
+        """Find the cheapest plan from ``held`` to a committed version.
 
-        Reads as few manifests as their windows allow.
+        Reads one manifest for each window of versions at most.
 
         Args:
-            held: The version held, or ``None``.
-            target: Where to.
+            held: The version held; ``None`` for nothing.
+            target: The version to reach.
             avoid: Edges known to be unusable.
 
         Raises:
-            BrokenChainError: No way leads there.
+            BrokenChainError: No plan exists.
         """
         own = target.manifest.summary()
         if own.base == held and own not in avoid and set(own.encodings) <= ENCODINGS:
-            return Plan(held=held, target=own.version, edges=(own,))  # nothing leads there for less
+            return Plan(held=held, target=own.version, edges=(own,))  # no plan is cheaper
         return self._past.plan(held, target, encodings=ENCODINGS, avoid=avoid)
 
     def find_state(self, state: StateDigest) -> Committed | None:
-        """The newest version that has a state, as far as few manifests tell; see :class:`Past`."""
+        """Find the newest version with a state digest, in few manifests; see :class:`Past`."""
         return self._past.find_state(state, self.head())

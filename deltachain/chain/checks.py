@@ -1,4 +1,4 @@
-"""What a document may refer to, beyond what its types say (FORMAT.md 1 and 2)."""
+"""Checks of references between documents, beyond their types (FORMAT.md 1 and 2)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from deltachain.format.documents import Edge, EdgeRecord, EdgeSummary, Identity
 
 
 def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) -> Edge:
-    """The edge, once it is the one that a plan was made with.
+    """Check an edge against the summary in a plan, and return it.
 
     Args:
-        edge: As its document gives it.
-        found: Its summary.
-        promised: The summary that the plan was made with, by whoever listed it.
-        key: Of the document.
+        edge: The edge in its document.
+        found: Summary of this edge.
+        promised: Summary in the plan, as listed by another manifest or the head hint.
+        key: Key of the document.
 
     Raises:
-        MalformedError: The summary lied, or a part lies where no part of this version can.
+        MalformedError: The summaries differ, or the key of a part belongs to another version.
     """
     for name in promised.__struct_fields__:
         if getattr(found, name) != getattr(promised, name):
@@ -34,16 +34,16 @@ def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) 
 
 
 def check_record(record: EdgeRecord, manifest: str, state: str, key: str) -> None:
-    """An edge record lies where it belongs, and is about the version that is committed there.
+    """Check that an edge record fits its key and the committed version.
 
     Args:
-        record: As read.
+        record: The parsed record.
         manifest: Digest of the version's manifest.
         state: State digest of the version.
-        key: Where the record lies.
+        key: Key of the record.
 
     Raises:
-        MalformedError: It is about another one.
+        MalformedError: The record is of another version.
     """
     if record.state != state:
         raise MalformedError(f"{key}: leads to another state than its version", key=key)
@@ -53,15 +53,15 @@ def check_record(record: EdgeRecord, manifest: str, state: str, key: str) -> Non
 
 
 def check_encodings(edge: Edge, used: Iterable[str], key: str) -> None:
-    """A part has the encodings that its edge lists: readers choose edges by them.
+    """Check that a part uses only the encodings listed in its edge, by which readers select edges.
 
     Args:
-        edge: The edge whose part it is.
-        used: The encoding of each tensor of the part.
-        key: Of the part.
+        edge: Edge of the part.
+        used: Encoding of each tensor in the part.
+        key: Key of the part.
 
     Raises:
-        MalformedError: It has another one.
+        MalformedError: The part uses an unlisted encoding.
     """
     unlisted = sorted(set(used) - set(edge.encodings))
     if unlisted:
@@ -72,10 +72,10 @@ def check_encodings(edge: Edge, used: Iterable[str], key: str) -> None:
 
 
 def check_assets(identity: Identity) -> Identity:
-    """The identity, once each small file lies where its content says, under a name of its own.
+    """Check key and name of each asset of an identity, and return the identity.
 
     Raises:
-        MalformedError: One does not.
+        MalformedError: An asset has another key, or a name occurs twice.
     """
     names = set()
     for ref in identity.assets:

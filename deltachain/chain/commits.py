@@ -1,13 +1,13 @@
-"""Commits: a manifest is created exactly once, behind a parent that is there.
+"""Commits: exactly-once creation of manifests, after verification of their parent.
 
-Three looks stand around each put. Before it, the parent is there and is the one that the new
-version names. After it, the parent and the new manifest are there, else the commit is not believed.
-Every so often, and before the first commit, the identity is there and is this chain's; where it is
-gone it is put back.
+Three checks surround each put. Before it: the parent exists and has the digest that the new version
+names. After it: parent and new manifest exist, otherwise the commit counts as failed. Before the
+first commit and every ``IDENTITY_EVERY`` versions: the identity exists and is this chain's; if
+missing, it is restored.
 
-So a store that went back is never written to again by a publisher that was ahead of it, unless it
-goes back between a look and the put behind it; and then that publisher says so, and names the
-manifest that lies behind a gap.
+Therefore a publisher never continues a store that was restored to an older state. The exception is
+a restore between a check and the put that follows; the publisher then reports it and names the
+manifest behind the gap.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from deltachain.types import Version
 logger = logging.getLogger(__name__)
 
 IDENTITY_EVERY: Final = 8
-"""Versions between two looks at the identity, where a look at more costs more requests."""
+"""Versions between two checks of the identity, in stores where each key costs a request."""
 
 AGAIN_S: Final = 0.5
-"""Seconds before a second look at what a first one missed: a store may lag for a moment."""
+"""Seconds before a missing object is looked up again, since a store may lag."""
 
 
 class Commits:
-    """Puts manifests one behind the other.
+    """Commits the versions of one publisher in order.
 
     Args:
-        store: Where.
-        manifests: Those of the chain.
-        identity: The chain's.
-        documents: The exact bytes of the identity and the table, by key.
+        store: Store of the chain.
+        manifests: Manifests of the chain.
+        identity: Identity of the chain.
+        documents: Exact bytes of identity and table, by key.
 
     Attributes:
-        restored: Keys that were gone and were put back.
-        anchor: Key of a part that newcomers need; empty for none.
-        anchor_is_gone: Whether it was when the identity was looked at.
+        restored: Keys that were missing and were restored.
+        anchor: Key of an anchor's part to check for existence; empty for none.
+        anchor_is_gone: Whether it was missing at the last check of the identity.
     """
 
     def __init__(
@@ -79,19 +79,19 @@ class Commits:
         self._always = can.probes > 1 or not can.conditional_put
 
     def commit(self, manifest: Manifest) -> Committed:
-        """Make a version visible, exactly once.
+        """Commit a version exactly once.
 
-        When the reply to our own put is lost, reading the manifest back and finding our commit id
-        in it is success. On a store without conditional puts that read-back is always made.
+        After a lost reply the manifest is read back; finding its own commit id means success. In a
+        store without conditional puts it is always read back.
 
         Raises:
             PublisherFencedError: Another publisher has committed this version, or replaced its
                 parent or the chain.
-            MalformedError: The manifest of another version lies in the place of the parent's.
+            MalformedError: The parent's key holds the manifest of another version.
             StoreWentBackError: The parent is gone.
-            BrokenChainError: A manifest of a history that the store has lost lies in the way.
-            StoreUnavailableError: The store did not take it; the version is not committed, or it
-                cannot be told whether it is.
+            BrokenChainError: The version's key holds a manifest of a lost history.
+            StoreUnavailableError: The put failed; the version is not committed, or its outcome is
+                unknown.
         """
         version, data = manifest.version, seal(manifest)
         is_taken = version in self._before(manifest)
@@ -99,7 +99,8 @@ class Commits:
         found = self._behind(manifest)
         if version not in found:
             raise StoreUnavailableError(
-                f"{self._store.url} took the manifest of version {version} and does not show it",
+                f"{self._store.url} acknowledged the manifest of version {version}, "
+                "but does not return it",
                 key=manifest_key(version),
                 hint="the put was lost; the next version covers this one",
             )
@@ -110,19 +111,19 @@ class Commits:
         return self._remember(self._read_back(manifest, found[version]), found[version])
 
     def settle(self, manifest: Manifest) -> Committed | None:
-        """The commit of a manifest whose outcome was unknown; ``None`` if it did not happen.
+        """Resolve a commit with an unknown outcome; ``None`` if it did not happen.
 
         Raises:
             PublisherFencedError: Another publisher has committed that version.
-            StoreWentBackError: Its parent is gone.
-            StoreError: It still cannot be told.
+            StoreWentBackError: The parent is gone.
+            StoreError: The outcome is still unknown.
         """
         found = self._behind(manifest, again=False)
         seen = found.get(manifest.version)
         return self._remember(self._read_back(manifest, seen), seen) if seen else None
 
     def _before(self, manifest: Manifest) -> dict[Version, ObjectInfo]:
-        """Look at the place of a version before it is put."""
+        """Check parent, identity and the version's own key before the put."""
         version = manifest.version
         due = self._newest is None or version % IDENTITY_EVERY == 0
         keys = [CHAIN_KEY] if due or self._always else []
@@ -141,7 +142,7 @@ class Commits:
         return _versions(infos, [version])
 
     def _behind(self, manifest: Manifest, *, again: bool = True) -> dict[Version, ObjectInfo]:
-        """Look at a version after its put: at its parent, and at whoever went on behind it."""
+        """Look up the version, its parent and its successor after the put."""
         version = manifest.version
         wanted = [version] if version == 0 else [version - 1, version]
         keys = [CHAIN_KEY] if self._always else []
@@ -166,7 +167,7 @@ class Commits:
         return bytes(self._store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash))
 
     def _put(self, key: str, data: bytes) -> bool:
-        """Put a manifest; whether it is known to be there by this put."""
+        """Put a manifest; return whether this put is known to have created it."""
         try:
             if self._decides:
                 self._store.put_if_absent(key, data)
@@ -186,16 +187,16 @@ class Commits:
         return committed
 
     def _check_parent(self, manifest: Manifest, info: ObjectInfo) -> None:
-        """The parent that is there is the one that a version names."""
+        """Check that the stored parent is the one that the version names."""
         newest, seen, key = self._newest, self._newest_seen, info.key
         if newest and seen and newest.digest == manifest.parent and _is_same(seen, info):
             return
         data = self._read(info)
         if object_digest(data) != manifest.parent:
-            data = self._read(info)  # a bit may have flipped on the way
+            data = self._read(info)  # a bit may have flipped in transit
         if object_digest(data) == manifest.parent:
             if newest and newest.digest == manifest.parent:
-                self._newest_seen = info  # a copy of the store that was put in its place
+                self._newest_seen = info  # an equal copy replaced it, for example by a restore
             return
         other = unseal(data, Manifest, key=key)
         if other.version != manifest.version - 1:
@@ -210,7 +211,7 @@ class Commits:
     def _check_identity(
         self, manifest: Manifest, infos: Mapping[str, ObjectInfo], *, due: bool
     ) -> None:
-        """The identity is there and is this chain's; what is gone of it is put back."""
+        """Check that the identity exists and is this chain's; restore missing documents."""
         info = infos.get(CHAIN_KEY)
         if info is None:
             self._put_identity_back(manifest, CHAIN_KEY)
@@ -220,11 +221,11 @@ class Commits:
         if not is_known and not is_same(self._store, self._identity, self._documents):
             raise PublisherFencedError(
                 f"version {manifest.version} cannot follow: the chain at this URL was replaced "
-                f"by another publisher's; {CHAIN_KEY} is no longer of chain "
+                f"by another publisher's; {CHAIN_KEY} no longer belongs to chain "
                 f"{self._identity.chain}: there are two chains here",
                 version=manifest.version,
-                hint="give each run a URL of its own; what is of this chain needs its "
-                f"{CHAIN_KEY} back, and this publisher a restart",
+                hint="give each run a URL of its own; to continue here, this chain needs its own "
+                f"{CHAIN_KEY} and this publisher a restart",
             )
         self._identity_seen = info
         if due and TABLE_KEY not in infos:
@@ -239,10 +240,10 @@ class Commits:
             self.restored.append(key)
 
     def _put_parent_back(self, manifest: Manifest) -> None:
-        """Put the newest manifest back where it alone is gone.
+        """Restore the newest manifest if nothing else is missing.
 
         Raises:
-            StoreWentBackError: More is gone than that.
+            StoreWentBackError: Other objects are missing as well.
         """
         time.sleep(AGAIN_S)
         newest, key = self._newest, manifest_key(manifest.version - 1)
@@ -254,7 +255,7 @@ class Commits:
         self.restored.append(key)
 
     def _is_whole(self, newest: Committed) -> bool:
-        """Whether all that a manifest follows from and names is there as it was."""
+        """Return whether the parent, the identity and all parts of a manifest are unchanged."""
         manifest = newest.manifest
         if object_digest(seal(manifest)) != newest.digest or self._store.find(CHAIN_KEY) is None:
             return False
@@ -275,19 +276,19 @@ class Commits:
     def _check_alone(self, version: Version, found: Mapping[Version, ObjectInfo]) -> None:
         if version + 1 in found:
             raise PublisherFencedError(
-                f"version {version + 1} is there already: another publisher wrote version "
-                f"{version} between our look and our put, and went on",
+                f"version {version + 1} already exists: another publisher wrote version "
+                f"{version} between this publisher's check and its put, and continued",
                 version=version,
-                hint="two publishers wrote here at once; see what `deltachain verify` says",
+                hint="two publishers wrote here at once; run `deltachain verify`",
             )
 
     def _read_back(self, manifest: Manifest, info: ObjectInfo) -> Committed:
-        """The manifest that lies in the place of ours, if it is ours.
+        """Read the manifest under the version's key and check that it is this publisher's.
 
         Raises:
             PublisherFencedError: It is another publisher's.
-            BrokenChainError: It is one of a history that is lost.
-            ChainMismatchError: It is of another chain.
+            BrokenChainError: It belongs to a lost history.
+            ChainMismatchError: It belongs to another chain.
         """
         key, version = info.key, manifest.version
         data = self._read(info)
@@ -296,52 +297,52 @@ class Commits:
             return Committed(found, object_digest(data))
         if found.chain != manifest.chain:
             raise ChainMismatchError(
-                f"{key}: is of chain {found.chain}, this is chain {manifest.chain}: there are two "
-                "chains here",
+                f"{key}: belongs to chain {found.chain}, expected {manifest.chain}: "
+                "there are two chains here",
                 version=version,
             )
         if found.epoch < manifest.epoch and found.parent != manifest.parent:
             raise BrokenChainError(
-                f"{key}: is of epoch {found.epoch}, and does not follow version {version - 1} of "
+                f"{key}: is of epoch {found.epoch} and does not follow version {version - 1} of "
                 f"epoch {manifest.epoch}: it was left by a history that the store has lost",
                 version=version,
-                hint=f"remove {key} and those behind it, if no other publisher is at work; "
-                "publishing then goes on",
+                hint=f"stop every other publisher, then remove {key} and all later manifests; "
+                "publishing then continues",
             )
         raise PublisherFencedError(
             f"version {version} was committed by another publisher "
-            f"(commit {found.commit_id}, epoch {found.epoch}; "
-            f"ours was {manifest.commit_id}, epoch {manifest.epoch})",
+            f"(commit {found.commit_id}, epoch {found.epoch}; this publisher's was "
+            f"{manifest.commit_id}, epoch {manifest.epoch})",
             version=version,
         )
 
     def _went_back(self, manifest: Manifest, *, put: bool) -> StoreWentBackError:
-        """Say what is gone of the chain that a version continues.
+        """Build the error for a missing parent.
 
         Args:
-            manifest: Of the version.
-            put: Whether it is there, behind the gap.
+            manifest: Manifest of the version.
+            put: Whether it was put, behind the gap.
         """
         url, version = self._store.url, manifest.version
         newest = self._newest_below(version - 1)
         if newest is None and self._store.find(CHAIN_KEY) is None:
             raise lost_chain(self._store.url)
-        there = "no version" if newest is None else f"version {newest}"
+        start = "starts at version 0" if newest is None else f"continues after version {newest}"
         what = f"{url} went back: version {version - 1} was committed there, and its manifest is "
-        what += f"gone; {there} is the newest that is there"
-        hint = "put the store back as it was, and publishing goes on; or "
+        what += f"gone; the newest version left is {'none' if newest is None else newest}"
+        hint = "restore the store, and publishing continues; or "
         if put:
             key = manifest_key(version)
-            what += f"; {key} was put while it went back, and lies behind a gap"
+            what += f"; {key} was put meanwhile and lies behind a gap"
             hint += f"remove {key}, and "
         hint += (
-            f"start this publisher again: it goes on after {there} with its weights as they are, "
-            "and followers that were ahead join again from nothing"
+            f"restart this publisher: it {start} with its current weights, "
+            "and followers that were ahead start again from nothing"
         )
         return StoreWentBackError(what, version=version - 1, hint=hint)
 
     def _newest_below(self, version: Version) -> Version | None:
-        """A version below another that is committed: the newest, where none is missing below it."""
+        """Find the newest committed version up to ``version``, if there are no gaps."""
         step, absent = 1, version
         while absent - step >= 0 and self._store.find(manifest_key(absent - step)) is None:
             absent, step = absent - step, 2 * step
@@ -363,7 +364,7 @@ def _versions(
 
 
 def _is_same(seen: ObjectInfo, info: ObjectInfo) -> bool:
-    """Whether two looks were at the same content, as far as the store tells."""
+    """Return whether two lookups show the same content, as far as the store reports it."""
     if seen.xet_hash and info.xet_hash:
         return (seen.xet_hash, seen.nbytes) == (info.xet_hash, info.nbytes)
     return (seen.nbytes, seen.modified) == (info.nbytes, info.modified)

@@ -1,7 +1,7 @@
-"""Every object of a plan, fetched and proven, its tensors decoded on demand.
+"""Fetch and verify every object of a plan; decode tensors on demand.
 
-Compressed parts stay in memory and are decoded tensor by tensor, so that a plan of any length needs
-the memory of its bytes on the wire and of one tensor.
+Compressed parts stay in memory and are decoded tensor by tensor, so a plan of any length takes the
+memory of its wire bytes plus a few tensors.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from deltachain.threads import Pool
 from deltachain.types import Buffer, StateDigest, TensorSpec
 
 LOST: Final = (
-    "a rule for old objects, or somebody, removed it: put it back; or start the publisher again, "
-    "whose next anchor leads around it"
+    "a lifecycle rule or a user removed it: restore it, or restart the publisher, "
+    "whose next anchor makes it unnecessary"
 )
-"""What to do about a part that is gone and that no other way leads around."""
+"""Hint for a missing part without an alternative plan."""
 
 THREADS: Final = 8
-"""Objects fetched at a time: enough to fill a link whose latency is tens of milliseconds."""
+"""Objects fetched at a time: enough to fill a link with tens of milliseconds of latency."""
 
 
 DECODERS: Final = min(4, os.cpu_count() or 1)
@@ -55,12 +55,12 @@ class Fetched:
     """The objects of a plan, oldest first.
 
     Attributes:
-        plan: What was fetched.
-        specs: The chain's tensors, by name.
-        base: The checkpoint a ``base`` edge starts from.
-        parts: Every part, in the order of the plan.
-        nbytes: Bytes fetched.
-        refetched: Objects that were corrupt at first.
+        plan: The plan.
+        specs: Tensors of the chain, by name.
+        base: Checkpoint of a ``base`` edge; ``None`` for other plans.
+        parts: All parts, in the order of the plan.
+        nbytes: Fetched bytes.
+        refetched: Keys of objects that were corrupt on the first read.
     """
 
     plan: Plan
@@ -72,28 +72,28 @@ class Fetched:
 
     @property
     def from_nothing(self) -> bool:
-        """Whether the plan needs no base bits: every tensor decodes to all of its elements."""
+        """Whether the plan needs no base bits, so that every tensor decodes to dense bits."""
         return bool(self.plan.edges) and self.plan.edges[0].base is None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Tensors that the plan touches, in the order of the table."""
+        """Names of changed tensors, in the order of the table."""
         if self.base is not None:
             return tuple(self.specs)
         touched = {name for part in self.parts for name in part.rows}
         return tuple(name for name in self.specs if name in touched)
 
     def read(self, name: str) -> TensorDelta:
-        """What the whole plan does to one tensor, folded."""
+        """Decode the delta of one tensor, folded over the whole plan."""
         deltas = [part.read(name) for part in self.parts if name in part.rows]
         if self.base is not None:
             deltas.insert(0, TensorDelta.dense(self.specs[name], self.base.bits(name)))
         return fold_all(deltas)
 
     def deltas(self) -> Iterator[TensorDelta]:
-        """What the plan does to every tensor that it touches, in order, decoded ahead in threads.
+        """Yield the folded delta of each changed tensor in order, decoded ahead in threads.
 
-        A few tensors are decoded at a time: as many as there are threads, and one more each.
+        At most ``2 * DECODERS`` tensors are decoded ahead.
         """
         with Pool(DECODERS) as pool:
             ahead: deque[Future[TensorDelta]] = deque()
@@ -105,16 +105,16 @@ class Fetched:
                 yield ahead.popleft().result()
 
     def state(self) -> StateDigest:
-        """State digest that a plan from nothing leads to, from its bytes alone.
+        """Compute the state digest that a plan from nothing leads to.
 
         Raises:
-            BrokenChainError: Some tensor is not given whole.
+            BrokenChainError: A tensor is missing or not dense.
         """
         total = StateDigest()
         for name, spec in self.specs.items():
             delta = self.read(name) if name in self.names else None
             if delta is None or not delta.is_dense:
-                raise BrokenChainError(f"{name}: the plan does not give the whole tensor")
+                raise BrokenChainError(f"{name}: the plan does not contain the whole tensor")
             total += host.digest(digest_key(spec), delta.values)
         return total
 
@@ -127,21 +127,21 @@ def fetch(
     base: Path | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Fetched:
-    """Fetch and prove every object of a plan.
+    """Fetch and verify every object of a plan.
 
-    An object that is corrupt is fetched once more, and then refused.
+    A corrupt object is fetched once more before it is refused.
 
     Args:
-        chain: Where the plan was made.
-        plan: What to fetch.
-        target: The manifest of the version it leads to, if that was read already.
-        base: Where the base checkpoint lies here, if the plan starts from it.
-        progress: Called with the bytes of each object that arrived.
+        chain: Chain of the plan.
+        plan: The plan to fetch.
+        target: Manifest of the plan's target version, if already read.
+        base: Local folder of the base checkpoint, if the plan starts from it.
+        progress: Called with the size of each fetched object, in bytes.
 
     Raises:
         ObjectNotFoundError: An object is gone; plan again.
-        DigestMismatchError: An object is not the one that the chain names.
-        MalformedError: It is that object, and violates FORMAT.md.
+        DigestMismatchError: An object does not have the digest recorded in the chain.
+        MalformedError: An object has this digest but violates FORMAT.md.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
     chain.look_ahead(plan)
@@ -170,24 +170,24 @@ def fetch(
 
 
 def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
-    """Open the checkpoint that a base reference means, and prove its files.
+    """Open the checkpoint of a base reference and verify the digests of its files.
 
     Args:
-        reference: What the chain says of it.
-        folder: Where it lies here; the publisher's own path when not given.
+        reference: Base reference of the chain.
+        folder: Local folder; the publisher's path if ``None``.
 
     Raises:
-        ConfigError: It is not there.
-        DigestMismatchError: A file is another one.
+        ConfigError: The folder does not exist.
+        DigestMismatchError: A file is missing or has another digest.
     """
     path = folder or Path(reference.path)
     hint = f"give the folder of the base checkpoint ({reference.repo or reference.path})"
     try:
         there = path.exists()
-    except OSError as exc:  # a path of the chain that this machine cannot even look up
+    except OSError as exc:  # a path that is invalid on this machine, such as one too long
         raise ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc.strerror}", hint=hint) from exc
     if not there:
-        raise ConfigError(f"base checkpoint {path} is not there", hint=hint)
+        raise ConfigError(f"base checkpoint {path} does not exist", hint=hint)
     checkpoint = Checkpoint(path)
     found = {ref.name: ref for ref in checkpoint.files()}
     for ref in reference.files:
@@ -204,7 +204,7 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
 
 
 def _get(store: Store, ref: ObjectRef, refetched: list[str]) -> Part:
-    """One part, proven; fetched again if it is corrupt."""
+    """Fetch and verify a part, once more if it is corrupt."""
     try:
         return _open(_read(store, ref), ref)
     except UnsupportedFormatError:
@@ -223,7 +223,7 @@ def _read(store: Store, ref: ObjectRef) -> Buffer:
 
 
 def _open(data: Buffer, ref: ObjectRef) -> Part:
-    """A part, once it is known to be the object that the reference names."""
+    """Verify the digests of an object and open it as a part."""
     actual = object_digest(data)
     if actual != ref.blake3:
         raise DigestMismatchError(
@@ -243,7 +243,7 @@ def _open(data: Buffer, ref: ObjectRef) -> Part:
 def _check_specs(
     needed: Mapping[str, TensorSpec], known: Mapping[str, TensorSpec], key: str
 ) -> None:
-    """Every tensor must be known under its name with this dtype and shape."""
+    """Check that every tensor is known with this dtype and shape."""
     for name, spec in needed.items():
         have = known.get(name)
         if have != spec:

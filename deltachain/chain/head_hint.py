@@ -1,4 +1,4 @@
-"""The head hint: where to begin to look for the newest version; never the truth."""
+"""The head hint: a starting point of the search for the newest version; may be out of date."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from deltachain.format.keys import HEAD_KEY
 from deltachain.store import Store
 
 MAX_HINT: Final = 1 << 16
-"""Bytes of the largest hint that is read. Nobody proves it, so it may cost next to nothing."""
+"""Size limit of a hint, in bytes. It is not authenticated, so reading it must be cheap."""
 
 MAX_ANCHORS: Final = 16
-"""Anchors of a hint that are planned with: the newest."""
+"""Number of anchors used from a hint, the newest."""
 
 MAX_VERSION: Final = 1 << 53
-"""No chain is as long. A larger number is no hint."""
+"""Largest plausible version; a hint with a larger one is ignored."""
 
 
 def read_hint(store: Store) -> Head:
-    """The hint, or the beginning when there is none that can be read."""
+    """Read the hint; version 0 if it is missing or unreadable."""
     try:
         hint = parse(store.get(HEAD_KEY, limit=MAX_HINT), Head, key=HEAD_KEY)
     except (ObjectNotFoundError, FormatError):

@@ -1,6 +1,6 @@
-"""What makes a URL a chain: ``chain.json`` and the table, made once, never where versions are.
+"""Identity of a chain: ``chain.json`` and the table, created once, before any version.
 
-Whoever opened a chain holds the exact bytes of both, and can put them back.
+An open chain keeps the exact bytes of both documents and can restore them.
 """
 
 from __future__ import annotations
@@ -28,40 +28,39 @@ from deltachain.store.base import not_found
 logger = logging.getLogger(__name__)
 
 Model: TypeAlias = tuple[Identity, Table, ObjectInfo | None, Mapping[str, bytes]]
-"""Identity and table; what the store says of the identity, where others replace it; their bytes."""
+"""Identity, table, metadata of the identity if it is replaceable, exact bytes of both by key."""
 
 WAY_OUT: Final = (
-    f"put {CHAIN_KEY} back from a backup; or start the trainer that published here again: it makes "
-    "one anew if its model provably is this chain's. A new chain needs a URL of its own; where no "
-    f"manifest is left, remove {HEAD_KEY} to begin one here"
+    f"restore {CHAIN_KEY} from a backup; or restart the trainer that published here: it recreates "
+    "the file if its model is proven to be this chain's. A new chain needs a URL of its own; if no "
+    f"manifest is left, remove {HEAD_KEY} to create one here"
 )
-"""What to do where versions are and the identity is not."""
+"""Hint for a store with versions but without an identity."""
 
 DAMAGED: Final = (
-    f"one of {CHAIN_KEY} and {TABLE_KEY} is damaged: put both back from a backup, or remove both "
-    "and start the publisher again, which makes them anew"
+    f"{CHAIN_KEY} or {TABLE_KEY} is damaged: restore both from a backup, or remove both "
+    "and restart the publisher, which recreates them"
 )
-"""What to do where the two do not go together, or one cannot be read."""
+"""Hint for an unreadable document, or a table that does not match the identity."""
 
 
 def lost_chain(url: str) -> ObjectNotFoundError:
-    """Build the error for a chain whose identity is not where it was."""
+    """Build the error for a missing identity."""
     return ObjectNotFoundError(
         f"the chain that was at {url} is lost: {CHAIN_KEY} is gone",
         key=CHAIN_KEY,
-        hint="a folder that is not mounted, a bucket that was emptied, a rule that removes old "
-        f"objects? Put {CHAIN_KEY} back, which a publisher that runs does by itself; or start the "
-        "publisher again: where nothing is left it makes a new chain, which replicas join from "
-        "nothing",
+        hint="possible causes: an unmounted folder, an emptied bucket, a lifecycle rule. Restore "
+        f"{CHAIN_KEY} (a running publisher does so by itself), or restart the publisher: if "
+        "nothing is left, it creates a new chain, which replicas join from nothing",
     )
 
 
 def read_model(store: Store) -> Model:
-    """Read both documents.
+    """Read identity and table.
 
     Raises:
-        ObjectNotFoundError: There is no chain yet, or its identity or its table is lost.
-        FormatError: One is not readable by this version, or not what it says.
+        ObjectNotFoundError: The store has no chain yet, or identity or table is lost.
+        FormatError: A document is damaged, or needs a newer deltachain.
     """
     seen = None
     try:
@@ -75,7 +74,7 @@ def read_model(store: Store) -> Model:
         if _has_traces(store):
             lost = _lost(store)
             raise ObjectNotFoundError(str(lost.args[0]), key=CHAIN_KEY, hint=lost.hint) from exc
-        exc.hint = "no publisher has made a chain here yet; check the URL"
+        exc.hint = "no publisher has created a chain here yet; check the URL"
         raise
     try:
         identity = check_assets(parse(data, Identity, key=CHAIN_KEY))
@@ -87,17 +86,17 @@ def read_model(store: Store) -> Model:
 
 
 def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
-    """The table that an identity names, and its bytes."""
+    """Read and verify the table of an identity; return its bytes and the table."""
     try:
         document = store.get(TABLE_KEY)
         check_digest(document, identity.table, TABLE_KEY)
     except ObjectNotFoundError as exc:
         raise ObjectNotFoundError(
-            f"{TABLE_KEY} of chain {identity.chain} is lost: {store.url} has its {CHAIN_KEY}",
+            f"{TABLE_KEY} of chain {identity.chain} is lost: {store.url} has only its {CHAIN_KEY}",
             key=TABLE_KEY,
             url=store.url,
-            hint="put it back from a backup; a publisher that is open, or a trainer of the same "
-            "model that is started again, puts it back",
+            hint="restore it from a backup; a running publisher, or a restarted trainer of the "
+            "same model, restores it by itself",
         ) from exc
     except DigestMismatchError as exc:
         exc.hint = DAMAGED
@@ -113,18 +112,18 @@ def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
 def make(
     store: Store, table: Table, *, chain_id: str, time: float, assets: Mapping[str, bytes]
 ) -> Model:
-    """Make the identity, or read the one that is there if it is of the same model.
+    """Create the identity, or read an existing one of the same model.
 
-    Of racing callers with equal tables all get the same one. A table that is lost is put back.
+    Racing callers with equal tables get the same identity. A lost table is restored.
 
     Raises:
         ChainMismatchError: The URL holds the chain of another model.
-        BrokenChainError: There are versions here, and their identity is lost.
+        BrokenChainError: The URL has versions, but their identity is lost.
     """
     document = dump(table)
     if store.find(CHAIN_KEY) is not None:
         return _read_same(store, document)
-    if has_versions(store):  # whoever makes a chain puts its identity before any version
+    if has_versions(store):  # the identity of a chain is always put before its first version
         if store.find(CHAIN_KEY) is None:
             raise _lost(store)
         return _read_same(store, document)
@@ -139,14 +138,14 @@ def make(
 def put(
     store: Store, document: bytes, *, chain_id: str, time: float, assets: Mapping[str, bytes]
 ) -> Model:
-    """Put an identity beside a table that is there, unless there is one.
+    """Put an identity for an existing table, unless there is one.
 
     Args:
-        store: Where.
-        document: The table's bytes.
+        store: Store of the chain.
+        document: Bytes of the table.
         chain_id: Id of the chain.
-        time: Now, in seconds since 1970.
-        assets: Small files of the checkpoint.
+        time: Time of creation, in seconds since 1970.
+        assets: Assets of the checkpoint, by name.
     """
     refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
     identity = Identity(chain=chain_id, created=time, table=object_digest(document), assets=refs)
@@ -156,24 +155,24 @@ def put(
     except AlreadyExistsError:
         return read_model(store)
     if not store.capabilities.conditional_put:
-        return read_model(store)  # another may have made one since we looked
+        return read_model(store)  # another publisher may have created one since the check
     table = parse(document, Table, key=TABLE_KEY)
     return identity, table, None, {CHAIN_KEY: data, TABLE_KEY: document}
 
 
 def has_versions(store: Store) -> bool:
-    """Whether any version was ever committed here, as far as a hint and a listing tell."""
+    """Return whether the store has a head hint or any manifest."""
     return _has_traces(store) or next(iter(store.list("manifests/")), None) is not None
 
 
 def put_back(store: Store, documents: Mapping[str, bytes], key: str) -> bool:
-    """Put a document of the identity back where it is gone; whether it was."""
+    """Restore a document of the identity if it is missing; return whether it was."""
     try:
         store.put_if_absent(key, documents[key])
     except AlreadyExistsError:
         return False
     logger.warning(
-        "%s was gone from %s and was put back: something deletes what must stay (FORMAT.md 1)",
+        "%s was missing from %s and was restored: objects are deleted that must stay (FORMAT.md 1)",
         key,
         store.url,
     )
@@ -181,12 +180,12 @@ def put_back(store: Store, documents: Mapping[str, bytes], key: str) -> bool:
 
 
 def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> bool:
-    """Whether the identity in a store is of the same chain; put back where it is damaged.
+    """Return whether the identity in a store is of the same chain; restore it if damaged.
 
     Args:
-        store: Where.
-        opened: The identity of the chain that was opened.
-        documents: Its exact bytes.
+        store: Store of the chain.
+        opened: Identity read when the chain was opened.
+        documents: Exact bytes of identity and table, by key.
     """
     try:
         there = parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY)
@@ -196,7 +195,7 @@ def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> b
         replace(store, documents, CHAIN_KEY)
         return True
     except FormatError as exc:
-        logger.warning("nobody can join: %s", exc)
+        logger.warning("no subscriber can join: %s", exc)
         return True
     if there.chain == opened.chain and there.table != opened.table:  # a chain has one table
         replace(store, documents, CHAIN_KEY)
@@ -205,13 +204,13 @@ def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> b
 
 
 def replace(store: Store, documents: Mapping[str, bytes], key: str) -> None:
-    """Write a document of the identity again where it is damaged."""
+    """Overwrite a damaged document of the identity."""
     store.put(key, documents[key])
-    logger.warning("%s was damaged at %s, and was put back", key, store.url)
+    logger.warning("%s was damaged in %s and was restored", key, store.url)
 
 
 def identity_there(store: Store) -> str | None:
-    """Id of the chain that is there now, if one is."""
+    """Return the id of the chain in the store; ``None`` if there is none."""
     try:
         return parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY).chain
     except ObjectNotFoundError:
@@ -219,10 +218,10 @@ def identity_there(store: Store) -> str | None:
 
 
 def check_digest(data: bytes, expected: str, key: str) -> None:
-    """Refuse an object that is not the one that its digest names.
+    """Verify the digest of an object.
 
     Raises:
-        DigestMismatchError: It is not.
+        DigestMismatchError: The digest differs.
     """
     actual = object_digest(data)
     if actual != expected:
@@ -231,7 +230,7 @@ def check_digest(data: bytes, expected: str, key: str) -> None:
 
 def _lost(store: Store) -> BrokenChainError:
     return BrokenChainError(
-        f"the chain's identity is lost: {store.url} has versions, and no {CHAIN_KEY}", hint=WAY_OUT
+        f"the chain's identity is lost: {store.url} has versions but no {CHAIN_KEY}", hint=WAY_OUT
     )
 
 
@@ -240,7 +239,7 @@ def _has_traces(store: Store) -> bool:
 
 
 def _read_same(store: Store, document: bytes) -> Model:
-    """The identity that is there, once it is of the model with this table."""
+    """Read the identity and check that it has this table; restore a lost table."""
     try:
         opened = read_model(store)
     except ObjectNotFoundError as exc:
@@ -267,7 +266,7 @@ def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:
 
 
 def _another_model(store: Store, table: Table) -> ChainMismatchError:
-    """Say which tensor tells the two models apart."""
+    """Build the error for another model, with one tensor that differs."""
     there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
     different = set(there.tensors) ^ set(table.tensors)
     example = min(different, default=("aliases", "", ()))

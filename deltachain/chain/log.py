@@ -1,7 +1,7 @@
-"""The manifests of a chain in its store: looked for, read, and created exactly once.
+"""Manifests of a chain in its store: lookup, reading and verification.
 
-Where a store cannot decide which of two writers came first, one publisher is its only writer by
-configuration. Breaking that is found out by looks at what is there.
+In a store without conditional puts, a single writer is a matter of configuration; a second one is
+detected by later lookups.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from deltachain.types import Buffer, StateDigest, Version
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A manifest that is in the store, and the blake3 of its exact bytes."""
+    """A committed manifest and the blake3 of its exact bytes."""
 
     manifest: Manifest
     digest: str
 
     @property
     def version(self) -> Version:
-        """Its number."""
+        """Version that the manifest commits."""
         return self.manifest.version
 
     @property
     def state(self) -> StateDigest:
-        """Its state digest."""
+        """State digest of this version."""
         return StateDigest.parse(self.manifest.state)
 
 
 def misplaced(key: str, found: Manifest) -> MalformedError:
-    """The error for a manifest that lies in the place of another one."""
+    """Build the error for a manifest under the key of another."""
     return MalformedError(
         f"{key}: is version {found.version} of chain {found.chain}",
         key=key,
-        hint="another object was put in its place: put it back from a backup; or remove "
-        f"{key} and every later manifest, and start the publisher again",
+        hint="another object replaced it: restore it from a backup; or remove "
+        f"{key} and every later manifest, and restart the publisher",
     )
 
 
@@ -54,13 +54,13 @@ class Manifests:
     """The manifests of one chain.
 
     Args:
-        store: Where they lie, contiguous from version 0.
+        store: Store of the manifests, contiguous from version 0.
         chain: Id of the chain.
-        identity: What the store said of the chain's identity when it was read; ``None`` where
-            nobody can replace it.
+        identity: Store metadata of the identity when it was read; ``None`` if the store has
+            conditional puts, so that it cannot be replaced.
 
     Attributes:
-        looks: Which of them are there.
+        looks: Lookup of existing manifests.
     """
 
     def __init__(self, store: Store, chain: str, identity: ObjectInfo | None = None) -> None:
@@ -69,27 +69,27 @@ class Manifests:
         self.looks = Looks(store, chain, identity)
 
     def read(self, version: Version) -> Committed:
-        """Read the manifest of a version; once more if it cannot be read.
+        """Read the manifest of a version; once more if it is unreadable.
 
         Raises:
-            ObjectNotFoundError: It is not committed.
-            FormatError: It is not readable, or of another version.
-            ChainMismatchError: It is of another chain: two chains were made here.
-            ForkedChainError: It was replaced since it was last seen.
+            ObjectNotFoundError: The version is not committed.
+            FormatError: The manifest is unreadable, or of another version.
+            ChainMismatchError: The manifest belongs to another chain: the URL has two.
+            ForkedChainError: The manifest was replaced since the last look.
         """
         key = manifest_key(version)
         try:
             found = self._read(key, version)
-        except FormatError:  # a bit may have flipped on the way
+        except FormatError:  # a bit may have flipped in transit
             found = self._read(key, version)
         manifest = found.manifest
         if manifest.chain != self._chain:
             raise ChainMismatchError(
-                f"{key}: is of chain {manifest.chain}, {CHAIN_KEY} says {self._chain}: two "
-                "chains were made here",
+                f"{key}: belongs to chain {manifest.chain}, but {CHAIN_KEY} to {self._chain}: two "
+                "chains were created here",
                 version=version,
-                hint=f"put back the {CHAIN_KEY} that belongs to these manifests, or remove them; "
-                "where a new chain took the place of an old one, replicas join it from nothing",
+                hint=f"restore the {CHAIN_KEY} of these manifests, or remove them; "
+                "if a new chain replaced an old one, replicas join it from nothing",
             )
         if manifest.version != version:
             raise misplaced(key, manifest)
@@ -98,19 +98,19 @@ class Manifests:
         return found
 
     def digest(self, version: Version) -> str | None:
-        """The blake3 of the manifest of a version that is there now, if one is.
+        """Return the current blake3 of a version's manifest; ``None`` if it is missing.
 
-        Asks the store in any case, and reads it unless the store names its content.
+        Always asks the store; reads the manifest unless the store reports a content hash.
 
         Raises:
-            ForkedChainError: It was replaced since it was last seen.
+            ForkedChainError: The manifest was replaced since the last look.
         """
         if self.looks.remembers and not self.looks.has(version):
             return None
         return self.content(version)
 
     def content(self, version: Version) -> str | None:
-        """The same of one that was just looked at; read only if that did not name its content."""
+        """Return the blake3 of a manifest after a look; read it only if it is unknown."""
         known = self.looks.digest(version)
         if known is not None:
             return known
@@ -122,14 +122,14 @@ class Manifests:
         return Committed(unseal(data, Manifest, key=key), object_digest(data))
 
     def find(self, version: Version) -> Committed | None:
-        """Read the manifest of a version, if it is committed."""
+        """Read the manifest of a version; ``None`` if it is not committed."""
         try:
             return self.read(version)
         except ObjectNotFoundError:
             return None
 
     def _bytes(self, version: Version) -> Buffer:
-        """Bytes of a manifest: of the very one that was seen, where the store can tell."""
+        """Read a manifest, pinned to the content of the last look if the store supports it."""
         key = manifest_key(version)
         if not self.looks.remembers:
             return self._store.get(key)

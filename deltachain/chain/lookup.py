@@ -1,7 +1,7 @@
-"""Looks at the manifests of a chain: which are there, and what the store says of them.
+"""Lookup of manifests: which versions exist, and their metadata in the store.
 
-What was seen is remembered where the store names content, or cannot decide races: a manifest that
-is another by the next look is a fork.
+Metadata is remembered if the store reports content hashes, or has no conditional puts: a manifest
+that changed between two looks is a fork.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from deltachain.store import ObjectInfo, Store
 from deltachain.types import Version
 
 NEXT: Final = 16
-"""Versions in a row that one wide look asks for, before it leaps."""
+"""Consecutive versions in one wide look, before the leaps."""
 
 LEAPS: Final = 24
-"""Leaps of doubling width in one wide look: to 16 million versions ahead."""
+"""Leaps of doubling width in one wide look, up to 16 million versions ahead."""
 
 SEEN: Final = 512
-"""Manifests whose looks are remembered."""
+"""Number of manifests whose metadata is remembered."""
 
 
 class Standing(NamedTuple):
-    """What is in a store where a version was committed.
+    """State of a committed version in the store.
 
     Attributes:
-        manifest: Digest of the version's manifest; ``None`` if that is gone.
-        chain: Id of the chain that is there; ``None`` if its identity is gone.
-        newest: The newest version that is there, as far as was looked: a later one only if it lies
-            behind a gap; ``None`` for none.
+        manifest: Digest of the version's manifest; ``None`` if it is gone.
+        chain: Id of the chain in the store; ``None`` if its identity is gone.
+        newest: The newest version found: a later one only behind a gap; ``None`` for no version.
     """
 
     manifest: str | None
@@ -45,19 +44,19 @@ class Standing(NamedTuple):
 
 
 class Looks:
-    """What a store says of the manifests of one chain, and what it said before.
+    """Lookup of one chain's manifests, with a memory of earlier answers.
 
     Args:
-        store: Where they lie, contiguous from version 0.
+        store: Store of the manifests, contiguous from version 0.
         chain: Id of the chain.
-        identity: What the store said of the chain's identity when it was read; ``None`` where
-            nobody can replace it.
+        identity: Store metadata of the identity when it was read; ``None`` if the store has
+            conditional puts, so that it cannot be replaced.
 
     Attributes:
-        is_wide: Whether one look is at many manifests.
-        remembers: Whether what was seen is remembered.
-        is_lost: Whether the last look found no identity, where looks include that.
-        missed: The version that the last search began from, if it was not there.
+        is_wide: Whether one request covers many manifests.
+        remembers: Whether metadata is remembered.
+        is_lost: Whether the last look found no identity, if looks include it.
+        missed: Starting version of the last search, if it was missing.
     """
 
     def __init__(self, store: Store, chain: str, identity: ObjectInfo | None = None) -> None:
@@ -75,10 +74,10 @@ class Looks:
         self._lock = Lock()
 
     def at(self, versions: Iterable[Version]) -> dict[Version, ObjectInfo]:
-        """What the store says of some manifests; those that exist.
+        """Return the metadata of the manifests that exist, by version.
 
         Raises:
-            ForkedChainError: One is not what the store said of it before.
+            ForkedChainError: A manifest was replaced since the last look.
         """
         wanted = list(versions)
         known = [CHAIN_KEY] if self._identity else []
@@ -95,22 +94,22 @@ class Looks:
         return found
 
     def seen(self, version: Version) -> ObjectInfo | None:
-        """What the store says of one manifest, from memory where it was seen."""
+        """Return the metadata of a manifest, remembered or from the store."""
         return self._seen.get(version) or self.at([version]).get(version)
 
     def forget(self, version: Version) -> None:
-        """Forget what the store said of a manifest: it was written since."""
+        """Forget the metadata of a manifest that was just written."""
         with self._lock:
             self._seen.pop(version, None)
             self._digests.pop(version, None)
 
     def forget_after(self, version: Version) -> None:
-        """Forget what was seen of later manifests: somebody went back, and they may be others."""
+        """Forget the metadata of later manifests, which may be replaced after a rollback."""
         for later in [seen for seen in list(self._seen) if seen > version]:
             self.forget(later)
 
     def read(self, version: Version, digest: str) -> None:
-        """Remember the content of a manifest that was read."""
+        """Remember the digest of a manifest that was read."""
         if self.remembers:
             with self._lock:
                 self._digests[version] = digest
@@ -119,34 +118,34 @@ class Looks:
                     self._digests.popitem(last=False)
 
     def digest(self, version: Version) -> str | None:
-        """The content of a manifest that was read and is still what was seen, if that is known."""
+        """Return the digest of a manifest that was read and is still remembered, else ``None``."""
         return self._digests.get(version) if version in self._seen else None
 
     @property
     def sees_identity(self) -> bool:
-        """Whether looks include the chain's identity."""
+        """Whether looks include the identity of the chain."""
         return self._identity is not None
 
     def ahead(self, versions: Sequence[Version]) -> None:
-        """Look at many versions in one request, where the store can do that.
+        """Prefetch the metadata of many versions in one request, if the store supports it.
 
         Raises:
-            ForkedChainError: One was replaced since it was last seen.
+            ForkedChainError: A manifest was replaced since the last look.
         """
         if self.is_wide and len(versions) > 1:
             self.at(versions[:SEEN])
 
     def has(self, version: Version) -> bool:
-        """Whether a version is committed."""
+        """Return whether a version is committed."""
         return version in self.at([version])
 
     def newest(self, known: Version) -> Version:
-        """The newest version before any gap, searched from one that is committed.
+        """Find the newest version before any gap, starting from a committed one.
 
         Raises:
-            ForkedChainError: The manifest of ``known`` was replaced since it was last seen.
-            BrokenChainError: The manifest of ``known``, or of the next version, is missing, and
-                there are later ones.
+            ForkedChainError: The manifest of ``known`` was replaced since the last look.
+            BrokenChainError: The manifest of ``known`` or of the next version is missing, although
+                later ones exist.
         """
         if self.remembers and not self.is_wide:
             self._note(known, self.at([known]))
@@ -163,21 +162,21 @@ class Looks:
         return low
 
     def beyond(self, known: Version, hinted: Version = 0) -> Version | None:
-        """A version behind a gap: one that is there although the one after ``known`` is not.
+        """Find a version behind a gap: one that exists although the one after ``known`` does not.
 
-        Few looks are spent on it: a gap of several versions may be seen only once a hint names one
-        behind it.
+        Takes few requests: a gap of several versions may stay undetected until a hint names a
+        version behind it.
 
         Args:
             known: The newest version before the gap.
-            hinted: A version that is said to be there.
+            hinted: The version of the head hint.
         """
         near = [known + 2, hinted] if hinted > known + 2 else [known + 2]
         last = max(self.at(_ahead(known) if self.is_wide else near), default=known)
         return None if last <= known + 1 or self.has(known + 1) else last
 
     def last(self, known: Version, hinted: Version = 0) -> Version:
-        """The newest version whatever is missing before it, as far as few looks tell."""
+        """Find the newest version, gaps or not, with few requests."""
         while True:
             with suppress(BrokenChainError):
                 known = self.newest(known)
@@ -189,16 +188,16 @@ class Looks:
             known = further
 
     def around(self, version: Version) -> dict[Version, ObjectInfo]:
-        """A version and later ones, in one look where the store can do that."""
+        """Look up a version and later ones, in one request if the store supports it."""
         return self.at([version, *_ahead(version)])
 
     def listed(self) -> Version | None:
-        """The newest version that a listing shows: where neither a hint nor version 0 is there."""
+        """List the newest version, for a store without a hint and version 0."""
         versions = [version_of(info.key) for info in self._store.list("manifests/")]
         return max((version for version in versions if version is not None), default=None)
 
     def _leap(self, known: Version) -> tuple[Version, Version]:
-        """One look at the next versions and far beyond: a committed one, and an absent one."""
+        """Look up the next versions and leaps; return a committed and an absent version."""
         ahead = _ahead(known)
         found = self.at([known, *ahead])
         self._note(known, found)
@@ -207,17 +206,16 @@ class Looks:
         self._has_gap = newest > absent
         if self._has_gap and absent <= known + 1:
             raise BrokenChainError(
-                f"manifest of version {absent} is missing, there is one of {newest}",
+                f"manifest of version {absent} is missing, although version {newest} exists",
                 version=absent,
-                hint="manifests are never deleted: somebody removed it, or the store lags",
+                hint="manifests must never be deleted: it was removed, or the store lags",
             )
         return (absent - 1, absent) if self._has_gap else (newest, absent)
 
     def _double(self, known: Version) -> tuple[Version, Version]:
-        """Looks of doubling width: a committed version, and an absent one beyond it.
+        """Search with doubling steps; return a committed version and an absent one after it.
 
-        One and two ahead come first: where there is one new version, as nearly always, two looks
-        tell, one after the other.
+        Steps of one and two come first: with one new version, the usual case, two requests suffice.
         """
         low, ahead = known, 1
         while self.has(known + ahead):
@@ -240,7 +238,7 @@ class Looks:
                     self._seen.popitem(last=False)
 
     def _check_content(self, version: Version, seen: ObjectInfo, info: ObjectInfo) -> None:
-        """Tell a manifest that was put back from one that was replaced."""
+        """Raise if a manifest with new metadata has other content."""
         known = self._digests.get(version)
         if known and not (seen.xet_hash and info.xet_hash):
             data = self._store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash)
@@ -252,7 +250,7 @@ class Looks:
         )
 
     def _check_identity(self, info: ObjectInfo | None) -> None:
-        """Tell an identity that was put back from another chain's."""
+        """Raise if an identity with new metadata belongs to another chain."""
         self.is_lost = info is None
         if info is None or self._identity is None or _same(self._identity, info):
             return
@@ -260,20 +258,20 @@ class Looks:
         found = parse(bytes(data), Identity, key=CHAIN_KEY).chain
         if found != self._chain:
             raise ForkedChainError(
-                f"the chain at this URL was replaced by another publisher's: {CHAIN_KEY} says "
-                f"{found}, {self._chain} was followed"
+                f"the chain at this URL was replaced by another publisher's: {CHAIN_KEY} names "
+                f"chain {found}, expected {self._chain}"
             )
         self._identity = info
 
 
 def _ahead(known: Version) -> list[Version]:
-    """What one wide look asks for: the next versions, and leaps of doubling width."""
+    """Return the versions of one wide look: the next ones, and leaps of doubling width."""
     near = [known + step for step in range(1, NEXT + 1)]
     return [*near, *(known + NEXT + (1 << leap) for leap in range(LEAPS))]
 
 
 def _same(seen: ObjectInfo, info: ObjectInfo) -> bool:
-    """Whether two looks were at the same content, as far as the store tells."""
+    """Return whether two looks show the same content, as far as the store reports it."""
     if seen.xet_hash and info.xet_hash:
         return (seen.xet_hash, seen.nbytes) == (info.xet_hash, info.nbytes)
     return (seen.nbytes, seen.modified) == (info.nbytes, info.modified)

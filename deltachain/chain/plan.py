@@ -1,4 +1,4 @@
-"""The cheapest way from what is held to a version: a pure decision over edges, printable."""
+"""Plans: the cheapest sequence of edges from the held version to another, a pure function."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _NOTHING: Final = -1
 """Node of the graph: holding no version."""
 
 _BEFORE: Final = -2
-"""Node of the graph: holding some version that is older than all whose edges are known."""
+"""Node of the graph: holding some version older than all with known edges."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Edges to follow, in order.
+    """Edges to apply, in order.
 
     Attributes:
-        held: The version started from; ``None`` for nothing.
-        target: The version reached.
-        edges: May be empty: held is target.
+        held: Version held before; ``None`` for nothing.
+        target: Version held afterwards.
+        edges: Edges in order; empty if ``held`` equals ``target``.
     """
 
     held: Version | None
@@ -37,17 +37,17 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Payload bytes to fetch."""
+        """Size of the payload to fetch, in bytes."""
         return sum(edge.nbytes for edge in self.edges)
 
     @property
     def requests(self) -> int:
-        """Objects to fetch: parts, and the document that names them."""
+        """Number of objects to fetch: parts, and the document that lists them."""
         return sum(edge.parts + 1 for edge in self.edges)
 
     @property
     def cost(self) -> int:
-        """Bytes, plus what the requests cost in bytes."""
+        """Cost in bytes: the payload, plus ``REQUEST_NBYTES`` a request."""
         return sum(cost_of(edge) for edge in self.edges)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Plan:
 
 
 def cost_of(edge: EdgeSummary) -> int:
-    """Cost of one edge in bytes."""
+    """Return the cost of one edge, in bytes."""
     return edge.nbytes + (edge.parts + 1) * REQUEST_NBYTES
 
 
@@ -69,28 +69,28 @@ def make_plan(
     *,
     encodings: Collection[str],
 ) -> Plan:
-    """Find the cheapest edges from ``held`` to ``target``.
+    """Find the cheapest plan from ``held`` to ``target``.
 
     Args:
-        held: The version held; edges that start from nothing may be used from there as well.
-        target: The version wanted.
-        edges: Every edge that is known; the order does not matter.
-        encodings: What this reader can decode; edges with others are left out.
+        held: The version held; edges that start from nothing are usable from any version.
+        target: The version to reach.
+        edges: Known edges, in any order.
+        encodings: Supported encodings; edges with others are ignored.
 
     Raises:
-        BrokenChainError: No way leads there.
+        BrokenChainError: No plan exists.
     """
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in _usable(edges, encodings):
         outgoing.setdefault(_NOTHING if edge.base is None else edge.base, []).append(edge)
-    if held is not None:  # whoever holds something can also start over
+    if held is not None:  # starting over from nothing is always possible
         outgoing.setdefault(held, []).extend(outgoing.get(_NOTHING, ()))
     start = _NOTHING if held is None else held
     came_by = _shortest(start, target, outgoing)
     if target != start and target not in came_by:
         origin = "nothing" if held is None else f"version {held}"
         raise BrokenChainError(
-            f"no way from {origin} to version {target} among the known edges", version=target
+            f"no known edges lead from {origin} to version {target}", version=target
         )
     return Plan(held=held, target=target, edges=tuple(_walk_back(start, target, came_by)))
 
@@ -98,16 +98,16 @@ def make_plan(
 def least_from_before(
     reached: Version, target: Version, edges: Iterable[EdgeSummary], *, encodings: Collection[str]
 ) -> int | None:
-    """What every way to ``target`` from a version before ``reached`` costs at least.
+    """Return a lower bound of the cost from any version before ``reached`` to ``target``.
 
     Args:
         reached: The oldest version whose edges are all known.
-        target: The version wanted.
-        edges: Every edge that is known.
-        encodings: What this reader can decode.
+        target: The version to reach.
+        edges: Known edges.
+        encodings: Supported encodings.
 
     Returns:
-        ``None`` when no way leads there: edges that are not known yet cannot help.
+        Cost in bytes; ``None`` if no edges lead there, so that older edges cannot help.
     """
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in _usable(edges, encodings):
@@ -126,7 +126,7 @@ def _usable(edges: Iterable[EdgeSummary], encodings: Collection[str]) -> Iterato
 def _shortest(
     start: int, target: int, outgoing: dict[int, list[EdgeSummary]]
 ) -> dict[int, EdgeSummary]:
-    """Dijkstra: the edge by which each node is reached most cheaply."""
+    """Run Dijkstra's algorithm; return the last edge of the cheapest path to each node."""
     came_by: dict[int, EdgeSummary] = {}
     cost = {start: 0}
     queue = [(0, start)]

@@ -1,4 +1,4 @@
-"""The recent edges that a manifest lists, so that a planner need not read every manifest."""
+"""The recent edges listed in a manifest, so that planning need not read every manifest."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from deltachain.format.documents import EdgeSummary, Manifest
 from deltachain.types import Version
 
 WINDOW: Final = 16
-"""Versions whose edges a manifest lists completely. More would spare those who are far behind some
-small reads, and cost every version of a small model more than its delta should."""
+"""Versions whose edges a manifest lists completely. A larger window would save subscribers that are
+far behind a few small reads, but make every manifest of a small model larger than its delta."""
 
 ANCHORS_LISTED: Final = 2
-"""Edges from nothing that every manifest lists, however old they are."""
+"""Edges from nothing that every manifest lists, regardless of their age."""
 
 
 def window(parent: Manifest | None, added: Iterable[EdgeSummary] = ()) -> tuple[EdgeSummary, ...]:
-    """The recent edges that the manifest after ``parent`` lists, oldest first.
+    """Return the recent edges for the manifest after ``parent``, oldest first.
 
     Args:
-        parent: The manifest before.
+        parent: The previous manifest; ``None`` for version 0.
         added: Edges recorded since ``parent`` was committed.
     """
     if parent is None:
@@ -33,15 +33,15 @@ def window(parent: Manifest | None, added: Iterable[EdgeSummary] = ()) -> tuple[
 
 
 def window_from(version: Version) -> Version:
-    """The oldest version whose edges the manifest of ``version`` lists completely."""
+    """Return the oldest version whose edges the manifest of ``version`` lists completely."""
     return max(0, version - WINDOW)
 
 
 def edge_id(edge: EdgeSummary) -> tuple[int, str, int, str]:
-    """What tells one edge from another; sorts by version."""
+    """Return a unique key of an edge that sorts by version."""
     return edge.version, edge.kind, -1 if edge.base is None else edge.base, edge.record
 
 
 def newest_start(edges: Iterable[EdgeSummary]) -> Version | None:
-    """The newest version that an edge reaches from nothing."""
+    """Return the newest version that an edge reaches from nothing; ``None`` without one."""
     return max((edge.version for edge in edges if edge.base is None), default=None)

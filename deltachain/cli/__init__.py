@@ -1,6 +1,6 @@
-"""The command line: wiring only. What it does is done by the layers below it.
+"""The command line: options and output; the work is done by the layers below.
 
-Each command imports what it needs when it runs, so that ``deltachain --help`` answers at once.
+Commands import their dependencies when they run, so that ``deltachain --help`` is fast.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run ``deltachain``; ends the process with the exit code of what went wrong, or 0."""
+    """Run ``deltachain`` and exit with 0, or with the exit code of the error."""
     try:
-        from deltachain.cli.app import app  # noqa: PLC0415 - Ctrl-C while importing is answered too
+        from deltachain.cli.app import app  # noqa: PLC0415 - handles Ctrl-C during imports too
 
         app()
     except KeyboardInterrupt:

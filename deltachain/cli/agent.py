@@ -1,6 +1,6 @@
 """``deltachain agent``: a sidecar that makes a stock server follow a chain."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import signal
@@ -16,40 +16,40 @@ from deltachain.errors import ConfigError
 
 
 def agent(  # noqa: PLR0913 - one argument an option
-    url: Annotated[str | None, typer.Argument(metavar="URL", help="The chain.")] = None,
+    url: Annotated[str | None, typer.Argument(metavar="URL", help="URL of the chain.")] = None,
     *,
     engine: Annotated[
-        str, typer.Option(metavar="URL", help="The server; it sees the folder of --out.")
+        str, typer.Option(metavar="URL", help="Address of the server, which must see --out.")
     ],
     out: Out,
     chain: Annotated[
-        str | None, typer.Option(metavar="URL", help="The chain, in place of the argument.")
+        str | None, typer.Option(metavar="URL", help="URL of the chain, instead of the argument.")
     ] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The chain is a LoRA adapter's: version 7 is loaded into vLLM as NAME-v7.",
+            help="Treat the chain as a LoRA adapter: load version 7 into vLLM as NAME-v7.",
         ),
     ] = None,
-    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Adapters that stay loaded.")] = 2,
+    keep: Annotated[int, typer.Option(min=1, metavar="N", help="Adapters to keep loaded.")] = 2,
     key_file: KeyFile = None,
     poll: Poll = None,
     once: Annotated[
-        bool, typer.Option("--once", help="Bring it to the head as it is now, and end.")
+        bool, typer.Option("--once", help="Update to the current head, then exit.")
     ] = False,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line on stdout, one a version.")
+        bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
     ] = False,
 ) -> None:
     """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
 
-    Every version is fetched and proven in a folder while the server goes on. Then it pauses, loads
-    the whole checkpoint from there, and resumes: vLLM in its development mode, SGLang as it is.
-    Adapters are loaded without a pause, under names that say the version. A server that is down is
-    waited for; one that was started again is told anew.
+    Each version is fetched and verified in a folder while the server keeps serving. Then the server
+    pauses, loads the whole checkpoint from the folder, and resumes. vLLM must run in development
+    mode. Adapters are loaded without a pause, with the version in their name. The sidecar waits for
+    a server that is down, and reloads one that has restarted.
 
     Example: `deltachain agent /mnt/policy --engine http://127.0.0.1:8000 --out policy`
 
@@ -61,7 +61,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     from deltachain.subscribe import SubscribeConfig
 
     if (url is None) == (chain is None):
-        raise ConfigError("which chain?", hint="give one URL: deltachain agent URL --engine ...")
+        raise ConfigError("no chain given", hint="give its URL: deltachain agent URL --engine ...")
     config = SubscribeConfig(
         url=url or chain or "",
         base=base,
@@ -85,6 +85,6 @@ def agent(  # noqa: PLR0913 - one argument an option
             for receipt in led.follow(stop):
                 show_version(receipt, as_json=as_json)
         if not as_json:
-            c.say(f"{engine} has version {led.subscriber.version}", "dim")
+            c.say(f"{engine} holds version {led.subscriber.version}", "dim")
     if signal.SIGINT in by:
         raise typer.Exit(130)

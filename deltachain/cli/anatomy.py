@@ -1,4 +1,4 @@
-"""What the parts of one edge are made of, counted."""
+"""Statistics of the parts of an edge: encodings, streams, densities and step magnitudes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from deltachain.codec.encode import SEGMENT
 from deltachain.types import Bits
 
 DENSITIES: Final = (
-    (0.1, "10 % and more"),
+    (0.1, "10 % or more"),
     (0.01, "1 to 10 %"),
     (0.001, "0.1 to 1 %"),
     (0.0001, "0.01 to 0.1 %"),
     (0.0, "less"),
 )
-"""Lower bounds of the classes that tensors are counted in, densest first."""
+"""Classes of tensor density by lower bound, densest first."""
 
 MAGNITUDES: Final = ((1, "1"), (2, "2"), (7, "3 to 7"), (31, "8 to 31"), (254, "32 to 254"))
-"""Classes of step magnitudes, each up to its bound; the rest does not fit a byte."""
+"""Classes of step magnitude by upper bound; larger magnitudes need more than a byte."""
 
-BEYOND: Final = "255 and more"
+BEYOND: Final = "255 or more"
 
 
 def dissect(parts: Sequence[Part], sizes: Sequence[int]) -> dict[str, Any]:
-    """Count everything in the parts of one edge; every byte is proven on the way.
+    """Verify the parts of an edge and compute their statistics.
 
     Args:
-        parts: Opened.
-        sizes: Bytes of each.
+        parts: The opened parts.
+        sizes: Size of each part, in bytes.
     """
     for part in parts:
         part.verify()
@@ -85,7 +85,7 @@ def _encodings(rows: Iterable[d.TensorRow]) -> dict[str, dict[str, int]]:
 
 
 def _streams(parts: Iterable[Part], nnz: int) -> dict[str, dict[str, Any]]:
-    """Bytes by the kind of stream, over all buckets and tensors."""
+    """Sum bytes by kind of stream, over all buckets and tensors."""
     raw: Counter[str] = Counter()
     stored: Counter[str] = Counter()
     for part in parts:
@@ -113,7 +113,7 @@ def _kind(stream: str, part: Part) -> str:
 
 
 def _densities(rows: Iterable[d.TensorRow]) -> dict[str, int]:
-    """Tensors in each class of density; those given whole stand apart."""
+    """Count tensors by class of density; dense tensors have a class of their own."""
     found = dict.fromkeys(("whole", *(label for _, label in DENSITIES)), 0)
     for row in rows:
         share = row.nnz / row.spec.numel if row.spec.numel else 0.0
@@ -124,7 +124,7 @@ def _densities(rows: Iterable[d.TensorRow]) -> dict[str, int]:
 
 
 def _magnitudes(parts: Iterable[Part]) -> dict[str, int]:
-    """Changed elements in each class of magnitude, of tensors that carry steps."""
+    """Count changed elements by class of magnitude, for tensors encoded as steps."""
     labels = (*(label for _, label in MAGNITUDES), BEYOND)
     counts = np.zeros(len(labels), np.int64)
     for part in parts:
@@ -135,7 +135,7 @@ def _magnitudes(parts: Iterable[Part]) -> dict[str, int]:
 
 
 def _classes(steps: Bits, classes: int) -> npt.NDArray[np.int64]:
-    """How many steps are in each class, a segment at a time."""
+    """Count the steps of a segment by class."""
     bounds = np.array([bound for bound, _ in MAGNITUDES], np.uint64)
     counts = np.zeros(classes, np.int64)
     for at in range(0, steps.size, SEGMENT):

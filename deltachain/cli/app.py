@@ -1,4 +1,4 @@
-"""The commands by name, and what is the same for all of them: errors, Ctrl-C, ``--debug``."""
+"""The app: its commands, and common handling of errors, Ctrl-C and ``--debug``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ EXTRAS: Final = {
     "fsspec": "fsspec",
     "fastapi": "server",
 }
-"""The extra that brings a package."""
+"""Extra of deltachain, by package."""
 
 
 class Commands(TyperGroup):
-    """Turns every error of the library into its message, its hint and its exit code."""
+    """Command group that prints library errors with their hints and exits with their exit codes."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own
-        """Take ``--debug`` wherever it stands: it is thought of after something went wrong."""
+        """Accept ``--debug`` at any position, since users append it after a failure."""
         end = args.index("--") if "--" in args else len(args)
         if "--debug" in args[:end]:
             args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
@@ -68,7 +68,7 @@ class Commands(TyperGroup):
 
 
 def explain(error: Exception) -> DeltaChainError | None:
-    """The error as one of ours; ``None`` when it is a fault of the program."""
+    """Convert an exception to a library error; ``None`` for a bug."""
     if isinstance(error, DeltaChainError):
         return error
     if isinstance(error, ModuleNotFoundError):
@@ -101,11 +101,11 @@ def options(
     *,
     version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and stop.", callback=_show_version),
+        typer.Option("--version", help="Print the version and exit.", callback=_show_version),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
-    """Ship the bits that training changed, and write them into live inference weights."""
+    """Publish changed bits of model weights, and write them into live inference weights."""
     del version, debug
     show_warnings()
 
@@ -117,7 +117,7 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Offline": (diff, patch),
     "Try": (demo, demo_async, bench),
 }
-"""The commands as ``--help`` groups them."""
+"""Commands by panel of ``--help``."""
 
 for panel, commands in PANELS.items():
     for command in commands:

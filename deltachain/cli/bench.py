@@ -1,6 +1,6 @@
-"""``deltachain bench``: sizes and speeds on this machine, as ratios taken in one run."""
+"""``deltachain bench``: sizes and speeds on this machine, as ratios of one run."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 from enum import StrEnum
@@ -13,7 +13,7 @@ from deltachain.cli.options import AsJson
 
 
 class Subject(StrEnum):
-    """What is measured."""
+    """Benchmarks."""
 
     CODEC = "codec"
     DETECT = "detect"
@@ -25,27 +25,27 @@ def bench(
     subject: Annotated[
         Subject,
         typer.Argument(
-            help="**codec**: bits a change and encode, decode speed; **detect**: finding changes; "
-            "**apply**: writing them; **store**: putting and getting objects.",
+            help="**codec**: bits per change, encode and decode speed; **detect**: finding "
+            "changes; **apply**: writing changes; **store**: puts and gets of objects.",
         ),
     ],
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="For **store**: which one.")
+        str | None, typer.Argument(metavar="[URL]", help="For **store**: URL of an empty store.")
     ] = None,
     *,
     mb: Annotated[
-        int, typer.Option(min=1, metavar="MB", help="For **store**: size of the version.")
+        int, typer.Option(min=1, metavar="MB", help="For **store**: size of a version.")
     ] = 64,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the result, as PNG or SVG.")
+        Path | None, typer.Option(metavar="FILE", help="Plot the result to a PNG or SVG file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure sizes and speeds on this machine, next to a floor measured in the same run.
+    """Measure sizes and speeds on this machine, relative to a baseline of the same run.
 
     Example: `deltachain bench codec --plot codec.svg`
 
-    A store, emptied again afterwards: `deltachain bench store s3://bucket/tmp --mb 256`
+    A store, cleaned up afterwards: `deltachain bench store s3://bucket/tmp --mb 256`
     """
     from importlib import import_module
 

@@ -1,7 +1,7 @@
-"""What people and programs see: words on stderr, results on stdout.
+"""Console output: messages on stderr, results on stdout.
 
-With ``--json`` a command writes exactly one JSON object to stdout (``follow``: one a line) and
-everything else to stderr.
+With ``--json`` a command writes one JSON object to stdout (``follow`` and ``agent``: one a line),
+and everything else to stderr.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from rich.text import Text
 from deltachain.errors import DeltaChainError
 
 PIPE_WIDTH: Final = 140
-"""Columns where there is no terminal to fit: nothing is cut short on its way into a file."""
+"""Width of output that is not a terminal, so that no line is truncated in a file."""
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 
 
 def out() -> Console:
-    """Where results go."""
+    """Return the console of results."""
     return _console(stderr=False)
 
 
 def err() -> Console:
-    """Where everything else goes."""
+    """Return the console of messages."""
     return _console(stderr=True)
 
 
@@ -43,18 +43,18 @@ def _console(*, stderr: bool) -> Console:
 
 
 def write_json(document: Mapping[str, Any]) -> None:
-    """One JSON object on one line of stdout."""
+    """Print a JSON object as one line on stdout."""
     sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
 def say(words: str, style: str = "") -> None:
-    """One line for a person, on stderr."""
+    """Print a message on stderr."""
     err().print(Text(clean(words), style), soft_wrap=True)
 
 
 def say_error(error: DeltaChainError) -> None:
-    """What went wrong and what to do about it."""
+    """Print an error and its hint on stderr."""
     message = clean(str(error.args[0]) if error.args else type(error).__name__)
     text = Text.assemble(("error  ", "bold red"), (message, "red"))
     if error.hint:
@@ -63,20 +63,20 @@ def say_error(error: DeltaChainError) -> None:
 
 
 def say_interrupted() -> None:
-    """The answer to Ctrl-C."""
+    """Print the message after Ctrl-C."""
     say("interrupted: nothing was left half done", "dim")
 
 
 def clean(text: str) -> str:
-    """``text`` without what could steer a terminal: names come from files of strangers."""
+    """Remove control characters, since names come from untrusted files."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def table(*columns: str) -> Table:
-    """A calm table without lines.
+    """Create a table without borders.
 
-    A column whose title begins with ``>`` is flushed right; one that begins with ``~`` gives way
-    first where there is no room for all.
+    A column whose title begins with ``>`` is right-aligned; one that begins with ``~`` shrinks
+    first if the terminal is too narrow.
     """
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for title in columns:
@@ -90,7 +90,7 @@ def table(*columns: str) -> Table:
 
 
 def facts(**rows: str) -> Table:
-    """A few named facts, one a line."""
+    """Create a grid of names and values, one pair a line."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -100,12 +100,12 @@ def facts(**rows: str) -> Table:
 
 
 def heading(text: str) -> Text:
-    """The title of a table, with room above it."""
+    """Format the title of a table, with an empty line above."""
     return Text(f"\n{text}", "bold")
 
 
 def bar(share: float, width: int = 24) -> Text:
-    """A horizontal bar of ``share`` of ``width``; anything above nothing can be seen."""
+    """Draw a horizontal bar of ``share`` in [0, 1] of ``width`` columns; visible if above 0."""
     eighths = min(round(share * width * 8), width * 8)
     eighths = max(eighths, 1) if share > 0 else 0
     whole, rest = divmod(eighths, 8)
@@ -113,12 +113,12 @@ def bar(share: float, width: int = 24) -> Text:
 
 
 def nbytes(value: int) -> str:
-    """``1.52 MB``: three digits, powers of 1,000."""
+    """Format bytes with three digits and powers of 1,000: ``1.52 MB``."""
     return f"{value} B" if value < 1000 else f"{_scaled(value)}B"
 
 
 def count(value: int) -> str:
-    """``1.52 M``: three digits, powers of 1,000."""
+    """Format a number with three digits and powers of 1,000: ``1.52 M``."""
     return str(value) if value < 1000 else _scaled(value).strip()
 
 
@@ -132,26 +132,26 @@ def _scaled(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """``1.12 %``; what is not nothing is never shown as 0."""
+    """Format a fraction: ``1.12 %``; a value above 0 is never shown as 0."""
     if share in (0.0, 1.0):
         return f"{100 * share:.0f} %"
     return f"{100 * share:.2f} %" if share >= 1e-4 else "<0.01 %"
 
 
 def bits_per_change(stored: int, nnz: int) -> float | None:
-    """Bits on the wire for each changed element; ``None`` when nothing changed."""
+    """Return the stored bits for each changed element; ``None`` if nothing changed."""
     return round(8 * stored / nnz, 3) if nnz else None
 
 
 class _Words(logging.Handler):
-    """Warnings of the library as lines for a person."""
+    """Log handler that prints warnings as messages."""
 
     def emit(self, record: logging.LogRecord) -> None:
         say(f"{record.levelname.lower()}  {record.getMessage()}", "yellow")
 
 
 def show_warnings() -> None:
-    """Show what the library warns about, on stderr."""
+    """Print warnings of the library on stderr."""
     logger = logging.getLogger("deltachain")
     if not any(isinstance(handler, _Words) for handler in logger.handlers):
         logger.addHandler(_Words(logging.WARNING))

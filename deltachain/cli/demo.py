@@ -1,6 +1,6 @@
 """``deltachain demo``."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 from pathlib import Path
@@ -15,28 +15,26 @@ def demo(
     *,
     workdir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep everything there; else it is thrown away."),
+        typer.Option(metavar="DIR", help="Keep all files there. Default: a temporary folder."),
     ] = None,
     store: Annotated[
         str,
         typer.Option(
             metavar="WHERE",
-            help="**file**: a folder; **s3**: a SeaweedFS started here; **hf**: an emulated Hub "
-            "started here; else the **URL** of an empty place.",
+            help="**file**: a folder; **s3**: a local SeaweedFS server; **hf**: a local emulation "
+            "of the Hub; or the **URL** of an empty store.",
         ),
     ] = "file",
-    steps: Annotated[
-        int, typer.Option(min=2, metavar="N", help="Training steps; one to roll back to.")
-    ] = 20,
+    steps: Annotated[int, typer.Option(min=2, metavar="N", help="Training steps.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Train a small model here, and watch a second process follow it bit for bit.
+    """Train a small model while a second process follows it bit for bit.
 
-    Takes minutes on a laptop and downloads nothing. Needs the extra `trl`.
+    Takes minutes on a laptop and downloads nothing. Needs `pip install 'deltachain[trl]'`.
 
     Example: `deltachain demo --steps 10 --workdir demo`
 
-    On a real S3 server, started here: `deltachain demo --store s3`
+    With a local S3 server: `deltachain demo --store s3`
     """
     from deltachain.demo.run import run_demo
 

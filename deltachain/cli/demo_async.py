@@ -1,6 +1,6 @@
 """``deltachain demo-async``."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import sys
@@ -19,7 +19,7 @@ from deltachain.errors import ConfigError
 
 
 class EngineChoice(StrEnum):
-    """Which engine draws the tokens."""
+    """Inference engines."""
 
     VLLM = "vllm"
     SGLANG = "sglang"
@@ -27,26 +27,26 @@ class EngineChoice(StrEnum):
 
 def demo_async(
     *,
-    engine: Annotated[EngineChoice, typer.Option(help="Which engine plays.")] = EngineChoice.VLLM,
+    engine: Annotated[EngineChoice, typer.Option(help="Inference engine.")] = EngineChoice.VLLM,
     engine_python: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Python of its environment. Default: **.venv-ENGINE/bin/python**."
+            metavar="FILE", help="The engine's Python. Default: **.venv-ENGINE/bin/python**."
         ),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Training steps.")] = 40,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the policy and the games.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of policy and games.")] = 0,
     workdir: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep everything there; else it is thrown away."),
+        typer.Option(metavar="DIR", help="Keep all files there. Default: a temporary folder."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train a policy at a game with asynchronous GRPO, a real engine, and a bucket between them.
+    """Train a policy on a game with asynchronous GRPO, an inference engine and a bucket.
 
-    TRL's trainer here, a stock vLLM or SGLang as its replica, a real S3 server between the two, and
-    a game's server for the rewards: four processes that share nothing else. Takes some ten minutes
-    on two cores. Exits with 1 unless the reward rose and every bit agrees.
+    Starts TRL's trainer, a stock vLLM or SGLang server as its replica, an S3 server between the
+    two, and a game server for the rewards: four processes that share nothing else. Takes about ten
+    minutes on two cores. Exits with 1 unless the reward rises and all bits are equal.
 
     Example: `deltachain demo-async --engine sglang --steps 20`
     """
@@ -55,9 +55,9 @@ def demo_async(
 
     python = engine_python or Path(f".venv-{engine}/bin/python")
     if not python.exists():
-        raise ConfigError(f"{python} is not there", hint=f"make venv-{engine} builds it")
+        raise ConfigError(f"{python} does not exist", hint=f"create it with: make venv-{engine}")
     if workdir is not None and workdir.exists() and any(workdir.iterdir()):
-        raise ConfigError(f"{workdir} is not empty", hint="give an empty folder")
+        raise ConfigError(f"{workdir} is not empty", hint="choose an empty folder")
     console = Console(stderr=as_json)
     scratch = tempfile.TemporaryDirectory(prefix="deltachain-demo-")
     with nullcontext(str(workdir)) if workdir else scratch as root:

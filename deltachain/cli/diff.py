@@ -1,6 +1,6 @@
 """``deltachain diff`` and ``patch``: checkpoints to a delta file and back, without a chain."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 from pathlib import Path
@@ -24,9 +24,9 @@ def diff(
     encoding: Encode = Encoding.STEP,
     as_json: AsJson = False,
 ) -> None:
-    """Write what tells two checkpoints apart into one delta file.
+    """Write the difference of two checkpoints to a delta file.
 
-    They must have the same tensors: names, shapes, dtypes. Bits are compared, not numbers.
+    Names, shapes and dtypes of the tensors must be equal. Bits are compared, not numbers.
 
     Example: `deltachain diff checkpoint-10 checkpoint-20 --out 10-to-20.safetensors`
     """
@@ -69,16 +69,16 @@ def patch(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", "-o", metavar="NEW", help="A file for a file, a folder for a folder."
+            "--out", "-o", metavar="NEW", help="The new file, or the new folder for a folder."
         ),
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Apply a delta file to the checkpoint that it was made from.
+    """Apply a delta file to the checkpoint it was made from.
 
-    What each tensor becomes is proven against the digests in the delta; a base with other bits
-    where something changed is refused, and nothing is written. The new checkpoint appears whole or
-    not at all. All other bytes of the base, also its other files, are kept as they are.
+    Each new tensor is verified against the digests in the delta. A base with other bits at the
+    changed elements is refused. The new checkpoint is created atomically; all other bytes and files
+    of the base are copied.
 
     Example: `deltachain patch checkpoint-10 10-to-20.safetensors --out checkpoint-20`
     """
@@ -89,7 +89,7 @@ def patch(
     if as_json:
         c.write_json(report)
         return
-    _done(out, f"{c.count(applied.nnz)} elements written in {applied.tensors:,} tensors, proven")
+    _done(out, f"{c.count(applied.nnz)} elements written in {applied.tensors:,} tensors, verified")
 
 
 def _done(out: Path, first: str, *more: str) -> None:

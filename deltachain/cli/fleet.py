@@ -1,6 +1,6 @@
-"""``deltachain fleet``: ask or tell replicas, all at once."""
+"""``deltachain fleet``: query or control replicas in parallel."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 from enum import StrEnum
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Verb(StrEnum):
-    """What replicas are asked or told."""
+    """Actions of replicas."""
 
     STATUS = "status"
     STAGE = "stage"
@@ -36,29 +36,35 @@ VERSIONED = (Verb.STAGE, Verb.UPDATE, Verb.ROLLBACK)
 
 
 def fleet(
-    verb: Annotated[Verb, typer.Argument(help="What to ask or tell them.")],
-    engines: Annotated[list[str], typer.Argument(metavar="ENGINE...", help="Their addresses.")],
+    verb: Annotated[Verb, typer.Argument(help="The action.")],
+    engines: Annotated[
+        list[str], typer.Argument(metavar="ENGINE...", help="Addresses of the replicas.")
+    ],
     *,
     version: Annotated[
         int | None,
-        typer.Option(min=0, metavar="N", help="Of stage, update, rollback. Default: the head."),
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="For stage, update and rollback. Default: the head; of rollback the previous one.",
+        ),
     ] = None,
     token_file: TokenFile = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask replicas how they are, or tell them what to do, all at once.
+    """Query or control replicas in parallel.
 
-    Exits with 7 if one of them could not.
+    Exits with 7 if a replica fails.
 
     Example: `deltachain fleet status http://a:8000 http://b:30000`
 
-    Everywhere back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
+    Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
     from deltachain.control.client.replica import ReplicaClient
 
     if version is not None and verb not in VERSIONED:
-        raise ConfigError(f"{verb} takes no version")
+        raise ConfigError(f"{verb} does not take a version")
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
     with Pool(len(engines)) as pool:
         clients = [ReplicaClient(engine, token=token, key=key) for engine in engines]
@@ -103,7 +109,7 @@ def _row(url: str, found: ReplicaStatus | ControlPlaneError) -> dict[str, Any]:
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of replicas; of two with one version and two manifests, both say so as doubt."""
+    """Return the rows, with a doubt for replicas of equal version but different manifests."""
     manifests: dict[int | None, set[str]] = {}
     for row in rows:
         if row.get("manifest"):

@@ -1,6 +1,6 @@
-"""``deltachain follow``: a checkpoint folder that is kept at the head."""
+"""``deltachain follow``: keep a checkpoint folder at the head."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import dataclasses
@@ -26,21 +26,21 @@ def follow(  # noqa: PLR0913 - one argument an option
     out: Out,
     poll: Poll = None,
     every_version: Annotated[
-        bool, typer.Option("--every-version", help="Stop at each version on the way.")
+        bool, typer.Option("--every-version", help="Apply each version separately.")
     ] = False,
     once: Annotated[
-        bool, typer.Option("--once", help="Go to the head as it is now, and end.")
+        bool, typer.Option("--once", help="Update to the current head, then exit.")
     ] = False,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line on stdout, one a version.")
+        bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
     ] = False,
 ) -> None:
     """Keep a folder at the head of a chain.
 
-    May be started before the trainer. Ctrl-C and SIGTERM end it once the swap that is being made is
-    complete; being killed at any moment costs nothing, the next start goes on.
+    May be started before the trainer. Ctrl-C and SIGTERM end it after the current swap. After a
+    crash or kill at any moment, the next start continues.
 
     Example: `deltachain follow /mnt/policy --out policy --poll 5`
     """
@@ -67,7 +67,7 @@ def _follow(subscriber: Subscriber, stop: Event, *, every_version: bool) -> Iter
 def _catch_up(
     subscriber: Subscriber, stop: Event, *, every_version: bool
 ) -> Iterator[ApplyReceipt]:
-    """Go to the head as it is now; what is wrong is raised, not waited for."""
+    """Update to the current head; raise errors instead of retrying."""
     from deltachain.subscribe.history import require
 
     head = require(subscriber.chain, None).version
@@ -81,12 +81,12 @@ def _catch_up(
 
 
 def receipt_row(receipt: ApplyReceipt) -> dict[str, Any]:
-    """A receipt as JSON has it."""
+    """Convert a receipt to JSON fields."""
     return dataclasses.asdict(receipt) | {"state": str(receipt.state)}
 
 
 def show_version(receipt: ApplyReceipt, *, as_json: bool) -> None:
-    """One line about a version that was applied."""
+    """Print one line for an applied version."""
     if as_json:
         c.write_json(receipt_row(receipt))
         return
@@ -104,7 +104,7 @@ def show_version(receipt: ApplyReceipt, *, as_json: bool) -> None:
 
 @contextmanager
 def stopping(stop: Event, subscriber: Subscriber) -> Iterator[list[int]]:
-    """Let Ctrl-C and SIGTERM end the loop between two swaps; a second one ends it at once."""
+    """Make Ctrl-C and SIGTERM end the loop between two swaps; a second signal ends it at once."""
     by: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:

@@ -1,6 +1,6 @@
-"""``deltachain inspect``: what is inside a delta, an anchor or a tensor table."""
+"""``deltachain inspect``: show the contents of a delta, an anchor or a tensor table."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -21,26 +21,24 @@ TENSORS_SHOWN = 12
 
 def inspect(
     place: Annotated[
-        str, typer.Argument(metavar="FILE|URL", help="A part, such as `diff` writes; or a chain.")
+        str, typer.Argument(metavar="FILE|URL", help="A delta file, or the URL of a chain.")
     ],
     *,
     version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Which version; else the head.")
+        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
     ] = None,
     anchor: Annotated[
-        bool, typer.Option("--anchor", help="The newest anchor at or before it instead.")
+        bool, typer.Option("--anchor", help="Show the newest anchor up to the version.")
     ] = False,
     tensor_table: Annotated[
-        bool, typer.Option("--table", help="The tensors of the model instead.")
+        bool, typer.Option("--table", help="Show the tensors of the model.")
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="Every tensor, not the largest.")] = (
-        False
-    ),
+    everything: Annotated[bool, typer.Option("--all", help="List all tensors.")] = (False),
     as_json: AsJson = False,
 ) -> None:
-    """Look inside a delta: what changed where, and where the bytes went.
+    """Show the contents of a delta: changed elements by tensor, and bytes by stream.
 
-    Every byte is proven against the digests of the part before it is counted.
+    All bytes are verified against the digests of the part.
 
     Example: `deltachain inspect /mnt/policy --version 7`
     """
@@ -114,10 +112,10 @@ def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
 
 
 def _newest_anchor(chain: Chain, committed: Committed) -> EdgeSummary:
-    """The newest anchor at or before a version.
+    """Return the newest anchor up to a version.
 
     Raises:
-        BrokenChainError: There is none.
+        BrokenChainError: There is no anchor.
     """
     from deltachain.errors import BrokenChainError
     from deltachain.verify import edge_records
@@ -188,7 +186,7 @@ def _show_contents(contents: Mapping[str, Any], limit: int | None) -> None:
     out = c.out()
     streams = contents["streams"]
     if streams:
-        out.print(c.heading("Where the bytes went"))
+        out.print(c.heading("Bytes by stream"))
         out.print(_streams(streams))
     if contents["magnitudes"]:
         out.print(c.heading("Steps by magnitude"))
@@ -247,7 +245,7 @@ def _show_rows(rows: Sequence[Mapping[str, Any]], limit: int | None) -> None:
 
 
 def _show_list(title: str, rows: Sequence[Mapping[str, Any]], limit: int | None) -> None:
-    """The files of a reference, or the tensors of a table."""
+    """Print the files of a base reference, or the tensors of a table."""
     grid = c.table("~name", "dtype", "shape", ">bytes") if title == "tensors" else (
         c.table("~name", ">bytes", "blake3")
     )  # fmt: skip

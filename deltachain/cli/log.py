@@ -1,6 +1,6 @@
 """``deltachain log``: the versions of a chain, newest first."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import time
@@ -27,7 +27,7 @@ COLUMNS: Final = (
     ">dense",
     "state",
 )
-"""``bits``: of payload for each change; ``dense``: payload to all weights."""
+"""Columns; ``bits``: payload bits for each change; ``dense``: payload over size of all weights."""
 
 GIVE_WAY: Final = (">epoch", "committed")
 FULL_WIDTH: Final = 98
@@ -47,8 +47,8 @@ def log(
 ) -> None:
     """Show the versions of a chain, newest first.
 
-    For each version: how much changed, how many bytes that took, and the state it leads to. Ways to
-    a version that were added later, such as anchors, stand below it.
+    Prints changed elements, payload size and state digest of each version. Edges that were added
+    later, such as anchors, follow below their version.
 
     Example: `deltachain log /mnt/policy -n 5`
     """
@@ -83,7 +83,7 @@ def log(
 
 
 def describe_model(chain: Chain) -> dict[str, Any]:
-    """Sizes and wire dtypes of the chain's tensors."""
+    """Summarise number, sizes and wire dtypes of the chain's tensors."""
     specs = chain.table.specs()
     return {
         "tensors": len(specs),
@@ -155,7 +155,7 @@ def _show(
 
 
 def _row(version: Mapping[str, Any]) -> dict[str, Text | str]:
-    """The cells of a version, by column."""
+    """Format the cells of a version, by column."""
     bits = version["bits_per_change"]
     is_delta = version["kind"] == "delta"
     return {
@@ -174,7 +174,7 @@ def _row(version: Mapping[str, Any]) -> dict[str, Text | str]:
 
 
 def _added(edge: Mapping[str, Any]) -> dict[str, Text | str]:
-    """The cells of an edge that was added later: a size, and what its version does not say."""
+    """Format the cells of an edge that was added after its version's commit."""
     return {
         "kind": Text(f"+ {edge['kind']}", "cyan"),
         "committed": "" if edge["base"] is None else f"from {edge['base']}",
@@ -183,7 +183,7 @@ def _added(edge: Mapping[str, Any]) -> dict[str, Text | str]:
 
 
 def _stored(edge: Mapping[str, Any]) -> str:
-    """Bytes, and objects where there are several."""
+    """Format the size of an edge, and its number of objects if above 1."""
     parts = f" in {edge['parts']}" if edge["parts"] > 1 else ""
     return c.nbytes(edge["nbytes"]) + parts
 
@@ -191,5 +191,5 @@ def _stored(edge: Mapping[str, Any]) -> str:
 def _moment(seconds: float) -> str:
     try:
         return time.strftime("%d %b %H:%M", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # by the publisher's clock, which may be nonsense
+    except (OverflowError, ValueError, OSError):  # the publisher's clock may be wrong
         return "?"

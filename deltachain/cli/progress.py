@@ -1,4 +1,4 @@
-"""Bars on stderr while something takes long; nothing where nobody watches."""
+"""Progress bars on stderr; none if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 @contextmanager
 def watching(store: Store, doing: str) -> Iterator[Store]:
-    """A store whose traffic is shown while something is done."""
+    """Yield a store whose traffic is shown as a progress bar."""
     console = err()
     columns = (
         SpinnerColumn(style="cyan"),
@@ -44,7 +44,7 @@ def watching(store: Store, doing: str) -> Iterator[Store]:
 
 
 def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
-    """Pass ``things`` on and show how many of ``total`` are done."""
+    """Yield ``things`` and show how many of ``total`` are done."""
     console = err()
     columns = (
         TextColumn("{task.description}"),
@@ -62,11 +62,11 @@ def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
 
 
 class MeteredStore:
-    """A store that reports the bytes of every object it reads or writes.
+    """Store wrapper that reports the size of every object it reads or writes.
 
     Args:
-        store: Does the work.
-        moved: Called with the bytes of each object, from any thread.
+        store: The wrapped store.
+        moved: Called with the size of each object in bytes, from any thread.
     """
 
     def __init__(self, store: Store, moved: Callable[[int], None]) -> None:

@@ -1,6 +1,6 @@
-"""``deltachain pull``: a checkpoint folder at a version."""
+"""``deltachain pull``: write a version to a checkpoint folder."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 from pathlib import Path
@@ -21,17 +21,16 @@ def pull(
     *,
     out: Out,
     version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Which version; else the head.")
+        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
     ] = None,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version of a chain into a folder that `from_pretrained` loads.
+    """Write a version of a chain to a checkpoint folder for `from_pretrained`.
 
-    A folder that an earlier pull or follow filled is brought up to date, or back, by the cheapest
-    plan. Nothing is written before the result is proven. Folders with weights from elsewhere are
-    left alone.
+    A folder of an earlier pull or follow is updated or rolled back by the cheapest plan. Nothing is
+    written before the result is proven. Folders with other weights are refused.
 
     Example: `deltachain pull /mnt/policy --version 7 --out policy-7`
     """
@@ -46,8 +45,8 @@ def pull(
         watching(open_store(url), f"pulling into {out.name}") as store,
         Subscriber(config, folder, store=store) as subscriber,
     ):
-        folder.refuse_other(Chain.open(store).identity.chain)  # before it is read as this one's
-        chain = subscriber.chain  # opening it finds out what the folder holds
+        folder.refuse_other(Chain.open(store).identity.chain)  # before its record is believed
+        chain = subscriber.chain  # opening it identifies the version in the folder
         receipt = _bring(subscriber, version)
         written = write_assets(chain, out, trusted=trust_remote_code)
         report = _report(subscriber, receipt, out) | {"files": written}
@@ -58,7 +57,7 @@ def pull(
 
 
 def _bring(subscriber: Subscriber, version: int | None) -> ApplyReceipt | None:
-    """Go to a version, forwards or back."""
+    """Update or roll back to a version."""
     held = subscriber.version
     if version is not None and held is not None and version < held:
         subscriber.rollback(version)

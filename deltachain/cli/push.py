@@ -1,6 +1,6 @@
-"""``deltachain push``: a checkpoint becomes the newest version of a chain."""
+"""``deltachain push``: publish a checkpoint as the newest version of a chain."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import time
@@ -25,25 +25,25 @@ def push(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="The trainer's step, for the record.")
+        int | None, typer.Option(metavar="N", help="The trainer's step, recorded in the manifest.")
     ] = None,
     encoding: Encode = Encoding.STEP,
     base: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="A checkpoint that followers have as well. A new chain refers to it instead of "
-            "uploading it; for an older chain, where it lies here if it moved.",
+            help="Folder of a base checkpoint that all followers have. A new chain refers to it "
+            "instead of uploading it; give it again if the folder has moved.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Publish a checkpoint: for any trainer that writes some.
+    """Publish a checkpoint as the newest version of a chain.
 
-    The first push makes the chain. Each later one rebuilds the head, and publishes what tells the
-    checkpoint from it as the next version; a publisher that was at work there is fenced.
-    Configuration and tokenizer files of the first checkpoint travel with the chain.
+    The first push creates the chain, with the configuration and tokenizer files of its checkpoint.
+    Each later push rebuilds the head and publishes the difference as the next version. Any other
+    publisher of the chain is fenced.
 
     Example: `deltachain push out/checkpoint-40 /mnt/policy --step 40`
     """

@@ -1,6 +1,6 @@
-"""``deltachain verify``: prove a chain, and say what was proven."""
+"""``deltachain verify``: verify all objects and states of a chain."""
 
-# ruff: noqa: PLC0415 - what a command needs is imported when it runs
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import dataclasses
@@ -23,21 +23,20 @@ def verify(
     url: Url,
     *,
     first: Annotated[
-        int, typer.Option("--from", min=0, metavar="N", help="The first version to prove.")
+        int, typer.Option("--from", min=0, metavar="N", help="The first version to verify.")
     ] = 0,
     last: Annotated[
-        int | None, typer.Option("--to", min=0, metavar="N", help="The last one; else the head.")
+        int | None, typer.Option("--to", min=0, metavar="N", help="The last. Default: the head.")
     ] = None,
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove every byte, link and state of a chain.
+    """Verify every byte, link and state of a chain.
 
-    Reads every manifest, edge record and payload object; checks lengths, digests, directories,
-    frames and decoding; rebuilds the weights from nothing, carries them from version to version in
-    memory, and recomputes each version's state. Anchors and skips must lead to the same states.
-    Payloads that are gone have expired if a later anchor leads around them, and are counted.
-    The first thing that is wrong ends it, by name, with the exit code of its class.
+    Reads all manifests, edge records and payload objects; checks sizes, digests, directories,
+    frames and decoding; rebuilds the weights in memory from version to version, and recomputes the
+    state digest of each. Anchors and skips must lead to the same states. A missing payload counts
+    as expired if a later anchor replaces it. The first error ends the command with its exit code.
 
     Example: `deltachain verify /mnt/policy --from 100`
     """
@@ -120,12 +119,12 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
             if not edge.proven and not edge.expired and proof.rebuilt:
                 where = f"{edge.kind} {edge.base} to {proof.version}"
                 out.print(
-                    f"\n{where}: read, not proven; it starts before version {done[0].version}"
+                    f"\n{where}: read, but not proven: it starts before version {done[0].version}"
                 )
     if report["expired"] or report["not_rebuilt"]:
         out.print(f"\n{_expired(report)}", style="yellow")
     for key in report["refetched"]:
-        out.print(f"\n{key}: corrupt when first read, whole when read again", style="yellow")
+        out.print(f"\n{key}: corrupt on the first read, intact on the second", style="yellow")
     rebuilt = [proof.version for proof in done if proof.rebuilt]
     span = f"version {rebuilt[0]} is" if len(rebuilt) == 1 else f"versions {_ranges(rebuilt)} are"
     out.print(
@@ -136,20 +135,20 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
 
 
 def _expired(report: dict[str, Any]) -> str:
-    """What is gone, and what that means."""
+    """Describe expired payloads and their consequences."""
     gone, versions = report["expired"], report["not_rebuilt"]
     text = [f"payloads of {len(gone)} edges have expired, {gone[0]} first"] if gone else []
     if versions:
         what = "version" if len(versions) == 1 else "versions"
         text.append(
-            f"{what} {_ranges(versions)} cannot be rebuilt from what has not expired; the "
-            "manifests are in order"
+            f"{what} {_ranges(versions)} cannot be rebuilt, because payloads have expired; the "
+            "manifests are intact"
         )
     return "; ".join(text)
 
 
 def _ranges(versions: Sequence[int]) -> str:
-    """Ascending numbers, those in a row joined."""
+    """Format ascending numbers as ranges."""
     runs: list[list[int]] = []
     for version in versions:
         if runs and runs[-1][-1] == version - 1:

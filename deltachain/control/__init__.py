@@ -1,4 +1,4 @@
-"""The control plane: what is asked of replicas over HTTP."""
+"""The control plane: HTTP routes of replicas, their clients, and a sidecar for stock servers."""
 
 from deltachain.control.client.fleet import Announced, Fleet
 from deltachain.control.client.replica import ReplicaClient

@@ -1,4 +1,4 @@
-"""What is said over the control plane, by servers and clients, and in their documents."""
+"""Requests and replies of the control plane, shared by servers, clients and OpenAPI documents."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from deltachain.replica.status import Answer, ReplicaStatus
 from deltachain.types import Version
 
 PREFIXES: Final = ("/v1/deltachain", "/deltachain")
-"""Where the routes are: in vLLM, whose API key guards what lies below ``/v1``, and in SGLang."""
+"""Path prefix of the routes. vLLM's API key guards the paths below ``/v1``."""
 
 TOKEN_HEADER: Final = "x-deltachain-token"  # noqa: S105 - its name
-"""Takes the token where ``Authorization`` holds the engine's own key."""
+"""Header of the token, for requests whose ``Authorization`` holds the engine's own key."""
 
 
 _LARGEST: Final = (1 << 53) - 1
 
-_Integer: TypeAlias = (  # JSON knows one kind of number: 7.0 is the integer 7
+_Integer: TypeAlias = (  # JSON has one type of number: 7.0 equals the integer 7
     Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
     | Annotated[float, msgspec.Meta(ge=0, le=_LARGEST, multiple_of=1)]
 )
 
 
 class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which version; the head, or the one before, when none is named.
+    """The requested version; by default the head, or for a rollback the previous one.
 
     Attributes:
-        version: Its number.
-        manifest: The blake3 of its manifest, for an update: the replica then refuses another
-            version of that number, and says so if it holds a later one of the same history.
+        version: The number of the version.
+        manifest: blake3 of its manifest, for an update: the replica then refuses a version of that
+            number with another manifest, and succeeds if it holds a later one of the same history.
     """
 
     version: _Integer | None = None
@@ -40,12 +40,12 @@ class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def number(self) -> Version | None:
-        """It, as a number of a version."""
+        """Return the requested version as an int; ``None`` for the default."""
         return None if self.version is None else int(self.version)
 
 
 class Ready(Answer, frozen=True):
-    """Whether a replica should be sent requests, and why not."""
+    """Readiness of a replica for requests, and the reason if it is not ready."""
 
     ready: bool
     reason: str
@@ -53,13 +53,13 @@ class Ready(Answer, frozen=True):
 
 
 class Problem(Answer, frozen=True):
-    """Why a replica did not do what it was told.
+    """The error of a replica.
 
     Attributes:
-        type: Name of a class of :mod:`deltachain.errors`.
-        message: What happened.
-        hint: What to do now.
-        retryable: Whether the same request may work later.
+        type: Class name in :mod:`deltachain.errors`.
+        message: The error message.
+        hint: The action that resolves the error.
+        retryable: Whether the same request may succeed later.
     """
 
     type: str
@@ -69,19 +69,19 @@ class Problem(Answer, frozen=True):
 
 
 class RefusedReply(Answer, frozen=True):
-    """The answer of a replica that could not."""
+    """Reply of a replica that failed."""
 
     error: Problem
 
 
 class Detail(Answer, frozen=True):
-    """The answer of a server that lets nobody ask, or has no replica to ask."""
+    """Reply of a server that refused the request, or has no replica."""
 
     detail: str
 
 
 def schema_of(kind: type) -> dict[str, Any]:
-    """The JSON schema of a word, with every reference filled in."""
+    """Return the JSON schema of a type, with all references resolved."""
     (found,), words = msgspec.json.schema_components([kind], ref_template="{name}")
     filled: dict[str, Any] = _fill(found, words)
     return filled
@@ -90,11 +90,11 @@ def schema_of(kind: type) -> dict[str, Any]:
 def answers(
     *codes: int, kinds: Mapping[int, type | None] = MappingProxyType({})
 ) -> dict[int | str, dict[str, Any]]:
-    """What a route answers with, for its documents: the status, or a refusal.
+    """Describe the responses of a route for OpenAPI: the replica's status, or an error.
 
     Args:
-        codes: Of further refusals.
-        kinds: What else is answered with a code; ``None`` for no JSON.
+        codes: Status codes of further errors.
+        kinds: Body type by status code, beyond the defaults; ``None`` for a body without JSON.
     """
     found: dict[int | str, dict[str, Any]] = {}
     for code in (200, 401, 403, 503, *codes):
@@ -102,14 +102,14 @@ def answers(
         found[code] = {"description": _ABOUT.get(code, "refused")}
         if kind is not None:
             schemas = [schema_of(kind)]
-            if code == 503:  # the store does not answer, or there is no replica here to ask
+            if code == 503:  # the store is unavailable, or the server has no replica
                 schemas.append(schema_of(Detail))
             found[code]["content"] = {"application/json": {"schema": {"anyOf": schemas}}}
     return found
 
 
 _KINDS: Final = {200: ReplicaStatus, 401: Detail, 403: Detail, 413: Detail, 422: Detail}
-_ABOUT: Final = {200: "done", 401: "wrong or missing token", 403: "no token is set here"}
+_ABOUT: Final = {200: "success", 401: "wrong or missing token", 403: "the server has no token"}
 
 
 def _fill(part: Any, words: Mapping[str, Any]) -> Any:  # noqa: ANN401 - JSON

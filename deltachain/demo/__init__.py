@@ -1,7 +1,6 @@
 """A small reinforcement-learning run whose weights are worth publishing.
 
-The demo needs neither network nor GPU: text, tokenizer and model are made on the spot, the model is
-trained on that text until its weights look like trained ones, and TRL's own GRPO trainer then goes
-on from there with a publisher attached. The parts know nothing of chains and stores; the command
-line puts them together.
+The demo needs neither network nor GPU. It generates text, tokenizer and model, pretrains the model
+on the text until its weights resemble trained ones, and continues with TRL's GRPO trainer and an
+attached publisher.
 """

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: one line that moves, and lines that stay."""
+"""Console output of a running demo: a progress bar and log lines."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rich.progress import (
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """A console, and how to say things on it.
+    """Console of the demo.
 
     Attributes:
-        console: Standard output, or standard error when that is for JSON.
+        console: Standard output, or standard error if standard output is for JSON.
     """
 
     console: Console
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, title: str, total: int) -> Iterator[Bar]:
-        """A titled part of the demo with a bar of ``total`` steps."""
+        """Show a titled progress bar of ``total`` steps."""
         columns = (
             TextColumn("[bold]{task.description:<10}"),
             BarColumn(bar_width=24),
@@ -48,15 +48,15 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """The line that moves."""
+    """A progress bar."""
 
     _progress: Progress
     _task: TaskID
 
     def at(self, completed: int, note: str = "") -> None:
-        """Move it."""
+        """Update the progress."""
         self._progress.update(self._task, completed=completed, note=note)
 
     def say(self, text: str) -> None:
-        """A line that stays, above it."""
+        """Print a line above the bar."""
         self._progress.console.print(text, highlight=False, soft_wrap=True)

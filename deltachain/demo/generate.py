@@ -1,4 +1,4 @@
-"""Loads a checkpoint folder to generate from, and generates: what the demo's follower does."""
+"""Text generation from a checkpoint folder, for the demo's follower."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from deltachain.demo.quiet import quiet_libraries
+from deltachain.demo.process_setup import quiet_libraries
 
 
 def load_for_generation(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
-    """The bf16 model and the tokenizer of a checkpoint folder; nothing is looked up elsewhere."""
+    """Load bf16 model and tokenizer from a checkpoint folder, without network access."""
     with quiet_libraries():
         model = Qwen3ForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, local_files_only=True
@@ -28,9 +28,9 @@ def generate_text(
     *,
     max_new_tokens: int = 16,
 ) -> str:
-    """How the model goes on after a prompt, always taking the likeliest token, up to its end."""
+    """Generate a greedy completion of a prompt, up to the end-of-text token."""
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
-    generator: Any = model  # its own annotations do not admit a Qwen3ForCausalLM as `self`
+    generator: Any = model  # transformers' annotations reject Qwen3ForCausalLM as `self`
     with quiet_libraries(), torch.no_grad():
         output = generator.generate(
             input_ids=inputs["input_ids"],

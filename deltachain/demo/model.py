@@ -1,7 +1,6 @@
-"""The tokenizer and the model of the demo: small, ordinary, and made without a download.
+"""Tokenizer and model of the demo, created without a download.
 
-The model is a real Qwen3 with tied embeddings, so that it trains in TRL and loads in any engine; it
-is just large enough for a change of its weights to be worth compressing.
+The model is a Qwen3 with tied embeddings, so that it trains in TRL and loads in any engine.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deltachain.demo.text import documents
+from deltachain.demo.corpus import documents
 
 VOCABULARY: Final = 512
-"""Rows of the embedding; the tokenizer fills no more than these."""
+"""Rows of the embedding, an upper bound of the tokenizer's vocabulary."""
 
 CONTEXT: Final = 512
-"""Longest text, in tokens, that the model is made for."""
+"""Context length, in tokens."""
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 _SPECIAL: Final = (PAD, EOS, BOS)
@@ -29,10 +28,10 @@ _TAUGHT_DOCUMENTS: Final = 2000
 
 
 def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer; every digit is a token of its own.
+    """Train a byte-level tokenizer in which each digit is a token.
 
     Args:
-        texts: What it is fitted to, as far as that is needed; the demo's text by default.
+        texts: Training texts; the demo's corpus by default.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -62,7 +61,7 @@ def make_tokenizer(texts: Iterable[str] | None = None) -> PreTrainedTokenizerFas
 
 
 def make_model(seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of 5.5 million parameters, fp32 and random: the same seed gives the same."""
+    """Create a Qwen3 of 5.5 million random fp32 parameters, determined by the seed."""
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=384,
@@ -85,6 +84,6 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 def save_checkpoint(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Write an ordinary checkpoint folder with bf16 weights. The model itself becomes bf16."""
+    """Write a checkpoint folder with bf16 weights; converts the model itself to bf16."""
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""Takes the random model far enough that its weights, and how they change, look like trained ones.
+"""Pretraining of the random model, until weights and updates resemble those of trained models.
 
-Random weights are no test of a delta: their gradients are large and touch everything alike. Less
-than a minute of ordinary next-token training on the demo's text is enough to leave that state.
+Random weights are a poor test of deltas, since their gradients are large and dense. Less than a
+minute of next-token training on the demo's corpus suffices.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from deltachain.demo.corpus import documents
 from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
-from deltachain.demo.quiet import quiet_libraries, spare_one_core
-from deltachain.demo.text import documents
+from deltachain.demo.process_setup import quiet_libraries, spare_one_core
 
 STEPS: Final = 300
 SECONDS: Final = 45.0
@@ -31,7 +31,7 @@ _AVERAGED_STEPS: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainReport:
-    """What pretraining did; the losses are means over the first and the last few steps."""
+    """Result of pretraining; losses are means over the first and the last few steps."""
 
     parameters: int
     steps: int
@@ -50,18 +50,18 @@ def pretrain(
     progress: Callable[[int, int, float], None] | None = None,
     text: Callable[[int], Iterator[str]] = documents,
 ) -> PretrainReport:
-    """Make a model, train it on text made on the spot and save it as a bf16 checkpoint folder.
+    """Create a model, train it on generated text and save it as a bf16 checkpoint folder.
 
-    Training ends after ``steps`` or ``seconds``, whichever comes first, and the learning rate falls
-    towards that end. Without the help of the clock the same seed gives the same weights.
+    Training ends after ``steps`` or ``seconds``, whichever comes first; the learning rate decays
+    towards that end. If ``steps`` ends it, the same seed gives the same weights.
 
     Args:
         out: The checkpoint folder to write.
-        seed: Decides the first weights and the text.
-        steps: Most optimizer steps to take.
-        seconds: Longest time to train for.
-        progress: Told the steps done, the steps planned and the loss after every step.
-        text: Documents without end, from a seed.
+        seed: Seed of initial weights and text.
+        steps: Largest number of optimizer steps.
+        seconds: Time limit, in seconds.
+        progress: Called after each step with steps done, steps planned and loss.
+        text: Returns an infinite iterator of documents for a seed.
     """
     tokenizer = make_tokenizer(None if text is documents else text(seed))
     model = make_model(seed)
@@ -87,7 +87,7 @@ def pretrain(
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, text: Iterator[str]) -> Iterator[torch.Tensor]:
-    """Token ids, int64 (_BATCH, _LENGTH), cut from one stream of documents."""
+    """Yield int64 token ids of shape (_BATCH, _LENGTH) from a stream of documents."""
     wanted = _BATCH * _LENGTH
     stream: list[int] = []
     for document in text:
@@ -99,7 +99,7 @@ def _batches(tokenizer: PreTrainedTokenizerFast, text: Iterator[str]) -> Iterato
 
 
 def _learning_rate(step: int, done: float) -> float:
-    """A short rise, then half a cosine down to nothing at the end of the budget."""
+    """Return the learning rate: short warm-up, then cosine decay to 0 at the end of the budget."""
     rise = min(1.0, (step + 1) / 10)
     return _PEAK_LEARNING_RATE * rise * 0.5 * (1.0 + math.cos(math.pi * done))
 
@@ -107,7 +107,7 @@ def _learning_rate(step: int, done: float) -> float:
 def _train(
     model: torch.nn.Module, batches: Iterable[torch.Tensor], *, steps: int, seconds: float
 ) -> Iterator[float]:
-    """Take optimizer steps until either budget is spent, and yield the loss of each."""
+    """Train until either limit is reached; yield the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), fused=True)
     start = time.monotonic()
     for step, inputs in enumerate(batches):

@@ -1,7 +1,7 @@
-"""The demo: real training on one side, a follower process on the other, a judge who knows neither.
+"""The demo: a training process, a follower process, and an independent comparison of their bits.
 
-What a newcomer should see once: a chain that grows with training, a replica that follows it bit for
-bit while it generates, a latecomer, a rollback, and the proof.
+Shows a chain that grows with training, a replica that follows it bit for bit while it generates, a
+late joiner, a rollback, and the proof.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from rich.console import Console
 
 from deltachain.checkpoint import Checkpoint
+from deltachain.demo.backends import LOCAL, start_backend
 from deltachain.demo.display import Bar, Display
-from deltachain.demo.judge import compare, manifests_in, sent, verify
-from deltachain.demo.places import LOCAL, place
+from deltachain.demo.dump_callback import DumpCallback
+from deltachain.demo.evaluate import compare, manifests_in, sent, verify
+from deltachain.demo.follower_process import DemoError, FollowerProcess
 from deltachain.demo.pretrain import STEPS as PRETRAIN_STEPS
 from deltachain.demo.pretrain import pretrain
-from deltachain.demo.replica import DemoError, FollowerProcess
-from deltachain.demo.report import DemoReport, Judged, VersionRow
+from deltachain.demo.report import BitCheck, DemoReport, VersionRow
 from deltachain.demo.train import GrpoStep, run_grpo
-from deltachain.demo.witness import OracleCallback
 from deltachain.publish import DeltaChainCallback, PublishReceipt
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
@@ -38,13 +38,13 @@ class Stage:
     """Folders and display of one run.
 
     Attributes:
-        root: Everything that is made lies below it: ``base``, ``oracle``, ``follower``,
-            ``latecomer``. Trainer and follower share nothing but ``base`` and the chain.
-        url: Where the chain lies.
-        pretrain_steps: Steps of pretraining.
-        steps: GRPO steps.
-        watched: Steps after which trainer and follower both write down what they hold.
-        display: For people.
+        root: Folder of all files: ``base``, ``trainer``, ``follower``, ``latecomer``. Trainer and
+            follower share only ``base`` and the chain.
+        url: URL of the chain.
+        pretrain_steps: Number of pretraining steps.
+        steps: Number of GRPO steps.
+        watched: Steps after which trainer and follower both save their weights.
+        display: Console output.
     """
 
     root: Path
@@ -63,20 +63,20 @@ def run_demo(
     json_output: bool = False,
     pretrain_steps: int = PRETRAIN_STEPS,
 ) -> int:
-    """Run the demo; returns the exit code: 0 when not one bit differs.
+    """Run the demo; return the exit code, 0 if all bits are equal.
 
     Args:
-        workdir: Where to keep what is made; a temporary folder that is removed when not given.
-        store: Where the chain lies; see :func:`places.place`.
-        steps: GRPO steps to take; version 0 comes before the first.
+        workdir: Folder to keep; a temporary folder if ``None``.
+        store: Store of the chain; see :func:`backends.start_backend`.
+        steps: Number of GRPO steps; version 0 precedes the first.
         json_output: Print one JSON object instead of tables.
-        pretrain_steps: Steps of pretraining before; fewer make weights less like trained ones.
+        pretrain_steps: Number of pretraining steps.
 
     Raises:
-        DemoError: A part of the demo did not run.
+        DemoError: A part of the demo failed.
     """
     console = Console(stderr=json_output)
-    with _folder(workdir) as root, place(store, root) as url:
+    with _folder(workdir) as root, start_backend(store, root) as url:
         watched = tuple(sorted({1, max(1, steps // 2), steps}))
         report = _run(Stage(root, url, pretrain_steps, steps, watched, Display(console)))
     if json_output:
@@ -103,7 +103,7 @@ def _run(stage: Stage) -> DemoReport:
     _pretrain(stage)
     receipts, heard = _train(stage)
     newcomer = _join_late(stage)
-    judged = _judge(stage)
+    judged = _evaluate(stage)
     verified = verify(stage.url, {}, stage.display)
     manifests = manifests_in(open_store(stage.url))
     head, bytes_of = manifests[-1], sent(manifests)
@@ -141,7 +141,7 @@ def _pretrain(stage: Stage) -> None:
 
 
 def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
-    """GRPO with the callback attached, while the follower process follows."""
+    """Run GRPO with the callback attached, while the follower process follows."""
     with stage.display.phase("GRPO", stage.steps) as bar:
         follower = FollowerProcess(
             stage.url,
@@ -153,14 +153,14 @@ def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
         try:
             follower.wait_until_ready()
             callback = DeltaChainCallback(stage.url, when_busy="wait")
-            witness = OracleCallback(stage.root / "oracle", steps=stage.watched)
+            dumps = DumpCallback(stage.root / "trainer", steps=stage.watched)
 
             def at_step(step: GrpoStep) -> None:
                 bar.at(step.step, f"trainer: step {step.step}, reward {step.reward:.2f}")
 
             run_grpo(
                 stage.root / "base",
-                callbacks=[callback, witness],
+                callbacks=[callback, dumps],
                 steps=stage.steps,
                 progress=at_step,
             )
@@ -172,7 +172,7 @@ def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
 
 
 def _show(bar: Bar, steps: int, event: dict[str, Any]) -> None:
-    """A line for what the follower did, where it is worth one."""
+    """Print a line for an event of the follower, if it is of interest."""
     step = event.get("step")
     if event["event"] == "ready":
         bar.say("  [cyan]follower[/] is up, and waits for the chain")
@@ -182,19 +182,19 @@ def _show(bar: Bar, steps: int, event: dict[str, Any]) -> None:
 
 
 def _join_late(stage: Stage) -> ApplyReceipt:
-    """What somebody fetches who comes when training is over, and has nothing."""
+    """Join from nothing after the end of training."""
     with Subscriber(stage.url, stage.root / "latecomer") as subscriber:
         receipt = subscriber.update()
     if receipt is None:
-        raise DemoError("the latecomer found nothing to fetch")
+        raise DemoError("the late joiner found no version")
     stage.display.say(
         f"  [cyan]latecomer[/] from nothing to version {receipt.version}: {receipt.nbytes:,} B"
     )
     return receipt
 
 
-def _judge(stage: Stage) -> tuple[Judged, ...]:
-    """Compare everything that was written down with what the trainer held."""
+def _evaluate(stage: Stage) -> tuple[BitCheck, ...]:
+    """Compare all saved weights with those of the trainer."""
     last, middle = stage.watched[-1], stage.watched[-2]
     follower = stage.root / "follower"
     cases = [
@@ -205,8 +205,8 @@ def _judge(stage: Stage) -> tuple[Judged, ...]:
         (last, f"follower released, at step {last}", follower / "released"),
         (last, f"latecomer at step {last}", stage.root / "latecomer"),
     ]
-    witness = OracleCallback(stage.root / "oracle", steps=())
-    return tuple(compare(what, witness.path(step), held) for step, what, held in cases)
+    dumps = DumpCallback(stage.root / "trainer", steps=())
+    return tuple(compare(what, dumps.path(step), held) for step, what, held in cases)
 
 
 def _row(receipt: PublishReceipt, applied: dict[str, Any], dense: int) -> VersionRow:

@@ -1,7 +1,6 @@
-"""Reinforcement learning on the demo's sums with TRL's own GRPO trainer.
+"""Reinforcement learning on the demo's sums with TRL's GRPO trainer.
 
-Nothing here knows that weights are published: whatever publishes or watches is a callback, attached
-from outside, exactly as a user of TRL would do it.
+Publishing is attached as a callback, as a user of TRL would do it.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from transformers import (
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from deltachain.demo.quiet import quiet_libraries, spare_one_core
-from deltachain.demo.text import questions, score
+from deltachain.demo.corpus import questions, score
+from deltachain.demo.process_setup import quiet_libraries, spare_one_core
 
 STEPS: Final = 20
 LEARNING_RATE: Final = 1e-6
@@ -41,10 +40,10 @@ _QUESTIONS: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoStep:
-    """One optimizer step: the reward of its completions, and how long it took without callbacks.
+    """One optimizer step: reward of its completions, and duration without callbacks.
 
-    ``spread`` is the standard deviation of the reward within a group, and ``flat_groups`` the share
-    of groups without any: those teach nothing.
+    ``spread`` is the standard deviation of the reward within a group, ``flat_groups`` the fraction
+    of groups with zero deviation, which contribute no gradient.
     """
 
     step: int
@@ -56,7 +55,7 @@ class GrpoStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoReport:
-    """All steps of one run, and how long it took with its callbacks, without loading."""
+    """All steps of a run, and its duration with callbacks, without loading."""
 
     steps: tuple[GrpoStep, ...]
     seconds: float
@@ -71,17 +70,17 @@ def run_grpo(
     seed: int = 0,
     progress: Callable[[GrpoStep], None] | None = None,
 ) -> GrpoReport:
-    """Train a bf16 checkpoint with GRPO on fp32 master weights and AdamW; nothing is saved.
+    """Train a bf16 checkpoint with GRPO, fp32 master weights and AdamW; saves nothing.
 
     Args:
-        checkpoint: Folder with model and tokenizer, as pretraining wrote it.
-        callbacks: Attached to the trainer in this order.
-        steps: Optimizer steps to take.
-        learning_rate: Constant over the run.
-        seed: Decides questions and sampling.
-        progress: Told about every step after the callbacks have seen its end.
+        checkpoint: Folder with model and tokenizer.
+        callbacks: Callbacks of the trainer, in this order.
+        steps: Number of optimizer steps.
+        learning_rate: Constant learning rate.
+        seed: Seed of questions and sampling.
+        progress: Called after each step and its callbacks.
     """
-    diary = _Diary(progress)
+    diary = _StepLog(progress)
     with (
         quiet_libraries(),
         spare_one_core(),
@@ -136,12 +135,12 @@ def _dataset(seed: int) -> Dataset:
 
 
 def _rewards(completions: list[str], answer: list[int], **_: object) -> list[float | None]:
-    """TRL's reward function; it is handed every column of the dataset, and more."""
+    """Reward function for TRL, which passes every column of the dataset as keyword."""
     return [score(text, right) for text, right in zip(completions, answer, strict=True)]
 
 
-class _Diary(TrainerCallback):
-    """Writes down every step; first in line, so that it times the step and not the callbacks."""
+class _StepLog(TrainerCallback):
+    """Records every step; the first callback, so that it measures the step without callbacks."""
 
     def __init__(self, progress: Callable[[GrpoStep], None] | None) -> None:
         self.steps: list[GrpoStep] = []
@@ -152,14 +151,14 @@ class _Diary(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Start the clock; sampling, reward and gradient all happen after this."""
+        """Start the timer, before sampling, reward and gradient."""
         del args, state, control
         self._began = time.monotonic()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Stop the clock."""
+        """Stop the timer."""
         del args, state, control
         self._took = time.monotonic() - self._began
 
@@ -171,7 +170,7 @@ class _Diary(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
-        """Take the rewards from the trainer's log of the step; its summary at the end has none."""
+        """Read the rewards from the log of a step; the final summary has none."""
         del args, control
         if logs is None or "reward" not in logs:
             return

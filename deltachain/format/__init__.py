@@ -1,1 +1,1 @@
-"""The documents of FORMAT.md: their structure, keys and digests."""
+"""Documents of FORMAT.md: structure, keys and digests."""

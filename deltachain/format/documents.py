@@ -1,8 +1,7 @@
-"""The JSON documents of a chain: strict in, canonical out (FORMAT.md 2).
+"""JSON documents of a chain: parsed strictly, written canonically (FORMAT.md 2).
 
-``requires`` names features that a reader must know; ``ext`` holds what it may ignore. Everything
-else is strict: a field this version does not know is an error, so that a later format can never be
-half understood.
+``requires`` names features that a reader must support; ``ext`` holds data that it may ignore. Any
+other unknown field is an error, so that a later format is never misread.
 """
 
 from __future__ import annotations
@@ -23,37 +22,37 @@ from deltachain.format.json_guards import check_values, no_repeats
 from deltachain.types import StateDigest, TensorSpec, Version
 
 FORMAT: Final = 1
-"""Number of the formats that this version writes and reads."""
+"""Format number that this version writes and reads."""
 FEATURES: Final[frozenset[str]] = frozenset()
-"""What a document may require of us."""
+"""Features that a document may require."""
 
 EdgeKind = Literal["delta", "anchor", "skip", "base"]
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A version, a number or a length, as read."""
+"""Parsed version, count or length."""
 
 Shape: TypeAlias = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
-"""Dimensions, as read: few enough that multiplying them takes no time."""
+"""Parsed dimensions, at most 64, so that their product is cheap to compute."""
 
 _NAME: Final = "[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}"
 Key: TypeAlias = Annotated[str, msgspec.Meta(pattern=rf"\A({_NAME}(/{_NAME})*)?\Z", max_length=512)]
-"""A key that every store can hold, as read; empty for none."""
+"""Parsed key that is valid in every store; empty for none."""
 
 
 class Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A strict, immutable document or a piece of one."""
+    """Base of all documents and their parts: strict and immutable."""
 
 
 class ObjectRef(Struct, frozen=True, kw_only=True):
-    """An immutable object: where it lies and what it must be.
+    """Reference to an immutable object by key, size and digest.
 
     Attributes:
         key: Key in the store.
-        nbytes: Its length.
+        nbytes: Its length in bytes.
         blake3: Its digest.
-        directory: Digest of a part's front, as the part itself states it; empty for other objects.
-        xet_hash: How a Hugging Face bucket pins the content; empty elsewhere.
-        ext: What a reader may ignore.
+        directory: Digest of a part's directory, as stated in the part; empty for other objects.
+        xet_hash: Content hash in a Hugging Face bucket; empty in other stores.
+        ext: Extension data, ignored by readers.
     """
 
     key: Key
@@ -65,7 +64,7 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
 
 
 class FileRef(Struct, frozen=True, kw_only=True):
-    """One file of a checkpoint that the chain does not hold itself."""
+    """A file of a base checkpoint, which lies outside the chain."""
 
     name: str
     nbytes: Count
@@ -73,13 +72,13 @@ class FileRef(Struct, frozen=True, kw_only=True):
 
 
 class BaseRef(Struct, frozen=True, kw_only=True):
-    """A checkpoint that is to be had elsewhere: a repository at a commit, or a folder.
+    """Reference to a checkpoint outside the chain: a repository at a commit, or a folder.
 
     Attributes:
         repo: Hugging Face repository, or empty.
         revision: Its commit, or empty.
-        path: Folder where the publisher read it; a follower may hold it anywhere.
-        files: The safetensors files, by content.
+        path: Folder on the publisher's machine; a follower may keep it elsewhere.
+        files: The safetensors files with their digests.
     """
 
     repo: str = ""
@@ -89,16 +88,16 @@ class BaseRef(Struct, frozen=True, kw_only=True):
 
 
 class Edge(Struct, frozen=True, kw_only=True):
-    """One way to reach a version.
+    """A step that reaches a version: its base and its payload.
 
     Attributes:
-        kind: ``anchor`` and ``base`` start from nothing; ``delta`` from the version before;
+        kind: ``anchor`` and ``base`` start from nothing; ``delta`` from the previous version;
             ``skip`` from an older one.
         base: The version it starts from.
-        encodings: Every encoding in its parts: one that is unknown disables the edge alone.
-        parts: Its payload objects. None: nothing changed.
-        reference: The checkpoint of a ``base`` edge.
-        ext: What a reader may ignore.
+        encodings: Encodings used in its parts; an unknown one makes only this edge unusable.
+        parts: Payload objects; empty if no element changed.
+        reference: The checkpoint of a ``base`` edge, else ``None``.
+        ext: Extension data, ignored by readers.
     """
 
     kind: EdgeKind
@@ -110,31 +109,31 @@ class Edge(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.reference is not None) != (self.kind == "base"):
-            raise ValueError(f"{self.kind} edge: a base edge has a reference, no other has")
+            raise ValueError(f"{self.kind} edge: only a base edge has a reference, and it must")
         if self.reference is not None and self.parts:
-            raise ValueError("a base edge has no parts")
+            raise ValueError("a base edge cannot have parts")
         if list(self.encodings) != sorted(set(self.encodings)):
-            raise ValueError(f"{self.kind} edge: encodings are sorted, each is there once")
+            raise ValueError(f"{self.kind} edge: encodings must be sorted and unique")
         if len({part.key for part in self.parts}) < len(self.parts):
-            raise ValueError(f"{self.kind} edge: a part is there twice")
+            raise ValueError(f"{self.kind} edge: duplicate part")
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its parts."""
+        """Size of all parts, in bytes."""
         return sum(part.nbytes for part in self.parts)
 
 
 class EdgeSummary(Struct, frozen=True, kw_only=True):
-    """An edge as the window of recent edges lists it, enough to plan with.
+    """Summary of an edge in the list of recent edges, sufficient for planning.
 
     Attributes:
         version: The version it reaches.
         kind: As in :class:`Edge`.
         base: As in :class:`Edge`.
-        nbytes: Bytes of all its parts.
-        parts: Number of its parts.
+        nbytes: Size of all parts, in bytes.
+        parts: Number of parts.
         encodings: As in :class:`Edge`.
-        record: Key of the edge record that holds it, or empty when it is the manifest's own.
+        record: Key of its edge record; empty for a manifest's own edge.
         digest: blake3 of that record; empty for a manifest's own edge.
         state: State digest of the version it reaches.
     """
@@ -154,7 +153,7 @@ class EdgeSummary(Struct, frozen=True, kw_only=True):
 
 
 class Document(Struct, frozen=True, kw_only=True):
-    """What every versioned document begins with."""
+    """Common fields of all versioned documents."""
 
     format: int = FORMAT
     requires: tuple[str, ...] = ()
@@ -167,20 +166,20 @@ class Manifest(Document, frozen=True, kw_only=True):
     Attributes:
         chain: Id of the chain.
         version: Its number.
-        epoch: Grows by one whenever another publisher takes the chain over.
-        commit_id: Random; tells our own commit from another's after a lost reply.
-        parent: blake3 of the exact bytes of the manifest before; empty for version 0.
-        step: Optimizer step, as the trainer counts.
-        time: Seconds since 1970, by the publisher's clock; never decided by.
-        base_state: State digest of the version before; empty for version 0.
+        epoch: Incremented when another publisher takes over the chain.
+        commit_id: Random id that identifies a publisher's own commit after a lost reply.
+        parent: blake3 of the exact bytes of the previous manifest; empty for version 0.
+        step: Optimizer step of the trainer.
+        time: Seconds since 1970 on the publisher's clock; informational only.
+        base_state: State digest of the previous version; empty for version 0.
         state: State digest of this version.
-        nnz: Elements changed.
-        numel: Elements in all.
-        edge: The way to this version that was committed with it.
-        recent: Edges of the versions before this one, oldest first; at least the newest edge that
-            starts from nothing, and every edge back to ``window_from``.
-        window_from: The oldest version whose edges are all listed.
-        metadata: The user's own words.
+        nnz: Number of changed elements.
+        numel: Number of all elements.
+        edge: The edge that was committed with this version.
+        recent: Edges of earlier versions, oldest first: every edge back to ``window_from``, and
+            at least the newest edge that starts from nothing.
+        window_from: The oldest version whose edges are listed completely.
+        metadata: Free text of the user, by name.
     """
 
     chain: str
@@ -202,24 +201,24 @@ class Manifest(Document, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _check_way(self.version, self.edge.kind, self.edge.base)
         if self.window_from > max(0, self.version - 1):
-            raise ValueError(f"version {self.version}: its window begins at {self.window_from}")
+            raise ValueError(f"version {self.version}: window_from {self.window_from} is too late")
         if any(edge.version >= self.version for edge in self.recent):
-            raise ValueError(f"version {self.version}: a recent edge is no earlier one")
+            raise ValueError(f"version {self.version}: a recent edge leads to a later version")
         if [e.version for e in self.recent] != sorted(e.version for e in self.recent):
-            raise ValueError(f"version {self.version}: recent edges are not in order")
+            raise ValueError(f"version {self.version}: recent edges are not sorted by version")
 
     @property
     def density(self) -> float:
-        """Changed share of all elements."""
+        """Changed over all elements, in [0, 1]."""
         return self.nnz / self.numel if self.numel else 0.0
 
     def summary(self) -> EdgeSummary:
-        """The manifest's own edge, as later manifests list it."""
+        """Summarise the manifest's own edge, as listed in later manifests."""
         return summarise(self.version, self.edge, self.state)
 
 
 class EdgeRecord(Document, frozen=True, kw_only=True):
-    """A way to a version that was added after its commit."""
+    """An edge that was added after the commit of its version."""
 
     chain: str
     version: Count
@@ -233,7 +232,7 @@ class EdgeRecord(Document, frozen=True, kw_only=True):
 
 
 class Head(Document, frozen=True, kw_only=True):
-    """A hint: a version that exists, and records of anchors. Never the truth."""
+    """A hint: an existing version and known anchors; may be out of date."""
 
     version: Count
     anchors: tuple[EdgeSummary, ...] = ()
@@ -244,22 +243,22 @@ class Table(Document, frozen=True, kw_only=True):
 
     Attributes:
         tensors: ``(name, wire dtype, shape)``.
-        aliases: Names that tied weights also have, and the name they are published under.
+        aliases: Published name by further name, for tied weights.
     """
 
     tensors: tuple[tuple[str, str, Shape], ...]
     aliases: dict[str, str] = {}
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors, checked.
+        """Validate the table and return its tensors.
 
         Raises:
-            ConfigError: A dtype or a shape is none, a name is there twice, or an alias of nothing.
+            ConfigError: A dtype, a shape or an alias is invalid, or a name occurs twice.
         """
         specs = tuple(TensorSpec(*row) for row in self.tensors)
         names = {spec.name for spec in specs}
         if len(names) < len(specs):
-            raise ConfigError(f"{len(specs)} tensors have {len(names)} names")
+            raise ConfigError(f"{len(specs)} tensors have {len(names)} distinct names")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
                 raise ConfigError(
@@ -270,7 +269,7 @@ class Table(Document, frozen=True, kw_only=True):
 
 
 class Identity(Document, frozen=True, kw_only=True):
-    """What a chain is: its id, its tensor table by digest, small files of the checkpoint."""
+    """Identity of a chain: its id, the digest of its tensor table, and its assets."""
 
     chain: str
     created: float
@@ -279,7 +278,7 @@ class Identity(Document, frozen=True, kw_only=True):
 
 
 class Signature(Struct, frozen=True, kw_only=True):
-    """A signature over the exact payload bytes of an envelope."""
+    """Signature of the exact payload bytes of an envelope."""
 
     key_id: str
     algorithm: str
@@ -287,7 +286,7 @@ class Signature(Struct, frozen=True, kw_only=True):
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """Payload, kept byte for byte, its digest, and signatures over it."""
+    """Exact payload bytes with their digest and signatures."""
 
     blake3: str
     payload: msgspec.Raw
@@ -295,19 +294,19 @@ class Envelope(Struct, frozen=True, kw_only=True):
 
 
 def _check_way(version: Version, kind: str, base: Version | None) -> None:
-    """An edge leads forward, from where its kind says."""
+    """Raise unless an edge leads forward and its base fits its kind."""
     if kind in ("anchor", "base"):
         fits = base is None
     else:
         fits = base is not None and (base == version - 1 if kind == "delta" else base < version - 1)
     if not fits:
-        raise ValueError(f"no {kind} leads from version {base} to {version}")
+        raise ValueError(f"a {kind} edge cannot lead from version {base} to {version}")
 
 
 def summarise(
     version: Version, edge: Edge, state: str, *, record: str = "", digest: str = ""
 ) -> EdgeSummary:
-    """What a planner needs to know of an edge."""
+    """Summarise an edge for planning."""
     return EdgeSummary(
         version=version,
         kind=edge.kind,
@@ -325,23 +324,23 @@ _D = TypeVar("_D", bound=Document)
 
 
 class _Gate(msgspec.Struct):
-    """The two fields that are read before anything else is."""
+    """The two fields that are checked before the rest is parsed."""
 
     format: int
     requires: tuple[str, ...] = ()
 
 
 def dump(document: Document) -> bytes:
-    """Canonical bytes: no white space, fields in the order of the class."""
+    """Encode canonically: no white space, fields in the order of the class."""
     return msgspec.json.encode(document)
 
 
 def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
-    """Read a document strictly, once its format and requirements are known to be ours.
+    """Check format and required features, then parse a document strictly.
 
     Raises:
-        UnsupportedFormatError: It needs a newer deltachain.
-        MalformedError: It is no such document.
+        UnsupportedFormatError: The document needs a newer deltachain.
+        MalformedError: The document is invalid.
     """
     check_values(data, key)
     try:
@@ -357,7 +356,7 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
 
 
 def seal(document: Document) -> bytes:
-    """Put a document into an envelope."""
+    """Encode a document in an envelope with its digest."""
     payload = dump(document)
     return msgspec.json.encode(
         Envelope(blake3=object_digest(payload), payload=msgspec.Raw(payload))
@@ -365,10 +364,10 @@ def seal(document: Document) -> bytes:
 
 
 def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
-    """Take a document out of its envelope, prove it, and read it as :func:`parse` does.
+    """Verify the digest of an envelope and parse its payload; see :func:`parse`.
 
     Raises:
-        DigestMismatchError: The payload is not the one that was sealed.
+        DigestMismatchError: The payload does not have the digest of the envelope.
     """
     check_values(data, key)
     try:
@@ -385,10 +384,10 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
 
 
 def read_state(text: str, *, key: str) -> StateDigest:
-    """Parse a state digest that a document carries.
+    """Parse the state digest in a document.
 
     Raises:
-        MalformedError: It is none.
+        MalformedError: The text is not a state digest.
     """
     try:
         return StateDigest.parse(text)

@@ -1,4 +1,4 @@
-"""What JSON leaves open, closed before a document is read."""
+"""Guards of JSON input: duplicate keys and memory use."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any, Final
 from deltachain.errors import MalformedError
 
 MAX_VALUES: Final = 3_000_000
-"""Values in one document: a table of half a million tensors, and half a gigabyte as objects."""
+"""Limit of values in a document: 500,000 tensors in a table, about 0.5 GB as Python objects."""
 
 
 def check_values(data: bytes, key: str) -> None:
-    """Refuse what would take a hundred times its bytes as objects; counted without reading it.
+    """Limit the number of values before parsing, since objects take up to 100x their JSON bytes.
 
     Raises:
-        MalformedError: It may have more values than any document.
+        MalformedError: The document may have more than ``MAX_VALUES`` values.
     """
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
         raise MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
@@ -24,10 +24,10 @@ def no_repeats(fields: list[tuple[str, Any]]) -> None:
     """Reject duplicate keys: JSON leaves their meaning undefined.
 
     Raises:
-        ValueError: A name is there twice.
+        ValueError: A key occurs twice.
     """
     seen = set()
     for name, _ in fields:
         if name in seen:
-            raise ValueError(f"field {name[:80]!r} is there twice")
+            raise ValueError(f"duplicate field {name[:80]!r}")
         seen.add(name)

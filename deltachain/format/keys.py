@@ -1,4 +1,4 @@
-"""Where things lie in a store: the only place with key strings (FORMAT.md 1)."""
+"""Keys of all objects in a store (FORMAT.md 1); no other module has key strings."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ CHAIN_KEY: Final = "chain.json"
 TABLE_KEY: Final = "table.json"
 """The tensor table; put-if-absent, immutable."""
 HEAD_KEY: Final = "head.json"
-"""A hint that may lag; overwritten."""
+"""Head hint, may be out of date; overwritten."""
 
 PayloadKind = Literal["delta", "anchor", "skip"]
 
 
 def manifest_key(version: Version) -> str:
-    """Key of the manifest that commits ``version``."""
+    """Return the key of the manifest that commits ``version``."""
     return f"manifests/{version:020d}.json"
 
 
 def edge_key(version: Version, kind: str, base: Version | None) -> str:
-    """Key of the record of a way to ``version`` that was added after its commit."""
+    """Return the key of the edge record for an edge that was added after the commit."""
     origin = "nothing" if base is None else f"{base:020d}"
     return f"edges/{version:020d}/{kind}-{origin}.json"
 
 
 def payload_key(kind: PayloadKind, version: Version, epoch: int, commit_id: str, part: int) -> str:
-    """Key of one part; the commit id keeps racing publishers from writing the same key."""
+    """Return the key of a part; the commit id separates the keys of racing publishers."""
     return f"{kind}s/{version:020d}-{epoch:08d}-{commit_id}/{part:05d}.safetensors"
 
 
 def payload_prefix(kind: PayloadKind, version: Version) -> str:
-    """What the keys of all parts of this kind begin with that lead to a version."""
+    """Return the common prefix of the keys of a version's parts of one kind."""
     return f"{kind}s/{version:020d}-"
 
 
 def asset_key(digest: str, name: str) -> str:
-    """Key of a small file of the checkpoint, such as ``config.json``, named by its content."""
+    """Return the content-addressed key of an asset such as ``config.json``."""
     return f"assets/{digest[:32]}/{name}"
 
 
@@ -47,6 +47,6 @@ _VERSIONED: Final = re.compile(r"(?:manifests|edges|deltas|anchors|skips)/([0-9]
 
 
 def version_of(key: str) -> Version | None:
-    """The version that a manifest, an edge record or a payload part belongs to."""
+    """Return the version of a manifest, edge record or part, ``None`` for other keys."""
     found = _VERSIONED.fullmatch(key)
     return int(found[1]) if found else None

@@ -10,9 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
+from urllib.parse import SplitResult, urlsplit
 
-from deltachain.errors import ConfigError, MalformedError, ObjectNotFoundError
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    MalformedError,
+    ObjectNotFoundError,
+)
 from deltachain.types import Buffer
 
 MAX_KEY_LENGTH: Final = 512
@@ -172,6 +178,24 @@ class Store(Protocol):
         """Give connections back. Closing twice is allowed, other calls afterwards are not."""
 
 
+def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
+    """Split the URL of a store that takes no options, no query and no fragment.
+
+    Raises:
+        ConfigError: There are some. Only the scheme is shown: the rest may hold credentials.
+    """
+    parts = urlsplit(url)
+    if options:
+        names = ", ".join(sorted(options))
+        raise ConfigError(f"{parts.scheme}:// stores take no options: {names}")
+    if parts.query or parts.fragment:
+        raise ConfigError(
+            f"{parts.scheme}:// store URLs have no query and no fragment",
+            hint="write ? as %3F and # as %23 in a URL, or give a plain path",
+        )
+    return parts
+
+
 def is_segment(name: str) -> bool:
     """Whether ``name`` may stand between two slashes of a key."""
     return len(name) <= MAX_SEGMENT_LENGTH and _SEGMENT.fullmatch(name) is not None
@@ -262,6 +286,11 @@ def bytes_view(data: Buffer) -> memoryview:
 def not_found(key: str, url: str) -> ObjectNotFoundError:
     """Build the error for a key without an object."""
     return ObjectNotFoundError(f"{url} has no object {key!r}", key=key, url=url)
+
+
+def already_exists(key: str, url: str) -> AlreadyExistsError:
+    """Build the error for a key that was to be absent."""
+    return AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
 
 
 def too_short(key: str, url: str, *, nbytes: int, end: int) -> MalformedError:

@@ -14,8 +14,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
+from deltachain.retry import Deadline
 from deltachain.store.base import MAX_DOCUMENT
-from deltachain.store.retry import Deadline
 
 _LEAST_S: Final = 0.5
 """Seconds that every request has: the last one of a call begins when its time is over."""

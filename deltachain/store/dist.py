@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,27 +23,24 @@ from typing import Any, Final
 import msgspec
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from deltachain.errors import (
-    AlreadyExistsError,
     ConfigError,
     ObjectNotFoundError,
     StoreUnavailableError,
 )
 from deltachain.store.base import (
-    MAX_DOCUMENT,
     Capabilities,
     ObjectInfo,
+    already_exists,
     bytes_view,
     check_key,
-    check_limit,
-    check_nbytes,
     check_prefix,
-    check_range,
-    find_each,
     not_found,
-    too_short,
+    split_url,
 )
+from deltachain.store.simple import Choose, SimpleStore
 from deltachain.types import Buffer
 
 SMALL: Final = 1 << 16
@@ -83,7 +80,7 @@ class _Ask(msgspec.Struct, frozen=True):
     rank: int
 
 
-class DistStore:
+class DistStore(SimpleStore):
     """See the module. Every rank of the job opens it, at the same point of its program.
 
     Args:
@@ -124,55 +121,27 @@ class DistStore:
         return cls._opened[name]
 
     @property
+    @override
     def url(self) -> str:
         """``dist://`` and the name."""
         return f"dist://{self._name}"
 
     @property
+    @override
     def capabilities(self) -> Capabilities:
-        """Everything."""
         return _CAPABILITIES
 
     @property
+    @override
     def requests(self) -> int:
         """Questions to the key-value store, and to ranks that hold objects."""
         return self._requests
 
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole small object; see ``Store``."""
-
-        def whole(nbytes: int) -> tuple[int, int]:
-            check_limit(key, self.url, nbytes=nbytes, limit=limit)
-            return 0, nbytes
-
-        return self._read(key, whole)
-
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:  # noqa: ARG002
-        """Read a whole object of known size; see ``Store``."""
-        check_range(0, nbytes)
-
-        def whole(actual: int) -> tuple[int, int]:
-            check_nbytes(key, self.url, expected=nbytes, actual=actual)
-            return 0, nbytes
-
-        return self._read(key, whole)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read exactly ``length`` bytes of an object; see ``Store``."""
-        check_range(start, length)
-
-        def some(nbytes: int) -> tuple[int, int]:
-            if start + length > nbytes:
-                raise too_short(key, self.url, nbytes=nbytes, end=start + length)
-            return start, length
-
-        return self._read(key, some)
-
-    def _read(self, key: str, window: Callable[[int], tuple[int, int]]) -> bytes:
-        """Read a window of an object, which another may replace meanwhile."""
-        while True:
+    @override
+    def _read(self, key: str, choose: Choose) -> bytes:
+        while True:  # another may replace it meanwhile
             entry = self._require(key)
-            data = self._fetch(entry, *window(entry.nbytes))
+            data = self._fetch(entry, *choose(entry.nbytes))
             if data is not None:
                 return data
             if self._require(key).nonce == entry.nonce:
@@ -180,40 +149,34 @@ class DistStore:
                     f"rank {entry.holder} no longer holds {key!r}", key=key, url=self.url
                 )
 
+    @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object, in place of any other; see ``Store``."""
         check_key(key)
         nonce, word = self._hold(data)
         self._ask(lambda: self._words.set(f"object/{key}", word))
         self._put(key, nonce)
         return ""
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object under a key that has none; see ``Store``."""
         check_key(key)
         nonce, word = self._hold(data)
         there = self._ask(lambda: self._words.compare_set(f"object/{key}", "", word))
         if bytes(there) != word:
             with self._lock:
                 self._held.pop(nonce, None)
-            raise AlreadyExistsError(
-                f"{self.url} already has an object {key!r}", key=key, url=self.url
-            )
+            raise already_exists(key, self.url)
         self._put(key, nonce)
 
+    @override
     def find(self, key: str) -> ObjectInfo | None:
-        """Look an object up without reading it; see ``Store``."""
         entry = self._look(key)
         if entry is None:
             return None
         return ObjectInfo(key=key, nbytes=entry.nbytes, modified=entry.modified)
 
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look several objects up; see ``Store``."""
-        return find_each(self, keys)
-
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with ``prefix``, in order; see ``Store``."""
         check_prefix(prefix)
         self._requests += 1
         if not self._ask(lambda: self._words.check(["keys"])):
@@ -222,14 +185,15 @@ class DistStore:
         wanted = sorted({key for key in keys if key.startswith(prefix)})
         return iter(self.find_all(wanted).values())
 
+    @override
     def delete(self, key: str) -> None:
-        """Remove an object if there is one; see ``Store``."""
         check_key(key)
         self._requests += 1
         self._ask(lambda: self._words.delete_key(f"object/{key}"))
         with self._lock:
             self._held.pop(self._newest.pop(key, b""), None)
 
+    @override
     def close(self) -> None:
         """Do nothing: others read what this rank holds, as long as the job runs."""
 
@@ -360,3 +324,13 @@ class DistStore:
         except (dist.DistError, RuntimeError) as exc:
             message = str(exc).partition("\n")[0]
             raise StoreUnavailableError(f"{self.url}: {message}", url=self.url) from exc
+
+
+def open_dist(url: str, options: Mapping[str, Any], *, writer: bool) -> DistStore:  # noqa: ARG001
+    """Open ``dist://name``, in every rank of the job at the same point of its program.
+
+    Raises:
+        ConfigError: There are options, or ``torch.distributed`` is not initialised.
+    """
+    parts = split_url(url, options)
+    return DistStore.named(f"{parts.netloc}{parts.path}".rstrip("/"))

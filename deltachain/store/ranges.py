@@ -14,7 +14,7 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-from deltachain.store.retry import Deadline
+from deltachain.retry import Deadline
 from deltachain.threads import Pool
 
 RANGE_NBYTES: Final = 8 << 20

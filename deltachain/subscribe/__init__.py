@@ -1,4 +1,4 @@
-"""The replica's side: plan, fetch, prove, swap."""
+"""Subscribing: plan, fetch, verify and swap versions into a target."""
 
 from __future__ import annotations
 

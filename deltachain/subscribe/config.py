@@ -1,4 +1,4 @@
-"""How a subscriber behaves."""
+"""Settings of a subscriber."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ class SubscribeConfig:
     """Settings of a :class:`Subscriber`; the defaults suit most replicas.
 
     Raises:
-        ConfigError: A value is none of those allowed.
+        ConfigError: A value is out of range.
     """
 
     url: str
-    """Where the chain lies."""
+    """URL of the chain."""
 
     base: Path | None = None
-    """Where the base checkpoint of the chain lies here, if it has one and the path differs."""
+    """Local folder of the chain's base checkpoint; the publisher's path if ``None``."""
 
     stage_budget: int = 4 << 30
-    """Bytes of staged and undo bits. What does not fit (an anchor of a large model) is decoded
-    twice, once to prove it and once while it is written, and cannot be taken back."""
+    """Limit of staged and undo bits, in bytes. A larger update (an anchor of a large model) is
+    decoded twice, once for verification and once while it is written, and cannot be undone."""
 
     undo_applies: int = 2
-    """Applies whose old bits are kept, so that ``rollback`` needs no store."""
+    """Number of applies whose old bits are kept for a ``rollback`` without the store."""
 
     poll_s: float | None = None
-    """Seconds between looks for a new version; each is varied by a quarter, so that replicas that
-    were started together do not ask together. Not given: what the store bears."""
+    """Seconds between polls for a new version, with a jitter of 25 % to spread replicas that start
+    together. ``None``: the default of the store."""
 
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What the library behind the store needs to know beyond the URL and the environment."""
+    """Options of the library behind the store, beyond URL and environment."""
 
     verify_at_start: bool = True
-    """Recompute the state of a target that remembers what it holds, before believing it."""
+    """Verify the state digest of a target that records its version (a folder) when it is opened."""
 
     trust_remote_code: bool = False
-    """Whether the chain's small files may name code in a repository (``auto_map``:
-    ``repo--modeling.Class``), which whoever loads the folder so runs. Not given: they are written
-    without, and a warning says so."""
+    """Keep references to remote code in assets (``auto_map``: ``repo--modeling.Class``), which run
+    when the folder is loaded. By default they are removed with a warning."""
 
     def __post_init__(self) -> None:
         polls = self.poll_s is None or self.poll_s > 0

@@ -1,4 +1,4 @@
-"""The way to a version: the cheapest one whose objects can all be used."""
+"""Fetch of the cheapest plan whose objects are all usable."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 def fetch_around(
     chain: Chain, held: HeldVersion | None, committed: Committed, *, base: Path | None
 ) -> Fetched:
-    """Fetch the cheapest plan that works: one with an unusable object is planned around.
+    """Fetch the cheapest plan; plan again without an edge that has an unusable object.
 
     Args:
         chain: The chain.
-        held: Where from; ``None`` for nothing.
-        committed: Where to.
-        base: The checkpoint that a base reference stands for.
+        held: The version held; ``None`` for nothing.
+        committed: The version to reach.
+        base: Local folder of the base checkpoint.
 
     Raises:
-        DeltaChainError: What is wrong with an object that no way leads around.
+        DeltaChainError: An object is unusable, and no plan avoids it.
     """
     avoid: list[EdgeSummary] = []
     failure: DeltaChainError | None = None
@@ -57,21 +57,21 @@ def fetch_around(
 
 
 def _named(failure: DeltaChainError, committed: Committed) -> DeltaChainError:
-    """What no way leads around: a gap in the chain is told from an object that is gone."""
+    """Replace the error for a missing manifest by one that names the gap."""
     key = failure.key if isinstance(failure, ObjectNotFoundError) else ""
     version = version_of(key)
     if version is None or key != manifest_key(version):
         return failure
     return BrokenChainError(
-        f"manifest of version {version} is missing ({key}), and no way leads around it to version "
-        f"{committed.version}",
+        f"manifest of version {version} is missing ({key}), and no plan to version "
+        f"{committed.version} avoids it",
         version=version,
-        hint="manifests are never deleted: put it back, or publish an anchor",
+        hint="manifests must never be deleted: restore it, or publish an anchor",
     )
 
 
 def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
-    """The edge of a plan that an error is about."""
+    """Return the edges of a plan that an error concerns."""
     if isinstance(exc, ConfigError):
         return [edge for edge in plan.edges if edge.kind == "base"]
     key = exc.key if isinstance(exc, FormatError | ObjectNotFoundError) else ""

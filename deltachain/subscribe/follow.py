@@ -1,9 +1,8 @@
-"""Following a chain: the loop that applies what is committed, and heals by itself."""
+"""The follow loop: applies versions as they are committed, and recovers from failures."""
 
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Callable, Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Final
@@ -22,6 +21,7 @@ from deltachain.errors import (
     TensorMismatchError,
     UnsupportedFormatError,
 )
+from deltachain.retry import Backoff
 from deltachain.subscribe.receipt import ApplyReceipt
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ NEEDS_A_PERSON: Final = (
     TensorMismatchError,
     UnsupportedFormatError,
 )
-"""What waiting does not cure: these end the loop."""
+"""Errors that need an operator; they end the loop."""
 
 LOOK_BACK: Final = 8
-"""Turns after which a follower looks again at what it holds."""
+"""Iterations between two checks of the held version in the store."""
 
 MOST_POLLS: Final = 32
-"""Polls' worth of waiting after repeated failures, at most."""
+"""Upper bound of the back-off after repeated failures, in poll intervals."""
 
 
 def follow(
@@ -55,9 +55,9 @@ def follow(
 ) -> Iterator[ApplyReceipt]:
     """Apply versions as they are committed, until ``stop`` is set.
 
-    A store that is down, an object that is corrupt or gone, a target that somebody else wrote to:
-    each is logged once and tried again, ever more slowly, and from nothing where the target's state
-    is in doubt. What only a person can resolve is raised: a fork, another model, a newer format.
+    An unavailable store, a corrupt or missing object and a target that was modified externally are
+    logged once and retried with back-off, from nothing if the target's state is unknown. Errors
+    that need an operator are raised: a fork, another model, a newer format.
     """
     failures = turns = 0
     logged = ""
@@ -82,15 +82,15 @@ def follow(
                 logger.warning("following %s: %s", subscriber.config.url, exc)
         if receipt is not None:
             yield receipt
-        if receipt is None or receipt.lag_versions <= 0:  # else there is more, and no look was lost
+        if receipt is None or receipt.lag_versions <= 0:  # else later versions are known already
             _wait(subscriber, failures, stop)
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
-    """Look again at what is held, if that is due, and go around a gap behind it.
+    """Check the held version in the store if a check is due; plan around a gap after it.
 
     Returns:
-        What was applied, and whether what is held is known to be where it should be.
+        The receipt of an apply, if any, and whether the held version was found in the store.
     """
     held, chain, watch = subscriber.held, subscriber.chain, subscriber.watch
     if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
@@ -105,15 +105,15 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
 
 
 def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None:
-    """Go to the head by whichever way there is, and say so."""
+    """Update to the head by any plan, and log the reason."""
     receipt = subscriber.update()
     if receipt is not None:
-        logger.warning("%s; another way led to version %d", exc.args[0], receipt.version)
+        logger.warning("%s; reached version %d by another plan", exc.args[0], receipt.version)
     return receipt
 
 
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
-    """One look for a new version, which asks the store one thing when there is none."""
+    """Poll once for a new version and apply it; one request to the store if there is none."""
     chain, held = subscriber.chain, subscriber.held
     if held is None:
         return subscriber.update()
@@ -126,12 +126,12 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
     except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
         if later and later.version == chain.newest(held.version):
             raise
-        return _around(subscriber, exc)  # no way leads there; one may lead to a later version
+        return _around(subscriber, exc)  # a plan may lead to a later version
     except (ChainError, BaseMismatchError):
         there = subscriber.version
         if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
             raise
-        return None  # somebody else has rolled back, or applied it, meanwhile
+        return None  # rolled back or applied by another thread meanwhile
 
 
 def _was_rolled_back(subscriber: Subscriber) -> bool:
@@ -139,8 +139,8 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
 
 
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
-    """Wait for the next poll, longer after each failure, or until told or stopped."""
-    wait_s = subscriber.poll_s * min(2 ** min(failures, 8), MOST_POLLS)
-    wait_s *= random.uniform(0.75, 1.25)  # noqa: S311 - spreads replicas, guards nothing
-    if not stop.is_set() and subscriber.told.wait(wait_s):
+    """Wait for the next poll, longer after each failure, or until notified or stopped."""
+    most_s = 1.25 * subscriber.poll_s  # with 0.4 of it random, one poll on average
+    pauses = Backoff(most_s, most_s * MOST_POLLS, random_share=0.4)
+    if not stop.is_set() and subscriber.told.wait(pauses.pause_s(failures)):
         subscriber.told.clear()

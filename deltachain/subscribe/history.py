@@ -1,4 +1,4 @@
-"""What a target holds, and whether the chain in the store still is the one that led there."""
+"""History checks: the version a target holds, and its place in the chain of the store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def held_by(chain: Chain, committed: Committed) -> HeldVersion:
-    """What a target holds once it holds a committed version."""
+    """Describe a target that holds a committed version."""
     manifest = committed.manifest
     return HeldVersion(
         chain=chain.identity.chain,
@@ -26,13 +26,13 @@ def held_by(chain: Chain, committed: Committed) -> HeldVersion:
 
 
 def identify(chain: Chain, target: Target, *, verify: bool) -> HeldVersion | None:
-    """Find out which version a target holds.
+    """Find the version that a target holds.
 
-    What the target remembers counts if it is of this chain and, where asked for, its bits still
-    have that state. Otherwise its bits are looked up among the states of the chain.
+    The target's own record counts if it names this chain and, with ``verify``, its bits have the
+    recorded state digest. Otherwise the state digest of its bits is looked up in the chain.
 
     Returns:
-        ``None`` when it holds no version of the chain.
+        ``None`` if the target holds no version of the chain.
     """
     held = target.held()
     if held is not None and held.chain == chain.identity.chain and not verify:
@@ -43,18 +43,18 @@ def identify(chain: Chain, target: Target, *, verify: bool) -> HeldVersion | Non
     if held is not None and held.chain == chain.identity.chain and held.state == str(state):
         return held
     if held is not None:
-        logger.warning("the target does not hold version %d as it remembers", held.version)
+        logger.warning("the target does not hold the recorded version %d", held.version)
     found = chain.find_state(state)
     return held_by(chain, found) if found else None
 
 
 def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None:
-    """Refuse a version that did not grow out of what is held.
+    """Raise if a version does not descend from the held one.
 
     Raises:
         ForkedChainError: The history in the store is another one.
-        StoreWentBackError: What is held is gone, and nothing newer is there.
-        BrokenChainError: What is held is gone, and the version lies before it.
+        StoreWentBackError: The held version is gone, and no newer one exists.
+        BrokenChainError: The held version is gone, and ``committed`` is older.
     """
     manifest = committed.manifest
     version = manifest.version
@@ -69,36 +69,36 @@ def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None
         same = _grew_out_of(chain, held, committed)
     if not same:
         raise ForkedChainError(
-            f"version {held.version} in the store is not the one that is held "
+            f"version {held.version} in the store differs from the held one "
             f"(manifest {held.manifest})",
             version=held.version,
         )
     if manifest.epoch < held.epoch:
         raise ForkedChainError(
-            f"version {version} is of epoch {manifest.epoch}, epoch {held.epoch} is held",
+            f"version {version} is of epoch {manifest.epoch}, older than the held {held.epoch}",
             version=version,
         )
 
 
 def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) -> bool:
-    """Whether what is held, no older than a version that was announced, grew out of that.
+    """Return whether the held version equals or descends from an announced one.
 
     Args:
         chain: The chain.
-        held: What is held.
-        version: What was announced.
-        manifest: The digest of its manifest.
+        held: The version held, not older than ``version``.
+        version: The announced version.
+        manifest: Digest of the announced manifest.
 
     Raises:
-        ForkedChainError: The version is another one in this store, or what is held is.
-        StoreWentBackError: What is held is gone.
+        ForkedChainError: The announced or the held version differs from the one in the store.
+        StoreWentBackError: The held version is gone.
     """
     if held.version == version and held.manifest == manifest:
         return True
     there = chain.find(version)
     if there is not None and there.digest != manifest:
         raise ForkedChainError(
-            f"version {version} in the store has manifest {there.digest}, {manifest} was announced",
+            f"version {version} in the store has manifest {there.digest}, announced was {manifest}",
             version=version,
         )
     check_standing(chain, held)
@@ -106,20 +106,20 @@ def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) ->
 
 
 def check_standing(chain: Chain, held: HeldVersion) -> None:
-    """Refuse a store where what is held is not committed.
+    """Raise if the held version is not committed in the store.
 
     Raises:
-        DeltaChainError: What :func:`judge` says of it.
+        DeltaChainError: The error of :func:`judge`.
     """
     finding = judge(held, chain.look_back(held.version), chain.store.url)
     if isinstance(finding, BrokenChainError) and finding.version != held.version:
-        return  # what is held is there
+        return  # the held version is in the store
     if finding is not None:
         raise finding
 
 
 def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
-    """Whether a later version has what is held in its past, as far as that can be told."""
+    """Return whether a later version descends from the held one, as far as states tell."""
     there = chain.find(held.version)
     if there is not None:
         return there.digest == held.manifest
@@ -128,10 +128,10 @@ def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
         return following.manifest.parent == held.manifest
     states = {e.state for e in committed.manifest.recent if e.version == held.version}
     logger.warning(
-        "manifest of version %d, which is held, is missing; %d is there%s",
+        "manifest of the held version %d is missing, although version %d exists%s",
         held.version,
         committed.version,
-        "" if states else ", and nothing tells whether it grew out of that",
+        "" if states else "; no listed state tells whether it descends from the held one",
     )
     return states <= {held.state}
 
@@ -139,18 +139,18 @@ def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
 def require(
     chain: Chain, version: Version | Committed | None, held: HeldVersion | None = None
 ) -> Committed:
-    """The manifest of a version, or of the head; one that was read already as it is.
+    """Read the manifest of a version or of the head; pass on one that was read already.
 
     Args:
         chain: The chain.
-        version: Which; the head when not given.
-        held: What must be in the same chain, if anything is held.
+        version: The version, its manifest, or ``None`` for the head.
+        held: The version held, which must be in the same chain; ``None`` for nothing.
 
     Raises:
         ObjectNotFoundError: The whole chain is gone.
-        BrokenChainError: It is not there although later ones are.
-        StoreWentBackError: What is held is gone as well.
-        ChainError: It is not committed.
+        BrokenChainError: The manifest is missing, although later ones exist.
+        StoreWentBackError: The held version is gone as well.
+        ChainError: The version is not committed.
     """
     if isinstance(version, Committed):
         return version
@@ -169,6 +169,6 @@ def require(
         raise BrokenChainError(
             f"manifest of version {version} is missing, head is {head.version}",
             version=version,
-            hint="manifests are never deleted: somebody removed it from the store",
+            hint="manifests must never be deleted: it was removed from the store",
         )
     raise ChainError(f"version {version} is not committed, head is {head.version}", version=version)

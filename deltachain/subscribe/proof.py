@@ -1,4 +1,4 @@
-"""The proof that a plan leads to the version it promises, from what it changes alone."""
+"""Proof that a plan leads to the state digest of its version, from the changed elements alone."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deltachain.types import StateDigest
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a plan does to the live bits.
+    """Effect of a plan on the live bits.
 
     Attributes:
-        change: What it does to the state digest.
-        written: State digest of what a plan from nothing writes; zero for any other.
-        nnz: Elements written.
+        change: Change of the state digest.
+        written: State digest of the bits written by a plan from nothing; zero for other plans.
+        nnz: Number of written elements.
     """
 
     change: StateDigest = field(default_factory=StateDigest)
@@ -31,13 +31,13 @@ class Effect:
 
 
 def check_whole(fetched: Fetched) -> None:
-    """Refuse a plan from nothing that leaves tensors out.
+    """Raise if a plan from nothing does not contain every tensor.
 
     Raises:
-        BrokenChainError: It does.
+        BrokenChainError: A tensor is missing.
     """
     if fetched.from_nothing and len(fetched.names) != len(fetched.specs):
-        raise BrokenChainError("the plan from nothing does not give every tensor")
+        raise BrokenChainError("the plan from nothing does not contain every tensor")
 
 
 def judge(
@@ -48,26 +48,26 @@ def judge(
     state: StateDigest,
     suspect: Callable[[], str] = str,
 ) -> bool:
-    """Prove the state that an effect leads to.
+    """Prove that a plan's effect leads to the state digest of the version.
 
     Args:
-        fetched: The plan.
-        effect: What it does, added up over all tensors and ranks.
-        base: State digest the target holds; not needed for a plan from nothing.
-        state: State digest of the version.
-        suspect: Asked, if it fails, what is probably wrong.
+        fetched: The fetched plan.
+        effect: Effect of the plan, summed over all tensors and ranks.
+        base: State digest that the target holds; unused for a plan from nothing.
+        state: State digest of the version, from its manifest.
+        suspect: Called on failure; returns the probable cause as text for the message.
 
     Returns:
-        Whether what is overwritten is proven as well.
+        Whether the overwritten bits are proven as well, so that the apply can be undone.
 
     Raises:
-        BaseMismatchError: The target does not hold the bits that the plan applies to.
+        BaseMismatchError: The target does not hold the base bits of the plan.
     """
     changed = None if base is None else base + effect.change
     total = effect.written if fetched.from_nothing else changed
     if total != state:
         raise BaseMismatchError(
-            f"{fetched.plan} would lead to state {total}, the manifest says {state}"
+            f"{fetched.plan} would lead to state {total}, expected {state}"
             f"{suspect()}; nothing was written",
             version=fetched.plan.target,
         )

@@ -1,4 +1,4 @@
-"""What an apply did."""
+"""Receipt of an apply."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deltachain.types import StateDigest, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyReceipt:
-    """One swap, from the subscriber's side. The state was proven before anything was written.
+    """Result of one swap, proven against the manifest's state digest before the first write.
 
     Attributes:
         version: The version now held.
@@ -17,16 +17,23 @@ class ApplyReceipt:
         step: The trainer's step of the version.
         state: State digest of the version.
         plan: The plan, printed.
-        nnz: Elements written.
-        nbytes: Bytes fetched.
-        requests: Requests to the store since the receipt before, looks for new versions included.
-        refetched: Objects that were corrupt at first.
-        lag_versions: Versions that were committed meanwhile, as seen when staging ended.
-        staleness_s: Seconds from the version's commit to the swap, by two clocks.
+        nnz: Number of written elements.
+        nbytes: Fetched bytes.
+        requests: Requests to the store since the previous receipt, polls included.
+        refetched: Keys of objects that were corrupt on the first read.
+        lag_versions: Versions committed after this one, as of the end of staging.
+        staleness_s: Seconds from the version's commit to the swap; differs from wall time by the
+            offset of the publisher's clock.
         fetch_s: Seconds of planning and fetching.
-        stage_s: Seconds of decoding, gathering and proving, while the target was in use.
+        stage_s: Seconds of decoding and verification, while the target was in use.
         swap_s: Seconds of writing.
-        pause_s: Seconds that the target was out of use: writing, and an engine's pause around it.
+        pause_s: Seconds in which the target was unavailable: the swap, and for an engine the pause
+            around it.
+
+    Example:
+        >>> receipt = deltachain.Subscriber(url, weights).update()
+        >>> receipt.previous, receipt.version, receipt.nnz
+        (None, 1, 6)
     """
 
     version: Version

@@ -1,4 +1,4 @@
-"""What a subscriber keeps between the two halves of an apply."""
+"""State of an apply between stage and swap."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from deltachain.types import StateDigest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A proven apply that waits for its swap.
+    """A proven apply, ready to swap.
 
     Attributes:
-        held: What the target is proven to hold as it is staged; ``None`` for nothing.
-        to: What it will hold.
-        step: The trainer's step of that version.
-        time: When that version was committed, by the publisher's clock.
-        generation: Swaps of the subscriber so far; another swap voids this.
-        fetched: The objects.
-        prepared: What the target will write.
+        held: The version held when it was staged; ``None`` for nothing.
+        to: The version held after the swap.
+        step: The trainer's step of the new version.
+        time: Time of its commit in seconds since 1970, on the publisher's clock.
+        generation: Number of swaps of the subscriber; another swap invalidates this apply.
+        fetched: The fetched objects.
+        prepared: The prepared writes of the target.
         head: The newest version when staging ended.
         fetch_s: Seconds of planning and fetching.
-        stage_s: Seconds of decoding and proving.
+        stage_s: Seconds of decoding and verification.
     """
 
     held: HeldVersion | None
@@ -40,7 +40,7 @@ class Staged:
     stage_s: float
 
     def receipt(self, *, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
-        """What is said of it once it is swapped."""
+        """Build the receipt after the swap."""
         return ApplyReceipt(
             version=self.to.version,
             previous=self.held.version if self.held else None,

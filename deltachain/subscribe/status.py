@@ -1,4 +1,4 @@
-"""What a replica says of itself."""
+"""Status of a subscriber."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ if TYPE_CHECKING:
 
 
 class Status(Struct, frozen=True, kw_only=True):
-    """Held and head, as JSON fields.
+    """Held version and head, as JSON fields.
 
     Attributes:
-        url: Where the chain lies.
-        chain: Its id.
-        version: The version held; null for nothing that can be proven.
-        manifest: blake3 of its manifest: of two replicas with one version and two of these, one
-            holds what is not the chain's.
-        state: Its state digest.
+        url: URL of the chain.
+        chain: Id of the chain.
+        version: The proven version held; null for none.
+        manifest: blake3 of its manifest. Two replicas with equal versions and different manifests
+            follow different histories.
+        state: State digest of this version.
         head: The newest version in the store.
-        lag_versions: ``head - version``; null where the store has no such lag: see ``doubt``.
-        doubt: Why what is held may not be the chain's: the store went back, forked or was lost.
-        pinned: Whether a rollback keeps it where it is.
-        poisoned: Whether it cannot prove what it holds.
-        last: The last apply, in words.
+        lag_versions: ``head - version``; null if the head is older than ``version``.
+        doubt: Why the held version may not be part of the chain: the store went back, forked or was
+            lost; empty otherwise.
+        pinned: Whether a rollback keeps the target at this version.
+        poisoned: Whether the target's state is unknown.
+        last: The last receipt as text.
     """
 
     url: str
@@ -45,7 +46,7 @@ class Status(Struct, frozen=True, kw_only=True):
 
 
 def status_of(subscriber: Subscriber) -> Status:
-    """What a subscriber holds, and what the store says of it now."""
+    """Read the held version and the current head of the store."""
     chain, held = subscriber.chain, subscriber.held
     head, doubt = chain.head(), subscriber.watch.doubt
     try:
@@ -70,5 +71,5 @@ def status_of(subscriber: Subscriber) -> Status:
 
 
 def lag(head: Version | None, held: Version | None) -> int | None:
-    """Versions behind; ``None`` where that means nothing: a store that ends before what is held."""
+    """Return the versions behind the head; ``None`` if the head is older than the held version."""
     return None if head is None or held is None or head < held else head - held

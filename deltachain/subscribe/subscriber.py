@@ -1,4 +1,4 @@
-"""The subscriber: plan, fetch, prove, swap; and back."""
+"""The subscriber: stage, swap and roll back versions of a chain."""
 
 from __future__ import annotations
 
@@ -40,17 +40,22 @@ logger = logging.getLogger(__name__)
 
 
 class Subscriber:
-    """Keeps one target at a version of a chain.
+    """Keeps a target at a version of a chain.
 
-    ``stage`` does everything that can fail and only reads the target; ``swap`` writes. A subscriber
-    never goes back by itself; after ``rollback`` it stays until ``release``. Methods may be called
-    from any thread: one writes at a time, and what was staged before another swap is refused.
+    ``stage`` fetches and verifies and only reads the target; ``swap`` writes. A subscriber never
+    goes back by itself; after ``rollback`` it stays at that version until ``release``. Methods are
+    thread-safe: one call writes at a time, and a swap of an outdated stage is refused.
 
     Args:
         config: Settings, or the URL alone.
         target: A torch module, a dict of tensors by checkpoint name, the path of a checkpoint
             folder, or any :class:`Target`.
-        store: The store, if it is not to be opened from the URL.
+        store: The store; opened from the URL if ``None``.
+
+    Example:
+        >>> subscriber = deltachain.Subscriber(url, weights)  # a dict of tensors, or a module
+        >>> subscriber.update().version
+        1
     """
 
     def __init__(
@@ -70,14 +75,14 @@ class Subscriber:
         self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
 
     def open(self) -> Chain:
-        """Open the chain, bind the target to it, and find out what it holds. Again is allowed.
+        """Open the chain, bind the target to it, and find the version it holds; idempotent.
 
         Raises:
-            ObjectNotFoundError: There is none yet.
+            ObjectNotFoundError: The store has no chain yet.
             TensorMismatchError: The target is not the model of the chain.
         """
         if self._chain is None:
-            with self._opening:  # whoever came later would undo what the first has applied since
+            with self._opening:  # a second opening would discard versions applied since the first
                 self._chain = self.opened or self._open()
         return self._chain
 
@@ -90,64 +95,63 @@ class Subscriber:
 
     @property
     def chain(self) -> Chain:
-        """The chain, opened when first needed: a replica may start before its trainer."""
+        """The chain, opened on first access: a replica may start before its trainer."""
         return self.open()
 
     @property
     def opened(self) -> Chain | None:
-        """The chain, if it was opened already; asks nobody."""
+        """The chain if it is open, else ``None``; makes no request."""
         return self._chain
 
     @property
     def held(self) -> HeldVersion | None:
-        """What the target holds; ``None`` for nothing that can be proven.
+        """The proven version that the target holds; ``None`` for none.
 
-        Known from the first call that reads the chain.
+        Known after the first call that reads the chain.
         """
         return None if self.poisoned else self._held
 
     @property
     def version(self) -> Version | None:
-        """The version that the target holds."""
+        """Number of the held version; ``None`` for none."""
         return self.held.version if self.held else None
 
     @property
     def poll_s(self) -> float:
-        """Seconds between looks for a new version."""
+        """Seconds between polls for a new version."""
         return self.config.poll_s or self._store.capabilities.poll_s
 
     def update(self, version: Version | Committed | None = None) -> ApplyReceipt | None:
-        """Stage and swap.
+        """Stage and swap a version.
 
         Args:
-            version: Where to; the head when not given.
+            version: The version; the head if ``None``.
 
         Returns:
-            ``None`` when that is what is held, or when a rollback pinned the target.
+            ``None`` if this version is held already, or a rollback pinned the target.
         """
         with self._updating:
             staged = self.stage(version)
             return self.swap(staged) if staged else None
 
     def stage(self, version: Version | Committed | None = None) -> Staged | None:
-        """Fetch, verify, decode and prove the way to a version; the target is only read.
+        """Fetch, decode and verify an update to a version; the target is only read.
 
         Args:
-            version: Where to, or its manifest if that was just read; the head when not given.
+            version: The version, or its manifest if that was just read; the head if ``None``.
 
         Returns:
-            What ``swap`` takes; ``None`` when there is nothing to do.
+            The argument of ``swap``; ``None`` if there is nothing to do.
 
         Raises:
-            ChainError: The version is not committed, lies behind or forked off; no way leads there;
-                a rollback keeps the target elsewhere.
-            FormatError: An object is corrupt, also when fetched again, and no way leads around it.
-            BaseMismatchError: The target does not hold the bits that it should. It is poisoned now:
-                the next call plans from nothing.
+            ChainError: The version is not committed, older than the held one or forked off; no plan
+                exists; or a rollback pinned the target.
+            FormatError: An object is corrupt, even when fetched again, and no plan avoids it.
+            BaseMismatchError: The target holds other bits; the next call plans from nothing.
             StoreError: The store failed.
         """
         chain = self.chain
-        with self._writing:  # a rollback may come at any time: these belong together
+        with self._writing:  # a concurrent rollback changes all three
             last, held, generation, pinned = self._held, self.held, self._generation, self.pinned
         if pinned and last is not None:
             number = version.version if isinstance(version, Committed) else version
@@ -155,18 +159,18 @@ class Subscriber:
                 raise ChainError(
                     f"a rollback keeps this target at version {last.version}",
                     version=number,
-                    hint="release() it first",
+                    hint="call release() first",
                 )
             if held is not None:
                 return None
-            version = last.version  # heals, and stays
+            version = last.version  # heal at the pinned version
         committed = self._require(chain, version, last)
-        if last is not None:  # poisoned or not: healing does not go back either
+        if last is not None:  # healing a poisoned target does not go back either
             if committed.version < last.version:
                 raise ChainError(
-                    f"version {committed.version} lies behind {last.version}",
+                    f"version {committed.version} is older than the held {last.version}",
                     version=committed.version,
-                    hint="a subscriber goes back only by rollback()",
+                    hint="call rollback() to go back",
                 )
             if held is not None and committed.version == held.version:
                 self.watch.proved(held)
@@ -176,7 +180,7 @@ class Subscriber:
     def _require(
         self, chain: Chain, version: Version | Committed | None, last: HeldVersion | None
     ) -> Committed:
-        """The manifest of a version that grew out of what was held last."""
+        """Read the manifest of a version that descends from the last held one."""
         try:
             committed = require(chain, version, last)
             if last is not None:
@@ -188,12 +192,12 @@ class Subscriber:
         return committed
 
     def swap(self, staged: Staged) -> ApplyReceipt:
-        """Write a staged apply into the target. Nobody else may write to it, or read it, meanwhile.
+        """Write a staged apply into the target, which must not be used meanwhile.
 
         Raises:
-            BaseMismatchError: The target was swapped since; nothing was written.
-            PartialApplyError: It failed, and the old bits are back.
-            PoisonedError: It failed, and the target holds nothing that can be proven.
+            BaseMismatchError: Another swap happened since; nothing was written.
+            PartialApplyError: The write failed, and the old bits are restored.
+            PoisonedError: The write failed, and the state of the target is unknown.
         """
         with self._writing:
             if staged.generation != self._generation:
@@ -213,16 +217,13 @@ class Subscriber:
         return receipt
 
     def rollback(self, version: Version | None = None) -> HeldVersion:
-        """Go back, and stay there until :meth:`release`.
-
-        Applies that are still remembered are taken back without the store; anything older is
-        planned from nothing.
+        """Go back, by the undo log or by a plan from nothing; stay there until :meth:`release`.
 
         Args:
-            version: Where to; what was held before the last apply when not given.
+            version: The version; the one held before the last apply if ``None``.
 
         Raises:
-            ChainError: There is nothing to go back to.
+            ChainError: There is no such older version.
         """
         self.open()
         with self._writing:
@@ -230,7 +231,7 @@ class Subscriber:
         return done or self._roll_back(version)
 
     def _roll_back(self, version: Version | None) -> HeldVersion:
-        """Go back by way of the store: others may pause meanwhile, and nobody updates."""
+        """Go back through the store; no update may run meanwhile."""
         with self._updating:
             while True:
                 with self._writing:
@@ -245,7 +246,7 @@ class Subscriber:
                         self._undo.clear()
 
     def _take_back(self, version: Version | None) -> tuple[HeldVersion | None, Version]:
-        """Go back without the store and pin, if what is remembered leads there; and where to."""
+        """Go back by the undo log and pin, if it reaches; return the held version and the goal."""
         held = self.held
         goal = self._undo.newest if version is None else version
         if goal is None or held is None or goal > held.version:
@@ -261,13 +262,13 @@ class Subscriber:
             self._undo.pop()
         self.pinned = True
         self.chain.went_back(goal)
-        self.watch = Watch()  # what is held now was not looked at
-        self._generation += 1  # nothing that was staged before leads away from here
+        self.watch = Watch()  # the version held now was not checked yet
+        self._generation += 1  # invalidates earlier stages
         logger.info("rolled back from version %d to %d and pinned", held.version, goal)
         return self._held, goal
 
     def release(self) -> None:
-        """Follow the head again after a rollback."""
+        """Unpin the target after a rollback, so that it follows the head again."""
         self.pinned = False
         self.told.set()
 
@@ -278,26 +279,26 @@ class Subscriber:
         every_version: bool = False,
         looked: Callable[[DeltaChainError | None], None] = lambda _: None,
     ) -> Iterator[ApplyReceipt]:
-        """Apply versions as they are committed, and heal by itself; see :func:`follow.follow`.
+        """Apply versions as they are committed; recover from failures. See :func:`follow.follow`.
 
         >>> for receipt in subscriber.follow():                        # doctest: +SKIP
         ...     print(receipt)
 
         Args:
-            stop: Ends it when set; ``notify()`` then makes it look at once.
-            every_version: Apply each version on its own instead of folding those that are waiting.
-            looked: Told after every turn what went wrong and will be tried again, if anything.
+            stop: Ends the loop when set; call ``notify()`` to end it without a wait.
+            every_version: Apply each version on its own instead of folding pending versions.
+            looked: Called after each iteration with the error to be retried, or ``None``.
         """
         return follow(self, stop=stop or Event(), every_version=every_version, looked=looked)
 
     def notify(self) -> None:
-        """Tell :meth:`follow` that there is something new, so that it need not wait to look."""
+        """Wake :meth:`follow`, so that it polls at once."""
         self.told.set()
 
     def scrub(self) -> bool:
-        """Recompute the state of the live bits; poison the target when it is not what it should be.
+        """Verify the state digest of the live bits; poison the target if it differs.
 
-        Nobody may write to the target meanwhile.
+        The target must not be written to meanwhile. Returns whether the digest matches.
         """
         with self._writing:
             held = self.held
@@ -311,15 +312,15 @@ class Subscriber:
             return not self.poisoned
 
     def alone(self) -> AbstractContextManager[bool]:
-        """A lock under which nothing is written to the target."""
+        """Lock out writes to the target."""
         return self._writing
 
     def status(self) -> Status:
-        """What the target holds and how far behind it is, for people and probes."""
+        """Return the held version, its lag and its health, for operators and probes."""
         return status_of(self)
 
     def close(self) -> None:
-        """Give store and target back. Closing twice is allowed."""
+        """Release store and target; idempotent."""
         self.target.close()
         self._store.close()
 
@@ -335,9 +336,9 @@ class Subscriber:
         self.close()
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
-        """Stage the way to a committed version from what was held at a generation."""
+        """Stage a committed version from the version held at a generation."""
         start = time.perf_counter()
-        with Pool(1) as pool:  # one look beside the fetch costs no round trip more
+        with Pool(1) as pool:  # looks up the head during the fetch, without another round trip
             looking = pool.submit(self._newest, committed.version)
             fetched = fetch_around(self.chain, held, committed, base=self.config.base)
         fetched_at = time.perf_counter()
@@ -372,7 +373,7 @@ class Subscriber:
     def _newest(self, version: Version) -> Version:
         try:
             return self.chain.newest(version)
-        except BrokenChainError:  # a gap ahead is met when it is reached
+        except BrokenChainError:  # a gap ahead is reported once it is reached
             return version
 
     def _write(self, prepared: Prepared, to: HeldVersion) -> float:
@@ -388,7 +389,7 @@ class Subscriber:
         return seconds
 
     def _poison(self) -> None:
-        """What the target holds cannot be proven: what is staged or remembered on it is void."""
+        """Mark the target's state as unknown; invalidate stages and the undo log."""
         self.poisoned = True
         self._generation += 1
         self._undo.clear()

@@ -1,4 +1,4 @@
-"""The last applies, kept so that they can be taken back without the store."""
+"""Undo log of the newest applies, for rollbacks without the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from deltachain.types import Version
 
 @dataclass(frozen=True, slots=True)
 class Undo:
-    """How to take back one apply: what was held before, and what leads there."""
+    """Undo of one apply: the version held before, and the writes that restore it."""
 
     held: HeldVersion
     prepared: Prepared
@@ -21,8 +21,8 @@ class UndoLog:
     """Old bits of the newest applies, bounded in number and in bytes.
 
     Args:
-        applies: Most applies that are kept.
-        nbytes: Most bytes that they take.
+        applies: Largest number of applies.
+        nbytes: Largest size, in bytes.
     """
 
     def __init__(self, applies: int, nbytes: int) -> None:
@@ -30,28 +30,28 @@ class UndoLog:
         self._nbytes = nbytes
 
     def push(self, held: HeldVersion, prepared: Prepared) -> None:
-        """Keep an apply that replaced ``held``; the oldest make room for it."""
+        """Add the apply that replaced ``held``; drop the oldest above the bounds."""
         self._log.append(Undo(held, prepared.undo()))
         while self._log and sum(undo.prepared.nbytes for undo in self._log) > self._nbytes:
             self._log.popleft()
 
     def clear(self) -> None:
-        """Forget everything: what is kept no longer applies to what is held."""
+        """Drop all applies, which no longer fit the target."""
         self._log.clear()
 
     def last(self) -> Undo:
-        """How to take back the newest apply."""
+        """Undo of the newest apply."""
         return self._log[-1]
 
     def pop(self) -> None:
-        """Forget the newest apply: it was taken back."""
+        """Drop the newest apply after its undo."""
         self._log.pop()
 
     def reaches(self, version: Version) -> bool:
-        """Whether taking back applies leads to ``version``."""
+        """Return whether undoing applies leads to ``version``."""
         return any(undo.held.version == version for undo in self._log)
 
     @property
     def newest(self) -> Version | None:
-        """The version that taking back the newest apply leads to."""
+        """Version restored by undoing the newest apply; ``None`` if the log is empty."""
         return self._log[-1].held.version if self._log else None

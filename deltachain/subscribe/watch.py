@@ -1,8 +1,8 @@
-"""Whether what is held is still the chain's: a second look at what was proven once.
+"""Repeated check that the held version is still part of the chain in the store.
 
-A store may be restored from an older copy, lose objects, or be given to another chain, all without
-an error: there is nothing new in it. What is missing counts once a second look, in another turn,
-misses it too.
+A store may be restored from an older copy, lose objects or be taken over by another chain without
+any error when polled: it just has nothing new. A finding counts once a second check, in a later
+iteration, confirms it.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from deltachain.types import Version
 
 
 def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | None:
-    """What is wrong with a store, by what was found where a held version was committed.
+    """Return the error for the state of the held version in a store; ``None`` if it is intact.
 
     Args:
-        held: What is held.
-        found: What a look found.
-        url: Of the store.
+        held: The version held.
+        found: State of this version in the store.
+        url: URL of the store.
     """
     if found.chain is None:
         return lost_chain(url)
     if found.chain != held.chain:
         return ChainMismatchError(
-            f"two chains were at {url}: chain.json says {found.chain}, version {held.version} of "
-            f"{held.chain} is held",
-            hint="find out which is the right one, and give the other a URL of its own; replicas "
+            f"two chains were at {url}: chain.json names {found.chain}, but version {held.version} "
+            f"of {held.chain} is held",
+            hint="decide which one is right, and give the other a URL of its own; replicas "
             "join the one that is there from nothing",
         )
     if found.manifest is None:
         return _gone(held, found.newest, url)
     if found.manifest != held.manifest:
         return ForkedChainError(
-            f"version {held.version} in the store is not the one that is held: its manifest is "
-            f"{found.manifest}, {held.manifest} is held",
+            f"version {held.version} in the store differs from the held one: its manifest is "
+            f"{found.manifest}, expected {held.manifest}",
             version=held.version,
         )
     if found.newest is not None and found.newest > held.version:
@@ -66,17 +66,17 @@ def _gone(held: HeldVersion, newest: Version | None, url: str) -> DeltaChainErro
 
 def _missing(version: Version, newest: Version) -> BrokenChainError:
     return BrokenChainError(
-        f"manifest of version {version} is missing, there is one of {newest}",
+        f"manifest of version {version} is missing, although version {newest} exists",
         version=version,
-        hint="manifests are never deleted: put it back, or publish an anchor that leads around it",
+        hint="manifests must never be deleted: restore it, or publish an anchor that avoids it",
     )
 
 
 class Watch:
-    """What looks at a held version have found so far.
+    """Findings of the checks of the held version.
 
     Attributes:
-        doubt: Why what is held may not be the chain's; ``None`` while it is.
+        doubt: Why the held version may not be part of the chain; ``None`` if it is.
     """
 
     def __init__(self) -> None:
@@ -85,27 +85,27 @@ class Watch:
         self._suspected = ""
 
     def proved(self, held: HeldVersion) -> None:
-        """A version that is held was just seen to be the chain's."""
+        """Record that the held version was just found in the chain."""
         self.doubt, self._proven, self._suspected = None, held.manifest, ""
 
     def is_open(self, held: HeldVersion) -> bool:
-        """Whether a version was not looked at yet, or not found where it should be."""
+        """Return whether a version was not checked yet, or not found."""
         return self._proven != held.manifest or bool(self._suspected)
 
     def ended(self, exc: DeltaChainError) -> None:
-        """Following ended: what it found of the chain stays until a person has resolved it."""
+        """Keep the finding that ended the follow loop, until an operator resolves it."""
         if isinstance(exc, ChainError):
             self.doubt = exc
 
     def look(self, chain: Chain, held: HeldVersion) -> bool:
-        """Look at a held version again.
+        """Check a held version in the store.
 
         Returns:
-            Whether it is where it should be; if not, another look will tell.
+            Whether it was found; if not, the next check decides.
 
         Raises:
-            ForkedChainError: Another is there.
-            DeltaChainError: Two looks, one after the other, missed the same.
+            ForkedChainError: The store has another one.
+            DeltaChainError: Two consecutive checks had the same finding.
         """
         finding = judge(held, chain.look_back(held.version), chain.store.url)
         if finding is None:
@@ -116,13 +116,13 @@ class Watch:
         return False
 
     def note(self, finding: DeltaChainError, held: HeldVersion) -> bool:
-        """Keep what a look found; whether it counts."""
+        """Record a finding; return whether it is confirmed."""
         suspected = f"{type(finding).__name__} {getattr(finding, 'version', '')}"
         counts = isinstance(finding, ForkedChainError) or self._suspected == suspected
         self._suspected = suspected
         ahead = isinstance(finding, BrokenChainError) and finding.version != held.version
         if ahead:
-            self._proven, self.doubt = held.manifest, None  # what is held is there
+            self._proven, self.doubt = held.manifest, None  # the held version is in the store
         elif counts:
             self.doubt = finding
         return counts

@@ -1,8 +1,8 @@
-"""Proves a chain as it lies in its store: every document, every object, every state.
+"""Verification of a chain in its store: every document, object and state.
 
-Nothing that the chain says of itself is believed. Its weights are rebuilt once from nothing and
-carried from version to version; each edge must lead from the state of its base to the state of its
-version, whatever else there is: the deltas that are applied, anchors, skips.
+No statement of the chain is trusted. The weights are rebuilt from nothing and carried from version
+to version; each edge (delta, anchor, skip) must lead from the state of its base to the state of its
+version.
 """
 
 from deltachain.verify.documents import edge_records, newest

@@ -1,4 +1,4 @@
-"""What the documents of a chain must say of each other."""
+"""Consistency checks between the documents of a chain."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from deltachain.types import Version
 
 
 def newest(chain: Chain) -> Version:
-    """The newest version of which there is any manifest, also behind a gap.
+    """Return the newest version with a manifest, even behind a gap.
 
     Raises:
-        ChainError: There is none.
+        ChainError: The chain has no version.
     """
     listed = [keys.version_of(info.key) for info in chain.store.list("manifests/")]
     head = chain.head()
@@ -38,18 +38,18 @@ def newest(chain: Chain) -> Version:
 
 
 def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
-    """Manifests in their order; the hint of an error says from which on the rest can be proven.
+    """Yield manifests in order; the hint of an error names the version to verify from.
 
     Raises:
-        BrokenChainError: One is missing, or names another parent.
-        FormatError: One is damaged, or lies in the place of another.
+        BrokenChainError: A manifest is missing, or names another parent.
+        FormatError: A manifest is damaged, or has the key of another version.
     """
     try:
         yield from chain.history(first, last)
     except BrokenChainError as exc:
         version = first if exc.version is None else exc.version
         lost = version if chain.find(version) is None else version - 1
-        back = f"put {keys.manifest_key(lost)} back from a backup"
+        back = f"restore {keys.manifest_key(lost)} from a backup"
         exc.hint = way_behind(chain, back, lost, last)
         raise
     except FormatError as exc:
@@ -60,27 +60,27 @@ def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
 
 
 def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
-    """What to do about a document of a version that is lost: a hint.
+    """Return the hint for a lost document.
 
     Args:
         chain: The chain.
-        back: How to bring it back.
-        lost: The version.
-        last: The newest that may be proven.
+        back: How to restore it.
+        lost: Its version.
+        last: The last version to verify.
     """
     for version in range(lost + 1, last + 1):
         with suppress(BrokenChainError, FormatError, ObjectNotFoundError):
             plan_from_nothing(chain, chain.read(version), [])
             url = chain.store.url
-            return f"{back}; `deltachain verify {url} --from {version}` proves what lies behind it"
-    return f"{back}; no version behind it can be rebuilt: publish an anchor"
+            return f"{back}; `deltachain verify {url} --from {version}` verifies later versions"
+    return f"{back}; no later version can be rebuilt: publish an anchor"
 
 
 def plan_from_nothing(chain: Chain, committed: Committed, avoid: list[EdgeSummary]) -> Plan:
-    """The cheapest way to a version whose documents are all there; ``avoid`` takes the others.
+    """Find the cheapest plan from nothing whose documents exist; add other edges to ``avoid``.
 
     Raises:
-        BrokenChainError: There is none.
+        BrokenChainError: No plan exists.
     """
     while True:
         plan = chain.plan(None, committed, avoid=avoid)
@@ -101,10 +101,10 @@ def _is_there(chain: Chain, edge: EdgeSummary) -> bool:
 def edge_records(
     chain: Chain, first: Version, last: Version
 ) -> tuple[tuple[EdgeRecord, EdgeSummary], ...]:
-    """Every edge record of some versions, oldest first, whether a manifest lists it or not.
+    """Read all edge records of a range of versions, oldest first, listed in a manifest or not.
 
     Raises:
-        MalformedError: One lies where another belongs.
+        MalformedError: A record has the key of another edge.
     """
     found = []
     for info in chain.store.list("edges/"):
@@ -124,7 +124,7 @@ def edge_records(
 
 
 def check_manifest(chain: Chain, committed: Committed, before: Committed | None) -> None:
-    """What a manifest says follows from its parent and from the table."""
+    """Check a manifest against its parent and the table."""
     manifest, key = committed.manifest, keys.manifest_key(committed.version)
     numel = sum(spec.numel for spec in chain.table.specs())
     if manifest.numel != numel:
@@ -145,7 +145,7 @@ def check_manifest(chain: Chain, committed: Committed, before: Committed | None)
 
 
 def check_record(record: EdgeRecord, key: str, committed: Committed) -> None:
-    """An edge record is about this very version."""
+    """Check that an edge record names the committed manifest and state."""
     if record.manifest != committed.digest:
         raise another(f"{key}: manifest", committed.digest, record.manifest, key=key)
     if record.state != committed.manifest.state:
@@ -153,5 +153,5 @@ def check_record(record: EdgeRecord, key: str, committed: Committed) -> None:
 
 
 def another(what: str, expected: object, actual: object, *, key: str) -> DigestMismatchError:
-    """The error for something that is not what it must be."""
+    """Build the error for a value that differs from the expected one."""
     return DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)

@@ -1,4 +1,4 @@
-"""The walk along a chain that proves it version by version."""
+"""Verification of a chain, version by version."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from deltachain.verify.documents import (
 from deltachain.verify.weights import Weights
 
 PAYLOADS: Final = ("deltas/", "anchors/", "skips/")
-"""What keys begin with that a lifecycle rule may take (FORMAT.md 1)."""
+"""Key prefixes of objects that a lifecycle rule may delete (FORMAT.md 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeProof:
-    """One edge, every object of it read and decoded.
+    """Result for one edge, all of whose objects were read and decoded.
 
     Attributes:
-        kind: As in the manifest.
+        kind: Kind of the edge.
         base: The version it starts from; ``None`` for nothing.
-        key: Of its record, or of the manifest that it was committed with.
-        nbytes: Bytes of its parts.
-        parts: Objects.
-        frames: Frames in them, each with a digest of its own.
-        nnz: Elements decoded.
-        proven: Whether it was shown to lead to the state of its version. An edge that starts before
-            the versions asked for, or at one that is expired, can only be read.
-        expired: Key of a part that is gone, of which a later anchor makes nobody need it.
-        refetched: Objects that were corrupt when first read.
+        key: Key of its edge record or manifest.
+        nbytes: Size of its parts, in bytes.
+        parts: Number of its parts.
+        frames: Number of frames in them, each with a digest of its own.
+        nnz: Number of decoded elements.
+        proven: Whether it leads to the state of its version. An edge from before the first verified
+            version, or from an expired one, can only be read.
+        expired: Key of a missing part that a later anchor makes unnecessary; empty for none.
+        refetched: Keys of objects that were corrupt on the first read.
     """
 
     kind: str
@@ -63,9 +63,9 @@ class EdgeProof:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionProof:
-    """One version: its manifest follows from the one before, its weights have its state.
+    """Result for one version: its manifest follows its parent, its weights have its state.
 
-    Where its payload expired the latter cannot be shown: ``rebuilt`` is then false.
+    If its payload has expired, the weights cannot be checked, and ``rebuilt`` is false.
     """
 
     version: Version
@@ -79,26 +79,26 @@ class VersionProof:
 def verify(
     chain: Chain, *, first: Version = 0, last: Version | None = None, base: Path | None = None
 ) -> Iterator[VersionProof]:
-    """Prove versions one by one; the first thing that is wrong ends it.
+    """Verify versions one by one; stop at the first error.
 
-    A part that is gone is wrong only if versions behind it cannot be rebuilt up to the last one:
-    else it has expired, as lifecycle rules make parts of old versions.
+    A missing part is an error only if later versions cannot be rebuilt without it. Otherwise it
+    counts as expired, as lifecycle rules delete parts of old versions.
 
     Args:
-        chain: Opened, so that its identity and table are known to belong together.
-        first: Rebuilt from nothing by the cheapest plan.
-        last: The newest version that is in the store, when not given.
-        base: Where the base checkpoint lies here, if the chain starts from one.
+        chain: An open chain.
+        first: The first version, rebuilt from nothing by the cheapest plan.
+        last: The last version; the newest in the store if ``None``.
+        base: Local folder of the base checkpoint, if the chain starts from one.
 
     Raises:
-        StoreError: An object cannot be read, or is gone and no later anchor stands in for it.
+        StoreError: An object cannot be read, or is gone and no later anchor replaces it.
         ChainError: The versions do not form one chain.
-        FormatError: An object is not what names it, or leads to another state.
+        FormatError: An object has another digest, or leads to another state.
     """
     end = newest(chain) if last is None else last
     if first > end:
         raise ChainError(f"version {first} is not committed, head is {end}", version=end)
-    for _ in chain.assets():  # each is proven as it is read
+    for _ in chain.assets():  # verified while read
         pass
     walk = _Walk(chain, base, first, end, edge_records(chain, first, end))
     before: Committed | None = None
@@ -111,17 +111,17 @@ def verify(
 
 
 class _Walk:
-    """Carries the weights along the chain and proves what lies on the way.
+    """Carries the weights from version to version and verifies each edge.
 
     Args:
-        chain: Read.
-        base: Where the base checkpoint lies.
-        first: The version to start at.
-        last: The version to end at.
-        records: Edges that were added later, of the versions to walk.
+        chain: The chain.
+        base: Local folder of the base checkpoint.
+        first: The first version.
+        last: The last version.
+        records: Edge records of these versions.
 
     Attributes:
-        lost: Says which part is gone since which no version could be rebuilt.
+        lost: Error for the missing part since which no version can be rebuilt; ``None`` for none.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class _Walk:
         self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
 
     def step(self, committed: Committed) -> VersionProof:
-        """Go to the next version."""
+        """Verify the next version."""
         version, manifest = committed.version, committed.manifest
         own = manifest.summary()
         self._known[version, ""] = own
@@ -168,7 +168,7 @@ class _Walk:
         )
 
     def _begin(self, committed: Committed) -> EdgeProof:
-        """Rebuild the first version from nothing, by the cheapest way that is there."""
+        """Rebuild the first version from nothing by the cheapest plan."""
         own, gone = committed.manifest.summary(), list[EdgeSummary]()
         if own.base is None:
             return self._prove(own, write=True)
@@ -198,7 +198,7 @@ class _Walk:
         return self._prove(own, write=True)
 
     def _leave(self, committed: Committed) -> None:
-        """Prove the skips that start here, while the weights are those of their base."""
+        """Verify the skips that start here, while the weights are those of their base."""
         for record, summary in self._records:
             if summary.base == committed.version:
                 if record.base_state != committed.manifest.state:
@@ -212,9 +212,9 @@ class _Walk:
                 self._skips[summary.version].append(proof)
 
     def _prove(self, edge: EdgeSummary, *, write: bool = False) -> EdgeProof:
-        """Show that an edge leads to its state, and with ``write`` go there.
+        """Verify that an edge leads to its state; with ``write``, apply it to the weights.
 
-        Where its parts are gone, or nobody knows the weights that it starts from, it is only read.
+        An edge with expired parts or an unknown base is only read.
         """
         if edge.base is not None and self.lost is not None:
             return self._read(edge)
@@ -231,7 +231,7 @@ class _Walk:
         return _proof(fetched, proven=True)
 
     def _read(self, edge: EdgeSummary) -> EdgeProof:
-        """Read an edge that cannot be proven."""
+        """Read an edge whose base weights are unknown."""
         try:
             return _proof(self._fetch(edge), proven=False)
         except ObjectNotFoundError as exc:
@@ -253,7 +253,7 @@ class _Walk:
         return fetched
 
     def _check_window(self, committed: Committed) -> None:
-        """What a manifest lists of the versions before it is what is there, and complete."""
+        """Check that the listed recent edges equal the stored ones and are complete."""
         version, manifest = committed.version, committed.manifest
         key = keys.manifest_key(version)
         listed = {(edge.version, edge.record): edge for edge in manifest.recent}
@@ -269,16 +269,16 @@ class _Walk:
         absent = [v for v in range(reach, version) if (v, "") not in listed]
         if absent:
             raise MalformedError(
-                f"{key}: its window from {manifest.window_from} leaves out version {absent[0]}",
+                f"{key}: its window from {manifest.window_from} lacks version {absent[0]}",
                 key=key,
             )
 
     def _check_there(self, edge: EdgeSummary, key: str) -> None:
-        """The record of an edge that a manifest lists is there, whatever it says."""
+        """Check that the record of a listed edge exists."""
         if edge.record and self._chain.store.find(edge.record) is None:
-            back = f"put {edge.record} back from a backup"
+            back = f"restore {edge.record} from a backup"
             raise ObjectNotFoundError(
-                f"{edge.record} is gone, which {key} lists",
+                f"{edge.record} is gone, although {key} lists it",
                 key=edge.record,
                 url=self._chain.store.url,
                 hint=way_behind(self._chain, back, edge.version, self._last),
@@ -286,7 +286,7 @@ class _Walk:
 
 
 def _expired(edge: EdgeSummary, gone: ObjectNotFoundError) -> EdgeProof:
-    """An edge whose payload is gone; documents are never to go."""
+    """Build the result of an edge whose payload has expired; re-raise for a document."""
     if not gone.key.startswith(PAYLOADS):
         raise gone
     return EdgeProof(

@@ -17,8 +17,8 @@ ROUNDS: Final = 6
 
 
 _AGAIN: Final = (
-    r"start (this|the|a) (publisher|trainer)[^;]* again|that is started again|start again"
-    r"|publish an anchor"
+    r"restart (this|the) (publisher|trainer)|start the publisher again|restarted trainer"
+    r"|start again|publish an anchor"
 )
 _REMOVE: Final = r"remove (manifests/[0-9]{20}\.json)"
 _DAMAGED: Final = r"or remove it and start the publisher again"
@@ -118,9 +118,9 @@ def start_anew(scene: Scene, who: str, hint: str) -> None:
 
 
 DEEDS: Final = (
-    Deed("put back", re.compile(r"\bput\b[^;:]*\bback\b"), put_back, needs_backup=True),
+    Deed("put back", re.compile(r"\bput\b[^;:]*\bback\b|\brestore\b"), put_back, needs_backup=True),
     Deed("remove what lies behind the gap", re.compile(_REMOVE), remove),
-    Deed("remove the identity", re.compile(r"or remove both and start"), remove_identity),
+    Deed("remove the identity", re.compile(r"or remove both and restart"), remove_identity),
     Deed("remove what is damaged", re.compile(_DAMAGED), remove_damaged),
     Deed("restart the publisher", re.compile(_AGAIN), restart_trainer),
     Deed("roll back", re.compile(r"roll (replicas|it|this replica) back"), roll_back, is_each=True),

@@ -104,7 +104,7 @@ def test_a_publisher_that_slept_through_a_takeover_is_fenced_as_it_wakes(url: st
         publish(two, second, 2)
 
     store.add(Fault(another_takes_over_and_goes_on, "manifests/"))
-    with pytest.raises(PublisherFencedError, match="is there already: another publisher"):
+    with pytest.raises(PublisherFencedError, match="already exists: another publisher"):
         publish(one, first, 3)
     follower.update()
     assert same(bits_of(held), bits_of(second))  # the newest history does not pass through it

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.demo.replica import DemoError
+from deltachain.demo.follower_process import DemoError
 from deltachain.demo.run import run_demo
 from deltachain.format.keys import CHAIN_KEY
 from deltachain.store import open_store

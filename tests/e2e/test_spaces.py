@@ -20,12 +20,12 @@ from rich.console import Console
 
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.demo.display import Display
-from deltachain.demo.judge import compare, manifests_in, verify
-from deltachain.demo.online.diary import unknown_in
+from deltachain.demo.evaluate import compare, manifests_in, verify
 from deltachain.demo.online.engine import EngineKind
-from deltachain.demo.online.game import transcripts
+from deltachain.demo.online.game_transcripts import transcripts
 from deltachain.demo.online.processes import Service, until
 from deltachain.demo.online.run import answers
+from deltachain.demo.online.sample_log import unknown_in
 from deltachain.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
 from deltachain.store import open_store

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deltachain.cli.pull import pull
+from deltachain.demo.compare_bits import Comparison, compare, dump_bits
+from deltachain.demo.corpus import documents
 from deltachain.demo.model import make_tokenizer
-from deltachain.demo.oracle import Comparison, compare, dump_bits
-from deltachain.demo.text import documents
 from deltachain.publish import PublishConfig, Publisher
 from tests.engines.families import named, with_tokenizer
 

@@ -149,7 +149,7 @@ def test_a_server_of_another_model_ends(trainer: Trainer, tmp_path: Path) -> Non
         serving(trainer, tmp_path, base=other.base),
     ):
         raise AssertionError("it serves")
-    assert "so this server ends" in str(ended.value)
+    assert "so this server exits" in str(ended.value)
     assert "Traceback" not in str(ended.value)
 
 

@@ -182,7 +182,7 @@ def space(hub: HubServer, url: str, home: Path, tmp_path: Path) -> Iterator[Spac
 
 def test_a_space_that_is_killed_is_back_at_the_head(space: Space, url: str, tmp_path: Path) -> None:
     space.start()
-    space.wait_for_log("no publisher has made a chain here yet")
+    space.wait_for_log("no publisher has created a chain here yet")
     with Trainer(tmp_path, url) as trainer:
         trainer.step()
         space.wait_for(trainer.head)

@@ -111,7 +111,7 @@ def store_goes_back(rank: int, url: str, folder: str) -> None:
         train_step("rows", model, optimizer, 4)
         error = publisher.publish(step=4).exception(60)
         assert isinstance(error, StoreWentBackError), error
-        assert "start this publisher again" in error.hint
+        assert "restart this publisher" in error.hint
         with pytest.raises(StoreWentBackError):
             publisher.flush()
         distributed.barrier()

@@ -59,7 +59,7 @@ def test_a_gap_ahead_is_named(wide: WideStore) -> None:
     extend(chain, 5)
     wide.delete(manifest_key(2))
     for known in (1, 2):
-        with pytest.raises(BrokenChainError, match="version 2 is missing, there is one of 4"):
+        with pytest.raises(BrokenChainError, match="2 is missing, although version 4 exists"):
             chain.newest(known)
 
 
@@ -125,14 +125,14 @@ def test_a_follower_of_a_replaced_chain_says_so(wide: WideStore) -> None:
     wide.put(CHAIN_KEY, wide.get(CHAIN_KEY).replace(b"one", b"two"))
     with pytest.raises(ForkedChainError, match="the chain at this URL was replaced"):
         follower.newest(1)
-    with pytest.raises(ChainMismatchError, match=r"is of chain one, chain\.json says two"):
+    with pytest.raises(ChainMismatchError, match=r"belongs to chain one, but chain\.json to two"):
         Chain.open(wide).read(1)
 
 
 def test_a_version_that_is_taken_is_not_replaced(wide: WideStore) -> None:
     made = extend(create(wide), 2)
     before = wide.get(manifest_key(1))
-    with pytest.raises(PublisherFencedError, match="commit commit-1, epoch 0; ours was late"):
+    with pytest.raises(PublisherFencedError, match="commit-1, epoch 0; this publisher's was late"):
         Chain.open(wide).commit(manifest_after(made[0], commit_id="late"))
     assert wide.get(manifest_key(1)) == before
 
@@ -159,5 +159,5 @@ def test_a_publisher_that_slept_before_its_put_is_fenced_by_what_came_since(
             return super().put(key, data)
 
     slow = Chain.open(Slow(wide))
-    with pytest.raises(PublisherFencedError, match="version 2 is there already"):
+    with pytest.raises(PublisherFencedError, match="version 2 already exists"):
         slow.commit(manifest_after(made[0], commit_id="late"))

@@ -132,7 +132,7 @@ def test_a_fleet_without_threads_says_so_and_tells_all_once_there_are_some(tmp_p
             fleet = Fleet([url])
             announced = fleet.announce(1, deadline=0.1)
         assert announced.stragglers == (url,)
-        assert "could not start another thread" in announced.trouble[url]
+        assert "cannot start another thread" in announced.trouble[url]
         assert fleet.announce(1).enough
         fleet.close()
         fleet.close()

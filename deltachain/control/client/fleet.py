@@ -1,4 +1,4 @@
-"""All replicas of a policy, told together."""
+"""Announcements of new versions to all replicas of a policy."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from typing import Final, Literal, Self, TypeAlias, get_args
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
+from deltachain.retry import Backoff
 from deltachain.threads import started
 from deltachain.types import Version
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
 
 DEADLINE_S: Final = 60.0
-AGAIN_S: Final = (0.2, 5.0)
-"""Seconds before a replica is told again that did not take it: at first, and at most."""
+PAUSES: Final = Backoff(0.2, 5.0, random_share=0.5)
+"""Back-off before a failed announcement is repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Announced:
-    """How an announcement went.
+    """Result of an announcement.
 
     Attributes:
-        version: What was announced.
-        held: The version that every replica is known to hold, by its address; ``None`` for unknown,
-            and for one of another history.
-        trouble: What went wrong last with those that do not hold it yet.
-        waited_s: Seconds that the caller was held.
-        enough: Whether as many as were asked for hold it.
+        version: The announced version.
+        held: The version held, by address of the replica; ``None`` if unknown, or if it belongs to
+            another history.
+        trouble: The last error of each replica that does not hold the version yet, by address.
+        waited_s: Seconds that the call blocked.
+        enough: Whether as many replicas as requested hold the version.
     """
 
     version: Version
@@ -43,11 +44,11 @@ class Announced:
 
     @property
     def stragglers(self) -> tuple[str, ...]:
-        """Replicas that do not hold the version yet; they are told until they do."""
+        """Replicas that do not hold the version yet; the announcement to them is repeated."""
         return tuple(url for url, held in self.held.items() if held is None or held < self.version)
 
     def __str__(self) -> str:
-        """One line for logs."""
+        """Return one line for logs."""
         there = len(self.held) - len(self.stragglers)
         late = f", behind: {', '.join(self.stragglers)}" if self.stragglers else ""
         return f"version {self.version} on {there} of {len(self.held)}, {self.waited_s:.2f} s{late}"
@@ -55,29 +56,29 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What replicas are brought to: a version, and the digest of its manifest if that is known."""
+    """The announced version, and the digest of its manifest if known."""
 
     version: Version
     manifest: str
 
     def is_another(self, found: ReplicaStatus) -> bool:
-        """Whether a replica holds this number of another history."""
+        """Return whether a replica holds this version of another history."""
         return found.version == self.version and found.manifest != self.manifest != ""
 
 
 class Fleet:
-    """Tells replicas of new versions, all at once, and knows which hold what.
+    """Announces new versions to all replicas in parallel and tracks which version each holds.
 
-    Each replica has a thread of its own, so that one that hangs holds up no other. A replica that
-    did not take a version is told again, of the newest by then, until it does.
+    Each replica has a thread of its own, so that a hanging one does not delay others. A failed
+    announcement is repeated with back-off, for the newest version, until the replica holds it.
 
     Args:
         engines: Addresses of vLLM or SGLang servers that follow the chain, or clients of them.
-        token: Their ``DELTACHAIN_TOKEN``.
-        key: The engines' own API key, where they have one.
+        token: The ``DELTACHAIN_TOKEN`` of the servers; empty for none.
+        key: The engines' own API key; empty for none.
 
     Raises:
-        ConfigError: An address is there twice.
+        ConfigError: An address occurs twice.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Fleet:
         ]
         self.clients: Mapping[str, ReplicaClient] = {client.url: client for client in clients}
         if len(self.clients) < len(clients):
-            raise ConfigError("an engine is in the fleet twice")
+            raise ConfigError("the fleet has an engine twice")
         self._changed = Condition()
         self._wanted: _Wanted | None = None
         self._held: dict[str, Version | None] = dict.fromkeys(self.clients)
@@ -107,18 +108,17 @@ class Fleet:
         wait: Wait = "all",
         deadline: float = DEADLINE_S,
     ) -> Announced:
-        """Let every replica go to a version, and wait until enough of them hold it.
+        """Announce a version to all replicas and wait until enough of them hold it.
 
         Args:
-            version: A committed one.
-            manifest: The digest of its manifest, as receipts have it. A replica whose version of
-                this number is another does not hold it. Where it is not given, replicas compare
-                what they hold with the store.
-            wait: For all, for more than half, for one, or for none.
-            deadline: Seconds after which the caller goes on in any case.
+            version: A committed version.
+            manifest: Digest of its manifest, as in a receipt. A replica with another manifest of
+                this number does not count. If empty, replicas compare their version with the store.
+            wait: Number of replicas to wait for: all, more than half, any one, or none.
+            deadline: Seconds after which the call returns in any case.
 
         Raises:
-            ConfigError: ``wait`` is none of these.
+            ConfigError: ``wait`` has another value.
         """
         if wait not in get_args(Wait):
             raise ConfigError(f"wait={wait!r}: expected one of {get_args(Wait)}")
@@ -134,7 +134,7 @@ class Fleet:
         with self._changed:
             if self._wanted is None or version >= self._wanted.version:
                 self._wanted = _Wanted(version, manifest)
-            self._untold = set(self.clients)  # one that held it may have been started again since
+            self._untold = set(self.clients)  # a replica that held it may have restarted since
             self._changed.notify_all()
             done = self._changed.wait_for(enough, deadline)
             held = dict(self._held)
@@ -148,7 +148,7 @@ class Fleet:
         )
 
     def close(self) -> None:
-        """Tell nobody any more. Closing twice is allowed."""
+        """End all announcements; idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -167,7 +167,7 @@ class Fleet:
         self.close()
 
     def _serve(self) -> None:
-        """Start the threads that are not there yet; each ends with the fleet."""
+        """Start the missing threads; each ends with the fleet."""
         with self._changed:
             for url in self.clients.keys() - self._served:
                 thread = Thread(target=self._run, args=(url,), name=f"deltachain-{url}")
@@ -176,19 +176,19 @@ class Fleet:
                     self._served.add(url)
                     self._trouble.pop(url, None)
                 else:
-                    self._trouble[url] = "not told: this process could not start another thread"
+                    self._trouble[url] = "not announced: this process cannot start another thread"
 
     def _run(self, url: str) -> None:
-        """Bring one replica to what is wanted, again and again; in a thread of its own."""
-        first, most = AGAIN_S
-        pause_s = 0.0
+        """Announce versions to one replica until the fleet closes; runs in its thread."""
+        failures, pause_s = 0, 0.0
         with self.clients[url] as client:
             while (wanted := self._next(url, pause_s)) is not None:
                 held, trouble = _update(client, wanted)
                 behind = held is None or held < wanted.version
                 if behind and not trouble:
-                    trouble = f"it stays at version {held}"  # a rollback keeps it
-                pause_s = min(max(first, 2 * pause_s), most) if behind else 0.0
+                    trouble = f"it stays at version {held}"  # pinned by a rollback
+                pause_s = PAUSES.pause_s(failures) if behind else 0.0
+                failures = failures + 1 if behind else 0
                 with self._changed:
                     if not behind:
                         self._untold.discard(url)
@@ -197,7 +197,7 @@ class Fleet:
                     self._changed.notify_all()
 
     def _next(self, url: str, pause_s: float) -> _Wanted | None:
-        """What this replica should hold and does not; waits for it; ``None`` at the end."""
+        """Wait for the next version to announce to a replica; ``None`` once the fleet closes."""
 
         def behind() -> bool:
             held = self._held[url]
@@ -212,7 +212,7 @@ class Fleet:
 
 
 def _update(client: ReplicaClient, wanted: _Wanted) -> tuple[Version | None, str]:
-    """Tell a replica; the version of this history that it holds now, and what went wrong."""
+    """Announce to a replica; return the version of this history that it holds, and the error."""
     try:
         found = client.update(wanted.version, manifest=wanted.manifest)
         trouble, is_proven = "", True
@@ -228,5 +228,5 @@ def _update(client: ReplicaClient, wanted: _Wanted) -> tuple[Version | None, str
         return found.version, trouble
     if found.version == wanted.version and wanted.manifest:
         return found.version, trouble
-    # it lies ahead, or nobody said what the version is: its own store must have told
+    # it is ahead, or no manifest was given: then its own check against the store must have passed
     return (found.version if is_proven and not found.doubt else None), trouble

@@ -1,4 +1,4 @@
-"""HTTP as both clients speak it: one server, secrets that headers can carry, answers that end."""
+"""HTTP transport of both clients: one server, validated secrets, bounded responses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from deltachain.errors import ConfigError, ControlPlaneError
 
 CONNECT_S: Final = 5.0
 LARGEST: Final = 4 << 20
-"""Bytes of an answer that are believed."""
+"""Size limit of a response, in bytes."""
 
 _T = TypeVar("_T")
 
 
 class Http:
-    """Asks one server. Calls may come from several threads.
+    """HTTP client of one server; thread-safe.
 
     Args:
-        url: Of the server.
-        headers: Sent with every request.
-        timeout_s: Longest wait for an answer.
+        url: Address of the server.
+        headers: Headers of every request.
+        timeout_s: Timeout of a request, in seconds.
 
     Raises:
-        ConfigError: That is no address.
+        ConfigError: ``url`` is invalid.
     """
 
     def __init__(self, url: str, headers: Mapping[str, str], *, timeout_s: float) -> None:
@@ -36,8 +36,7 @@ class Http:
         except httpx.InvalidURL:
             parsed = httpx.URL()
         if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"{url!r} is no address of a server", hint="http://HOST:PORT")
-        # Not compressed: what little was received could unpack to anything.
+            raise ConfigError(f"{url!r} is not a server address", hint="use http://HOST:PORT")
         headers = {"accept-encoding": "identity", **headers}
         timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
         self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
@@ -45,10 +44,10 @@ class Http:
     def request(
         self, method: str, path: str, body: Mapping[str, object] | None = None
     ) -> httpx.Response:
-        """Whatever the server answers, read whole.
+        """Send a request and read the whole response, whatever its status.
 
         Raises:
-            ControlPlaneError: It did not answer, or without an end.
+            ControlPlaneError: The server did not answer, or the response is too large.
         """
         content = b""
         try:
@@ -56,36 +55,36 @@ class Http:
                 for chunk in answer.iter_raw():
                     content += chunk
                     if len(content) > LARGEST:
-                        raise ControlPlaneError(f"{self.url} answered more than {LARGEST} bytes")
+                        raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             what = str(exc) or type(exc).__name__
             raise ControlPlaneError(f"{self.url} did not answer: {what}") from exc
         return httpx.Response(answer.status_code, content=content)
 
     def close(self) -> None:
-        """Give connections back. Closing twice is allowed."""
+        """Close connections; idempotent."""
         self._client.close()
 
 
 def secret(value: str, name: str) -> str:
-    """A token or key as a header can carry it, without the blanks around it.
+    """Strip white space from a token or key and check that a header can carry it.
 
     Raises:
-        ConfigError: No header can.
+        ConfigError: It has characters that are invalid in a header.
     """
     stripped = value.strip()
     if not (stripped.isascii() and stripped.isprintable()):
-        raise ConfigError(f"the {name} has characters that no header can carry")
+        raise ConfigError(f"the {name} has characters that are invalid in an HTTP header")
     return stripped
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that shows a key; none for none."""
+    """Return the Authorization header for ``key``; empty without one."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
 def read(answer: httpx.Response, kind: type[_T]) -> _T | None:
-    """An answer's JSON, if it is of this kind."""
+    """Parse the JSON of a response; ``None`` if it is not of this type."""
     try:
         return msgspec.json.decode(answer.content, type=kind)
     except (msgspec.DecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""One replica, asked over HTTP, whichever its engine."""
+"""HTTP client of one replica, for any engine."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ _T = TypeVar("_T")
 
 
 class ReplicaClient:
-    """Asks a vLLM or SGLang server that follows a chain; see the routes for what each call does.
+    """HTTP client of a vLLM or SGLang server that follows a chain.
 
-    Every call is allowed again: a version that is held already is not applied twice. Calls may come
-    from several threads.
+    Calls are idempotent: a version that is held already is not applied again. Thread-safe.
 
     Args:
-        url: Of the server.
-        token: Its ``DELTACHAIN_TOKEN``.
-        key: The engine's own API key, where it has one.
-        timeout_s: Longest wait for an answer: an update of much takes long.
+        url: Address of the server.
+        token: The server's ``DELTACHAIN_TOKEN``; empty for none.
+        key: The engine's own API key; empty for none.
+        timeout_s: Timeout of a request, in seconds; a large update takes long.
 
     Attributes:
-        url: As given.
+        url: Address of the server.
 
     Raises:
-        ConfigError: That is no address, or no header can carry the token.
+        ConfigError: ``url`` is invalid, or ``token`` or ``key`` cannot be sent in a header.
     """
 
     def __init__(
@@ -45,53 +44,53 @@ class ReplicaClient:
         self._prefix = ""
 
     def status(self) -> ReplicaStatus:
-        """What the replica holds, and how.
+        """Return the version the replica holds, and its health.
 
         Raises:
-            ControlPlaneError: It did not answer, or refused; so does every call here.
+            ControlPlaneError: The server did not answer, or refused; the same for all methods.
         """
         return self._ask("GET", "status", ReplicaStatus)
 
     def ready(self) -> Ready:
-        """Whether it should be sent requests, and why not."""
+        """Return whether the replica is ready for requests, and the reason if not."""
         return self._ask("GET", "ready", Ready)
 
     def metrics(self) -> str:
-        """Its figures, in the text format of Prometheus."""
+        """Return metrics in the Prometheus text format."""
         return self._send("GET", "metrics", None).text
 
     def stage(self, version: Version | None = None) -> ReplicaStatus:
-        """Let it fetch and prove a version while it generates."""
+        """Fetch and verify a version while the engine generates."""
         return self._tell("stage", version)
 
     def update(self, version: Version | None = None, *, manifest: str = "") -> ReplicaStatus:
-        """Bring it to a version, or to the head; answers when it is there.
+        """Update to a version or to the head; return once it is held.
 
         Args:
-            version: Which; the head when not given.
-            manifest: The digest of that version's manifest: a replica that holds a later version
-                then answers as well, if both are in its store.
+            version: The version; the head if ``None``.
+            manifest: Digest of this version's manifest. A replica that holds a later version of the
+                same history then succeeds as well.
         """
         return self._tell("update", version, manifest)
 
     def rollback(self, version: Version | None = None) -> ReplicaStatus:
-        """Bring it back to a version, or the one before, and keep it there."""
+        """Go back to a version, the previous one by default, and stay there until ``release``."""
         return self._tell("rollback", version)
 
     def release(self) -> ReplicaStatus:
-        """Let it follow the head again."""
+        """Unpin the replica after a rollback, so that it follows the head again."""
         return self._tell("release")
 
     def pause(self) -> ReplicaStatus:
-        """Let it generate nothing."""
+        """Stop generation until ``resume``."""
         return self._tell("pause")
 
     def resume(self) -> ReplicaStatus:
-        """Let it generate again."""
+        """Resume generation."""
         return self._tell("resume")
 
     def scrub(self) -> ReplicaStatus:
-        """Let it look whether somebody else wrote to its weights."""
+        """Verify the state digest of the live weights."""
         return self._tell("scrub")
 
     def close(self) -> None:

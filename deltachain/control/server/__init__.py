@@ -1,1 +1,1 @@
-"""The server side of the control plane: routes, who may call them, and how a replica starts."""
+"""Server side of the control plane: routes, authorization, and the startup of a replica."""

@@ -1,4 +1,4 @@
-"""Who may ask a replica, how much, and how many at once."""
+"""Authorization and limits of requests to a replica."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ _HOST: Final = re.compile(
     r"(?:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
     r"(?::[0-9]{1,5})?"
 )
-"""What a client may write into ``Host``: a name or an address, and a port."""
+"""Valid ``Host`` header: a name or an address, and a port."""
 
 LARGEST: Final = 4096
-"""Bytes of a request's body."""
+"""Size limit of a request body, in bytes."""
 
 AT_ONCE: Final = 4
-"""Requests of one kind that are worked on at once."""
+"""Concurrent requests of one kind."""
 
 LOOK_S: Final = 0.5
-"""Seconds between two looks whether somebody still waits for an answer."""
+"""Seconds between two checks for a disconnected client."""
 
 RequestKind: TypeAlias = Literal["update", "rollback", "quick"]
 
 _SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")
-"""For documents: the token is compared in :meth:`Control.authorise`."""
+"""For OpenAPI only: :meth:`Control.authorise` compares the token."""
 
 _T = TypeVar("_T")
 
 
 class Control:
-    """The leader behind the routes, and who may use them.
+    """The leader behind the routes, and their authorization.
 
     Attributes:
-        leader: ``None`` where the server follows no chain.
-        refusal: Why not.
-        is_guarded: Whether the engine asks for a key of its own before anybody gets here.
+        leader: ``None`` if the server follows no chain.
+        refusal: The reason for that; empty otherwise.
+        is_guarded: Whether the engine checks an API key of its own before these routes.
 
     Args:
-        token: What callers must know; empty for none.
+        token: Required bearer token; empty for none.
         is_open: Whether the server listens on the loopback interface alone.
     """
 
@@ -76,12 +76,12 @@ class Control:
         self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(RequestKind)}
 
     def authorise(self, request: Request) -> None:
-        """Refuse who does not know the token.
+        """Check the token of a request.
 
         Raises:
-            HTTPException: 400 for a malformed ``Host``; 401, or 403 where the server has neither
-                token nor key, and for web pages where it is open: a browser asks in its user's name
-                what any page wants.
+            HTTPException: 400 for a malformed ``Host``; 401 for a wrong token; 403 if the server
+                has neither token nor key, or for requests of web pages without a token, which any
+                site can send through a user's browser.
         """
         host = host_of(request)
         if self._token:
@@ -98,16 +98,17 @@ class Control:
     async def run(
         self, action: Callable[[Leader], _T], request: Request | None, kind: RequestKind = "quick"
     ) -> _T:
-        """Do something that may take its time, beside the server's event loop.
+        """Run a slow action outside the event loop.
 
         Args:
-            action: What.
-            request: Whose, if it is one's; it is given up once nobody waits for it.
-            kind: Those that ask the store may hang; others do not queue up behind them.
+            action: Called with the leader.
+            request: The request it serves; the wait ends once its client disconnects.
+            kind: Group of the concurrency limit: actions that wait for the store do not block
+                others.
 
         Raises:
-            HTTPException: 503 where the server follows no chain, and once nobody waits for the
-                answer: a server that was told to end waits for its requests.
+            HTTPException: 503 if the server follows no chain, or the client has disconnected, since
+                a server that shuts down waits for its requests.
         """
         if self.leader is None:
             raise HTTPException(503, self.refusal)
@@ -116,7 +117,7 @@ class Control:
         try:
             await _unless_left(slot, request)
         finally:
-            slot.cancel()  # nothing, once it is there
+            slot.cancel()  # no effect once it is acquired
         work = asyncio.ensure_future(aside(action, self.leader))
         work.add_done_callback(partial(_end, free))
         await _unless_left(work, request)
@@ -124,10 +125,10 @@ class Control:
 
 
 def host_of(request: Request) -> str:
-    """The host that a request is for, without its port.
+    """Return the host of a request, without its port.
 
     Raises:
-        HTTPException: 400, it names none: no client writes that, and what is made of it is guessed.
+        HTTPException: 400 for an invalid ``Host`` header, which proxies interpret differently.
     """
     given = request.headers.getlist("host")
     match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
@@ -137,16 +138,16 @@ def host_of(request: Request) -> str:
 
 
 def is_page(request: Request) -> bool:
-    """Whether a web page asks, of whichever site; not who types an address into a browser.
+    """Return whether a web page sent the request, as opposed to a user typing the address.
 
-    Browsers send no ``Origin`` with what a page only loads, but say where it is from.
+    Browsers send no ``Origin`` with embedded resources, but ``Sec-Fetch-Site``.
     """
     site = request.headers.get("sec-fetch-site", "none")
     return "origin" in request.headers or site != "none"
 
 
 async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> None:
-    """Wait until something is done, or nobody waits for it any more."""
+    """Wait for ``work``; raise if the client disconnects before."""
     while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
         if request is not None and await request.is_disconnected() and not work.done():
             raise HTTPException(503, "client disconnected")
@@ -155,34 +156,34 @@ async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> No
 def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
     free.release()
     if not work.cancelled():
-        work.exception()  # nobody may be left to ask for it
+        work.exception()  # retrieved here, since the waiting coroutine may be gone
 
 
 async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
-    """Call in a thread that does not keep the process from ending, as those of executors do."""
+    """Call in a daemon thread, which does not block the end of the process as executors do."""
     outcome: Future[_T] = Future()
     outcome.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
             outcome.set_result(action(leader))
-        except BaseException as exc:  # noqa: BLE001 - whoever awaits it gets it
+        except BaseException as exc:  # noqa: BLE001 - raised again by await
             outcome.set_exception(exc)
 
     if not started(Thread(target=run, name="deltachain-control", daemon=True)):
-        raise ControlPlaneError("this process has no thread left for the answer", hint="ask again")
+        raise ControlPlaneError("this process cannot start another thread", hint="ask again later")
     return await asyncio.wrap_future(outcome)
 
 
 def control_of(request: Request) -> Control:
-    """What stands before this server's leader.
+    """Return the server's :class:`Control`.
 
     Raises:
-        HTTPException: 503 while its engine is not up.
+        HTTPException: 503 while the engine is starting.
     """
     control: Control | None = getattr(request.app.state, "deltachain", None)
     if control is None:
-        raise HTTPException(503, "the engine is not up yet")
+        raise HTTPException(503, "the engine is starting")
     return control
 
 
@@ -196,7 +197,7 @@ Allowed = Annotated[Control, Depends(_allowed)]
 
 
 class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The body of a request that says all by its route."""
+    """Body of a request without parameters."""
 
 
 async def _asked(control: Allowed, request: Request) -> VersionRequest:
@@ -210,7 +211,7 @@ async def _nothing(control: Allowed, request: Request) -> None:
 
 
 async def _body(request: Request, kind: type[_T], expected: str) -> _T:
-    """The body, which is small: nobody is let in by its size, nor before the token."""
+    """Read and parse a small body, after the token was checked."""
     if request.url.query:
         raise HTTPException(422, "query parameters are not supported; send a JSON body")
     body = b""
@@ -218,13 +219,13 @@ async def _body(request: Request, kind: type[_T], expected: str) -> _T:
         async for chunk in request.stream():
             body += chunk
             if len(body) > LARGEST:
-                raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+                raise HTTPException(413, f"request body above {LARGEST} bytes")
     except ClientDisconnect as exc:
         raise HTTPException(400, "request body ended early") from exc
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except msgspec.DecodeError as exc:
-        raise HTTPException(422, f"the body must be {expected}") from exc
+        raise HTTPException(422, f"invalid request body: expected {expected}") from exc
 
 
 Asked = Annotated[VersionRequest, Depends(_asked)]

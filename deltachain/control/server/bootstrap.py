@@ -1,4 +1,4 @@
-"""How a server becomes a replica: the leader of its engine, and the gate before it."""
+"""Startup of a replica: creates the leader of an engine and its authorization."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 
 class Led(NamedTuple):
-    """An engine that a leader can lead.
+    """An engine with its checkpoint.
 
     Attributes:
-        engine: Its ranks and its scheduler.
-        checkpoint: The folder that it loaded, for a chain that begins with that.
+        engine: Ranks and scheduler of the engine.
+        checkpoint: Folder it was loaded from, used as base checkpoint of the chain.
     """
 
     engine: Engine
@@ -35,20 +35,20 @@ class Led(NamedTuple):
 async def lead(
     find: Callable[[ReplicaSettings], Led], *, is_open: bool, is_guarded: bool, key: str = ""
 ) -> Control:
-    """Lead the engine of this server along the chain that the environment names, if any.
+    """Start following the chain of ``DELTACHAIN_URL`` with this server's engine, if it is set.
 
-    Returns once it has caught up, or has to wait: for a store that is away, or a chain that nobody
-    has made yet. Where the engine is refused and the environment asks for it, the server starts all
-    the same, and the routes say why it follows nothing.
+    Returns once the replica is at the head, or must wait for an unavailable store or a chain that
+    does not exist yet. If the engine is refused and ``DELTACHAIN_STRICT`` is false, the server
+    starts anyway, and the routes report the reason.
 
     Args:
-        find: Makes the engine known; may refuse with any :class:`DeltaChainError`.
+        find: Returns the engine; may raise any :class:`DeltaChainError`.
         is_open: Whether the server listens on the loopback interface alone.
-        is_guarded: Whether the engine asks for a key of its own before our routes.
-        key: What they ask for where no token is set.
+        is_guarded: Whether the engine checks an API key of its own before these routes.
+        key: Required token if ``DELTACHAIN_TOKEN`` is not set.
 
     Raises:
-        SystemExit: The engine is refused, or damaged; the log says why.
+        SystemExit: The engine is refused or damaged; the reason is logged.
     """
     leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
     try:
@@ -65,5 +65,5 @@ async def lead(
         if is_damaged or (is_strict(os.environ) and isinstance(exc, REFUSALS)):
             raise refused(exc) from exc
         leader, refusal = None, str(exc)
-        logger.warning("deltachain follows nothing: %s", exc)
+        logger.warning("deltachain follows no chain: %s", exc)
     return Control(leader, refusal, token=token, is_open=is_open, is_guarded=is_guarded)

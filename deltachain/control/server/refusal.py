@@ -1,6 +1,6 @@
-"""How a server ends that was told to follow a chain, and cannot.
+"""Exit of a server that is configured to follow a chain but cannot.
 
-Served on, it would answer with what it loaded, and nothing but a line in its log would say so.
+Otherwise it would serve the weights it loaded, and only a line in its log would tell.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def refused(exc: DeltaChainError) -> SystemExit:
-    """Say why a server cannot follow its chain; what to raise to end it, without a traceback."""
-    told = f"deltachain cannot follow the chain, so this server ends: {exc}"
+    """Log why a server cannot follow its chain; return the exception that ends it."""
+    told = f"deltachain cannot follow the chain, so this server exits: {exc}"
     if not isinstance(exc, EngineDamagedError):
-        told += "\n  DELTACHAIN_STRICT=0 lets it serve what it loaded instead"
+        told += "\n  set DELTACHAIN_STRICT=0 to serve the loaded weights instead"
     logger.error("%s", told)
     return SystemExit(exc.exit_code)

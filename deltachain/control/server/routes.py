@@ -1,6 +1,6 @@
-"""The routes of a replica: what a fleet's engineer and a trainer ask of it, whatever its engine.
+"""HTTP routes of a replica for operators and trainers, the same for every engine.
 
-A request names versions of the one chain that the server was started with, never addresses.
+A request names versions of the chain the server was started with; it cannot change the chain.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _VERSION: Final[dict[str, Any]] = {
 _FAILS: Final = answers(400, 409, 413, 422, 500, 502)
 
 router = APIRouter(tags=["deltachain"])
-"""To be included under the prefix of an engine."""
+"""Router to include in an engine's app."""
 
 
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> PlainTextResponse:
-    """200 while the server answers; asks for no token, since probes know none."""
+    """Return 200 while the server answers; needs no token, since probes have none."""
     return PlainTextResponse("ok")
 
 
@@ -62,7 +62,7 @@ async def healthz() -> PlainTextResponse:
     "/readyz", response_class=PlainTextResponse, responses={503: {"description": "not ready"}}
 )
 async def readyz(request: Request) -> PlainTextResponse:
-    """200 when the replica should be sent requests, else 503; asks for no token either."""
+    """Return 200 if the replica is ready for requests, else 503; needs no token."""
     leader = control_of(request).leader
     if leader is not None and leader.status().ready:
         return PlainTextResponse("ready")
@@ -71,7 +71,7 @@ async def readyz(request: Request) -> PlainTextResponse:
 
 @router.get("/status", responses=answers(400, 413, 422))
 async def status(control: Allowed, _: NothingAsked) -> Response:
-    """What the replica holds, and how."""
+    """Return the version the replica holds, and its health."""
     if control.leader is None:
         return _follows_nothing(control)
     return _json(control.leader.status())
@@ -79,7 +79,7 @@ async def status(control: Allowed, _: NothingAsked) -> Response:
 
 @router.get("/ready", responses=answers(400, 413, 422, kinds={200: Ready, 503: Ready}))
 async def ready(control: Allowed, _: NothingAsked) -> Response:
-    """200 when the replica should be sent requests, else 503 and why."""
+    """Return 200 if the replica is ready for requests, else 503 with the reason."""
     if control.leader is None:
         return _json(Ready(ready=False, reason=control.refusal), 503)
     found = control.leader.status()
@@ -93,25 +93,25 @@ async def ready(control: Allowed, _: NothingAsked) -> Response:
     responses=answers(400, 413, 422, kinds={200: None}),
 )
 async def metrics(control: Allowed, _: NothingAsked) -> Response:
-    """Figures for Prometheus."""
+    """Return metrics in the Prometheus text format."""
     if control.leader is None:
         return _follows_nothing(control)
     try:
         from deltachain.control.server.metrics import exposition  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as exc:
-        raise HTTPException(503, "pip install 'deltachain[server]' for metrics") from exc
+        raise HTTPException(503, "metrics need: pip install 'deltachain[server]'") from exc
     return Response(exposition(control.leader), media_type=METRICS)
 
 
 @router.post("/stage", responses=_FAILS, openapi_extra=_VERSION)
 async def stage(control: Allowed, asked: Asked, request: Request) -> Response:
-    """Fetch and prove a version while the engine generates; an update to it then only swaps."""
+    """Fetch and verify a version while the engine generates; a later update only swaps."""
     return await _do(control, request, lambda leader: leader.stage(asked.number), "update")
 
 
 @router.post("/update", responses=_FAILS, openapi_extra=_VERSION)
 async def update(control: Allowed, asked: Asked, request: Request) -> Response:
-    """Bring the replica to a version and answer when it is there; again is allowed."""
+    """Update the replica to a version and answer once it is held; idempotent."""
 
     def update(leader: Leader) -> object:
         return leader.update(asked.number, manifest=asked.manifest)
@@ -121,31 +121,31 @@ async def update(control: Allowed, asked: Asked, request: Request) -> Response:
 
 @router.post("/rollback", responses=_FAILS, openapi_extra=_VERSION)
 async def rollback(control: Allowed, asked: Asked, request: Request) -> Response:
-    """Go back to a version and stay there."""
+    """Go back to a version, the previous one by default, and stay there until ``release``."""
     return await _do(control, request, lambda leader: leader.rollback(asked.number), "rollback")
 
 
 @router.post("/release", responses=_FAILS)
 async def release(control: Allowed, _: NothingAsked, request: Request) -> Response:
-    """Follow the head again after a rollback."""
+    """Unpin the replica after a rollback, so that it follows the head again."""
     return await _do(control, request, Leader.release)
 
 
 @router.post("/pause", responses=_FAILS)
 async def pause(control: Allowed, _: NothingAsked, request: Request) -> Response:
-    """Generate nothing until ``resume``."""
+    """Stop generation until ``resume``."""
     return await _do(control, request, Leader.pause)
 
 
 @router.post("/resume", responses=_FAILS)
 async def resume(control: Allowed, _: NothingAsked, request: Request) -> Response:
-    """Generate again; refused when the replica cannot prove what it holds."""
+    """Resume generation; refused while the state of the weights is unknown."""
     return await _do(control, request, Leader.resume)
 
 
 @router.post("/scrub", responses=_FAILS)
 async def scrub(control: Allowed, _: NothingAsked, request: Request) -> Response:
-    """Recompute the state of the live weights, to find out whether somebody else wrote to them."""
+    """Verify the state digest of the live weights, to detect external modification."""
     return await _do(control, request, Leader.scrub, "update")
 
 
@@ -170,7 +170,7 @@ async def _do(
 
 
 def _follows_nothing(control: Control) -> Response:
-    """Why; answered and not raised, or vLLM logs a traceback for every question."""
+    """Answer with the reason; an exception would make vLLM log a traceback for each request."""
     return _json(Detail(control.refusal), 503)
 
 

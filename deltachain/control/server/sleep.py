@@ -1,4 +1,4 @@
-"""What a replica is between its engine's sleep and the proof of what it woke with."""
+"""Engine sleep: a replica is unready until its weights are verified after the wake-up."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from deltachain.replica.leader import Leader
 
 
 def fall_asleep(leader: Leader, kinds: frozenset[str]) -> None:
-    """Be unready from here on, once a swap that is under way has ended.
+    """Wait for a running swap, then mark the replica as unready.
 
     Args:
-        leader: Of the engine that is about to release memory.
-        kinds: Of that memory, as the engine calls them.
+        leader: Leader of the engine that is about to release memory.
+        kinds: Kinds of memory to be released, in the engine's terms.
     """
     with leader.subscriber.alone():
         leader.released |= kinds
 
 
 def wake_up(leader: Leader, kinds: frozenset[str], weights: str) -> None:
-    """Be ready again once weights that came back are proven, or healed.
+    """Verify or heal restored weights, then mark the replica as ready.
 
     Args:
-        leader: Of the engine that has taken memory back.
-        kinds: Of that memory.
-        weights: What the engine calls weights.
+        leader: Leader of the engine that has allocated memory again.
+        kinds: Kinds of allocated memory, in the engine's terms.
+        weights: The engine's term for weights.
 
     Raises:
-        DeltaChainError: They could be neither: the replica is then poisoned.
+        DeltaChainError: Verification and healing failed; the replica is poisoned.
     """
     try:
         if weights in kinds & leader.released:

@@ -1,1 +1,1 @@
-"""A sidecar that leads a stock server from outside."""
+"""Sidecar that updates a stock server from outside."""

@@ -1,4 +1,4 @@
-"""LoRA adapters of a vLLM server: every version is an adapter whose name says it."""
+"""LoRA adapters of a vLLM server: each version is an adapter with the version in its name."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ HINT: Final = (
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """A model that vLLM serves, or an adapter, and the folder that it was loaded from."""
+    """A model or adapter of vLLM, and the folder it was loaded from."""
 
     id: str
     root: str | None = None
 
 
 class _Models(msgspec.Struct, frozen=True):
-    """All of them."""
+    """All models and adapters of vLLM."""
 
     data: list[_Model]
 
 
 class AdapterServer:
-    """Loads versions of an adapter into vLLM; a request chooses one as its model: ``policy-v7``.
+    """Loads versions of an adapter into vLLM; requests select one as model ``policy-v7``.
 
-    Nothing pauses: a request ends with the adapter that it began with. What an older version cached
-    is never used for a newer one, since vLLM tells adapters apart by name.
+    There is no pause: a request finishes with its adapter. Prefix caches are not shared between
+    versions, since vLLM separates adapters by name.
 
     Args:
-        url: Of the server, which sees ``folder``.
-        name: Version 7 of ``policy`` is ``policy-v7``.
-        folder: Gets a folder a version.
-        key: The server's API key.
-        keep: Versions that stay loaded.
+        url: Address of the server, which must see ``folder``.
+        name: Prefix of model names: version 7 of ``policy`` is ``policy-v7``.
+        folder: Parent of one folder a version.
+        key: API key of the server; empty for none.
+        keep: Number of versions that stay loaded.
     """
 
     def __init__(self, url: str, *, name: str, folder: Path, key: str = "", keep: int = 2) -> None:
@@ -58,10 +58,10 @@ class AdapterServer:
         self._client = EngineClient(url, key=key, timeout_s=TIMEOUT_S, hint=HINT)
 
     def loaded(self) -> dict[Version, Path]:
-        """Versions that the server has, and the folder that each was loaded from, oldest first.
+        """Return the folders of loaded adapters by version, oldest first.
 
         Raises:
-            ControlPlaneError: It does not answer.
+            ControlPlaneError: The server does not answer.
         """
         found: dict[Version, Path] = {}
         for model in self._client.ask("GET", "/v1/models", _Models).data:
@@ -71,10 +71,10 @@ class AdapterServer:
         return dict(sorted(found.items()))
 
     def bring(self, folder: Path, version: Version) -> None:
-        """Load the version that lies in a folder, and unload the oldest; see :class:`Reader`."""
+        """Load the version in a folder and unload the oldest; see :class:`Reader`."""
         loaded = self.loaded()
         lies = self._folder / f"{self._named(version)}-{_state_of(folder)[:16]}"
-        if version in loaded and loaded[version] != lies:  # of another run
+        if version in loaded and loaded[version] != lies:  # this number of another run
             self._unload(version)
         if loaded.get(version) != lies:
             self._copy(folder, lies)
@@ -85,7 +85,7 @@ class AdapterServer:
         others = [number for number in loaded if number != version]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
             self._unload(old)
-        # vLLM may still read what was unloaded now: a request that waits began with it.
+        # The folders of the versions unloaded now are kept: vLLM may still read them.
         for left in self._folder.glob(f"{self._name}-v*"):
             if left != lies and left not in loaded.values():
                 shutil.rmtree(left, ignore_errors=True)
@@ -101,10 +101,10 @@ class AdapterServer:
         return f"{self._name}-v{version}"
 
     def _copy(self, folder: Path, lies: Path) -> None:
-        """The adapter in a folder of its own: the one that is followed into changes under it."""
+        """Copy the adapter to a folder of its own, since the followed folder changes."""
         if not (folder / ADAPTER_FILE).is_file():
             raise ConfigError(
-                f"{folder} has no {ADAPTER_FILE}: the chain is not an adapter's",
+                f"{folder} has no {ADAPTER_FILE}: this is not the chain of an adapter",
                 hint="publish deltachain.publish.model.lora.adapter_tensors(model) "
                 "on a chain of its own",
             )
@@ -119,7 +119,7 @@ class AdapterServer:
 
 
 def _state_of(folder: Path) -> str:
-    """What lies in a folder, by its bits: a number alone may be that of another run."""
+    """Return the state digest of a folder, since other runs have the same version numbers."""
     file = folder / HELD_FILE
     held = parse(file.read_bytes(), HeldFile, key=str(file)).held
     if held is None:

@@ -1,6 +1,6 @@
-"""An agent beside a server: it keeps a folder at the head, and lets the server read from it.
+"""Sidecar agent: keeps a folder at the head and makes a stock server load it.
 
-For servers that know nothing of chains, and for what they read from folders anyway: adapters.
+For servers without deltachain, and for adapters, which servers load from folders anyway.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from deltachain.types import Version
 
 
 class Reader(Protocol):
-    """A server that serves what lies in a folder."""
+    """A server that loads weights from a folder."""
 
     def bring(self, folder: Path, version: Version) -> None:
-        """Let it serve the version that lies in a folder; nothing where it does already.
+        """Make the server load the version in a folder, unless it has it already.
 
         Raises:
-            ControlPlaneError: It does not; again is allowed.
+            ControlPlaneError: The server failed; the call may be repeated.
         """
 
     def close(self) -> None:
-        """Give the connection back; what is served stays."""
+        """Close the connection; the server keeps its weights."""
 
 
 class Agent:
-    """Follows a chain on behalf of a server.
+    """Follows a chain in a folder for a stock server.
 
-    A version is fetched, decoded and proven in a folder while the server goes on with what it has.
+    Each version is fetched, decoded and verified in the folder while the server keeps serving.
 
     Args:
-        config: Where the chain lies; or the URL alone.
-        folder: Filled with the newest version, and by nothing else.
-        server: Reads it.
-        store: The store, if it is not to be opened from the URL.
+        config: Settings, or the URL alone.
+        folder: Folder of the newest version; must not be used by anything else.
+        server: The server that loads the folder.
+        store: The store; opened from the URL if ``None``.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class Agent:
         self._folder, self._server = folder, server
 
     def update(self, version: Version | None = None) -> ApplyReceipt | None:
-        """Bring folder and server to a version, or the head.
+        """Update folder and server to a version or to the head.
 
         Returns:
-            ``None`` where the folder held it already.
+            ``None`` if the folder held the version already.
 
         Raises:
-            ControlPlaneError: The server did not take it.
+            ControlPlaneError: The server did not load the version.
             DeltaChainError: As :meth:`Subscriber.update`.
         """
         receipt = self.subscriber.update(version)
@@ -70,14 +70,14 @@ class Agent:
         return receipt
 
     def follow(self, stop: Event | None = None) -> Iterator[ApplyReceipt]:
-        """Keep both at the head until ``stop`` is set; see :meth:`Subscriber.follow`.
+        """Follow the head until ``stop`` is set; see :meth:`Subscriber.follow`.
 
-        A server that is down is waited for; one that was started again is told anew.
+        Waits for a server that is down, and reloads one that has restarted.
         """
         yield from self.subscriber.follow(stop=stop, looked=self._looked)
 
     def close(self) -> None:
-        """Give everything back. Closing twice is allowed."""
+        """Release store, folder and connection; idempotent."""
         self._server.close()
         self.subscriber.close()
 

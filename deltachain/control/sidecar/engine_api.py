@@ -1,4 +1,4 @@
-"""Client of the HTTP routes of a stock engine, for a sidecar."""
+"""HTTP client of a stock engine, for the sidecar."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _T = TypeVar("_T")
 
 
 class EngineClient:
-    """Asks a stock vLLM or SGLang server.
+    """HTTP client of a stock vLLM or SGLang server.
 
     Args:
-        url: Of the server.
-        key: Its API key.
-        timeout_s: Longest wait for an answer.
-        hint: What a person can do where it refuses.
+        url: Address of the server.
+        key: API key of the server; empty for none.
+        timeout_s: Timeout of a request, in seconds.
+        hint: Hint of errors when the server refuses.
 
     Raises:
-        ConfigError: That is no address, or no header can carry the key.
+        ConfigError: ``url`` is invalid, or ``key`` cannot be sent in a header.
     """
 
     def __init__(self, url: str, *, key: str, timeout_s: float, hint: str) -> None:
@@ -31,28 +31,28 @@ class EngineClient:
         self._hint = hint
 
     def tell(self, path: str, body: Mapping[str, object] | None = None) -> None:
-        """Let it do something; what it answers besides is not looked at.
+        """Send a POST request; the body of the response is ignored.
 
         Raises:
-            ControlPlaneError: It refused, or did not answer; so does every call here.
+            ControlPlaneError: The server refused or did not answer; the same for all methods.
         """
         self._succeed("POST", path, body)
 
     def ask(
         self, method: str, path: str, kind: type[_T], body: Mapping[str, object] | None = None
     ) -> _T:
-        """What a route answers."""
+        """Send a request and parse the response."""
         found = read(self._succeed(method, path, body), kind)
         if found is None:
-            raise ControlPlaneError(f"{self._http.url} answered something else to {path}")
+            raise ControlPlaneError(f"{self._http.url}: unexpected response body from {path}")
         return found
 
     def has(self, path: str) -> bool:
-        """Whether there is a route at a path, which only reads."""
+        """Return whether a GET route exists at a path."""
         return self._http.request("GET", path).status_code != httpx.codes.NOT_FOUND
 
     def close(self) -> None:
-        """Give the connection back. Closing twice is allowed."""
+        """Close the connection; idempotent."""
         self._http.close()
 
     def _succeed(self, method: str, path: str, body: Mapping[str, object] | None) -> httpx.Response:

@@ -1,7 +1,7 @@
-"""Servers without deltachain, which load a whole checkpoint again from a folder on their host.
+"""Reload of a stock server: it loads a whole checkpoint from a folder on its host.
 
-The way for engines that cannot have our extension. It pauses for as long as a load takes, and what
-the server then holds is what it says it loaded: nobody proves it.
+For engines without the deltachain extension. The pause lasts as long as a load, and the loaded
+weights are not verified.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from deltachain.types import Version
 TIMEOUT_S: Final = 1800.0
 
 HINT: Final = (
-    "start vLLM with VLLM_SERVER_DEV_MODE=1, on the loopback interface: its routes then ask nobody "
-    "for a password; give the API key of an SGLang that has one"
+    "start vLLM with VLLM_SERVER_DEV_MODE=1, on the loopback interface, since its routes then need "
+    "no password; pass the API key of an SGLang server that has one"
 )
 
 
 class Loader(Protocol):
-    """How one engine loads a checkpoint again."""
+    """Reload of a checkpoint in one kind of engine."""
 
     def named(self) -> str | None:
-        """What it calls the weights that it holds."""
+        """Return the server's name of its current weights."""
 
     def load(self, folder: Path, version: Version) -> None:
-        """Pause, load, name and resume; paused still where it fails."""
+        """Pause, load, name and resume; a failure leaves the server paused."""
 
 
 class ReloadServer:
-    """A server that loads every version whole, whichever engine it is.
+    """A stock vLLM or SGLang server that reloads each version as a whole.
 
     Args:
-        url: Of the server, which sees the folder; it may come up later.
-        key: Its API key.
+        url: Address of the server, which must see the folder; it may start later.
+        key: API key of the server; empty for none.
     """
 
     def __init__(self, url: str, *, key: str = "") -> None:
@@ -47,7 +47,7 @@ class ReloadServer:
         self._brought: Version | None = None
 
     def bring(self, folder: Path, version: Version) -> None:
-        """Pause, load, resume; a server that failed stays paused. See :class:`Reader`."""
+        """Pause, load and resume; a failure leaves the server paused. See :class:`Reader`."""
         loader = self._loader = self._loader or self._find()
         if self._brought == version and loader.named() == str(version):
             return
@@ -65,20 +65,20 @@ class ReloadServer:
 
 
 class Named(msgspec.Struct, frozen=True):
-    """What an engine calls its weights."""
+    """Reply with the name of an engine's weights."""
 
     weight_version: str | None = None
 
 
 class ReloadReply(msgspec.Struct, frozen=True):
-    """Whether SGLang loaded what it was told to."""
+    """Reply of SGLang to a load."""
 
     success: bool
     message: str = ""
 
 
 class VllmLoader:
-    """A vLLM in its development mode."""
+    """Reload of vLLM in its development mode."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -99,7 +99,7 @@ class VllmLoader:
 
 
 class SglangLoader:
-    """An SGLang. With several ranks it may say that all is well where one of them refused."""
+    """Reload of SGLang. With several ranks it may report success although one of them failed."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

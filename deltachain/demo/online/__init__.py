@@ -1,7 +1,6 @@
-"""Asynchronous GRPO over a bucket: a trainer here, a real engine there, a game between them."""
+"""Asynchronous GRPO over a bucket: a trainer, an inference engine and a game environment."""
 
 import os
 
-# TRL warns whoever imports its asynchronous trainer that it may change; people who watch a demo can
-# do nothing about that.
+# Hides TRL's import warning that its asynchronous trainer may change.
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

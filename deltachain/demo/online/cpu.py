@@ -1,7 +1,7 @@
-"""What TRL's asynchronous trainer does not have on a CPU: attention over packed rows.
+"""CPU support for TRL's asynchronous trainer: attention over packed rows.
 
-Its own comes from a CUDA kernel that is downloaded. Here every segment of a row attends to the path
-from its root, by torch's scaled dot product: the same sums, without speed.
+TRL downloads a CUDA kernel for it. Here each segment of a row attends to the path from its root by
+torch's scaled dot product: the same result, slower.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ def tree_attention(  # noqa: PLR0913 - TRL calls it so
     scaling: float | None = None,
     **_: Any,  # noqa: ANN401 - longest lengths, which only the kernel needs
 ) -> tuple[Tensor, None]:
-    """See :func:`trl.experimental.async_grpo.packing.tree_attention`.
+    """Replace :func:`trl.experimental.async_grpo.packing.tree_attention` on a CPU.
 
     Args:
-        module: The layer.
-        query: (1, heads, tokens, head_dim).
-        key: (1, key heads, tokens, head_dim).
-        value: As ``key``.
-        attention_mask: None: the tree says it.
-        tree_kv_index: Positions of every segment's path, end to end.
-        tree_cu_seqlens_q: Where segments begin and end, (segments + 1).
-        tree_cu_seqlens_k: Where their paths do.
-        scaling: Of the scores.
+        module: The attention layer.
+        query: Shape (1, heads, tokens, head_dim).
+        key: Shape (1, key heads, tokens, head_dim).
+        value: Shape of ``key``.
+        attention_mask: None, since the tree defines the mask.
+        tree_kv_index: Concatenated positions of each segment's path.
+        tree_cu_seqlens_q: Bounds of the segments, shape (segments + 1).
+        tree_cu_seqlens_k: Bounds of their paths, shape (segments + 1).
+        scaling: Factor of the scores.
 
     Returns:
-        (1, tokens, heads, head_dim), and no weights.
+        Output of shape (1, tokens, heads, head_dim), and None for the weights.
     """
     del module, attention_mask
     q = query[0]  # (heads, tokens, head_dim)
@@ -61,6 +61,6 @@ def tree_attention(  # noqa: PLR0913 - TRL calls it so
 
 
 def run_on_cpu() -> None:
-    """Let TRL's trainer be made and trained here; it has no setting for that."""
+    """Patch TRL's trainer to run on a CPU, for which it has no setting."""
     packing.tree_attention = tree_attention
     setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # noqa: B010 - no export

@@ -1,4 +1,4 @@
-"""Tokens from a vLLM or SGLang server, each with its probability and the version that made it."""
+"""Sampling from a vLLM or SGLang server: tokens with log probabilities and versions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MODEL: Final = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What one request came back with.
+    """Result of one request.
 
     Attributes:
         tokens: Token ids.
-        logprobs: Of each, as it was drawn.
-        versions: Of the chain, of each.
-        finished: Whether the request ended by itself; a server that is paused may cut it short.
+        logprobs: Log probability of each token when it was sampled.
+        versions: Version of the chain that sampled each token.
+        finished: Whether the request finished; a pausing server may abort it.
     """
 
     tokens: tuple[int, ...]
@@ -33,17 +33,17 @@ class Sampled:
 
 
 class UnlabelledError(RuntimeError):
-    """A server gave tokens whose version nobody knows."""
+    """A server returned tokens without a version."""
 
 
 def command(kind: EngineKind, python: Path, checkpoint: Path, port: int) -> list[str]:
-    """What starts a stock server, small enough to leave room beside it.
+    """Return the command of a stock server with small memory use.
 
     Args:
-        kind: Which engine.
-        python: Of its environment.
-        checkpoint: What it loads.
-        port: Where it listens.
+        kind: The engine.
+        python: Python of the engine's environment.
+        checkpoint: Checkpoint to load.
+        port: Port to listen on.
     """
     at = ("--host", HOST, "--port", str(port), "--served-model-name", MODEL, "--dtype", "bfloat16")
     if kind == "vllm":
@@ -63,7 +63,7 @@ def command(kind: EngineKind, python: Path, checkpoint: Path, port: int) -> list
 
 
 def variables(kind: EngineKind) -> dict[str, str]:
-    """Of a server's environment: one core, and nobody called home."""
+    """Return the server's environment variables: one core, no telemetry."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if kind == "vllm":
         return one | {
@@ -84,19 +84,19 @@ async def sample(
     stop: Sequence[int],
     seed: int,
 ) -> Sampled:
-    """Draw tokens after a prompt, at temperature 1.
+    """Sample a completion of a prompt at temperature 1.
 
     Args:
-        client: Of the server.
-        kind: Which engine that is.
-        prompt: Token ids.
-        length: Tokens at most.
-        stop: Ids of tokens after which there are no more.
-        seed: Decides the draw.
+        client: HTTP client of the server.
+        kind: The engine.
+        prompt: Token ids of the prompt.
+        length: Largest number of tokens.
+        stop: Token ids that end the completion.
+        seed: Sampling seed.
 
     Raises:
-        httpx.HTTPError: The server is not there, or refused.
-        UnlabelledError: Some token is of no version, or of several.
+        httpx.HTTPError: The server did not answer, or refused.
+        UnlabelledError: A token has no version, or several.
     """
     if kind == "vllm":
         return await _vllm(client, prompt, length, stop, seed)
@@ -142,7 +142,7 @@ async def _sglang(
 
 
 def _each(spans: Sequence[dict[str, Any]], count: int) -> tuple[int, ...]:
-    """The version of each token, out of stretches."""
+    """Expand version spans to the version of each token."""
     found: list[int] = []
     for span in spans:
         if span["start"] != len(found) or not str(span["version"]).isdecimal():

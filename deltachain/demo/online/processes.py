@@ -1,4 +1,4 @@
-"""Processes that are started again when they die, as whatever runs them in earnest would."""
+"""Processes that are restarted when they die, like under a process supervisor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Final, Self
 
-from deltachain.demo.replica import DemoError
+from deltachain.demo.follower_process import DemoError
 
 STOP_S: Final = 15.0
 LOOK_S: Final = 0.2
@@ -22,18 +22,18 @@ MOST_STARTS: Final = 5
 
 
 class Service:
-    """One process, with its children; started again if it ends before it should.
+    """A process with its children, restarted if it exits early.
 
     Args:
-        name: For people.
-        command: What starts it.
-        folder: Gets its log.
-        environment: Variables on top of this process's.
-        forever: Whether it should never end by itself; else an exit with 0 is the end.
-        heard: Told every line that it prints, in a thread; its log gets all of it otherwise.
+        name: Name in messages.
+        command: Command line.
+        folder: Folder of its log.
+        environment: Environment variables, added to this process's.
+        forever: Restart after any exit; otherwise exit code 0 ends it.
+        heard: Called with each output line, in a thread; if not given, output goes to the log.
 
     Attributes:
-        deaths: How often it died.
+        deaths: Number of early exits.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Service:
 
     @property
     def log(self) -> Path:
-        """What it wrote."""
+        """Log file of the process."""
         return self._folder / f"{self.name}.log"
 
     @property
     def pid(self) -> int:
-        """Of its first process; 0 while none runs."""
+        """Process id; 0 if it is not running."""
         return self._process.pid if self._process and self._process.poll() is None else 0
 
     def __enter__(self) -> Self:
@@ -81,26 +81,26 @@ class Service:
         self._thread.join(2 * STOP_S)
 
     def wait(self, seconds: float) -> None:
-        """Wait until it has done its work.
+        """Wait for its exit with code 0.
 
         Raises:
-            DemoError: It did not, in time or at all.
+            DemoError: It failed, or did not exit in time.
         """
         if not self._ended.wait(seconds) or self._process is None or self._process.returncode:
-            raise self.failure(f"did not come to its end in {seconds:.0f} s")
+            raise self.failure(f"did not finish in {seconds:.0f} s")
 
     def failure(self, what: str) -> DemoError:
-        """An error with the end of its log."""
+        """Build an error with the end of its log as hint."""
         tail = self.log.read_text(errors="replace").strip().splitlines()[-8:]
         return DemoError(f"the {self.name} {what}", hint="\n  ".join(tail))
 
     def kill(self) -> None:
-        """End it as a power cut would; it is then started again."""
+        """Kill it with SIGKILL; it is then restarted."""
         self._end(signal.SIGKILL)
 
     def _start(self) -> None:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own commands
+            self._process = subprocess.Popen(  # noqa: S603 - commands of the demo
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self._heard else log,
@@ -124,7 +124,7 @@ class Service:
             if self._ending.is_set() or (code == 0 and not self._forever):
                 break
             self.deaths += 1
-            self._end(signal.SIGKILL)  # its children: an engine has some
+            self._end(signal.SIGKILL)  # child processes, which engines have
             if self.deaths >= MOST_STARTS:
                 break
             self._start()
@@ -145,10 +145,10 @@ class Service:
 
 
 def until(ready: Callable[[], bool], service: Service, seconds: float) -> float:
-    """Wait until a service is ready; the seconds that took.
+    """Wait until a service is ready; return the duration in seconds.
 
     Raises:
-        DemoError: It is not, in time.
+        DemoError: It was not ready in time.
     """
     start = time.monotonic()
     while not ready():
@@ -159,7 +159,7 @@ def until(ready: Callable[[], bool], service: Service, seconds: float) -> float:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
+    """Return a free TCP port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What the asynchronous demo found, as a table and as JSON."""
+"""Report of the asynchronous demo, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineReport:
-    """Everything that was measured.
+    """Measurements of the asynchronous demo.
 
     Attributes:
-        engine: Which engine.
-        versions: Of the chain, the first included.
-        mismatching_bits: Between the trainer's last weights and the chain's, by the oracle.
-        replica_agrees: Whether the replica, which read its live weights anew, has the state of the
-            trainer's last version.
-        bytes_sent: All deltas.
-        anchor_bytes: All anchors.
-        bytes_dense: What full bf16 copies of the same versions would have been.
-        late_joiner_bytes: What a newcomer fetched at the end.
-        late_joiner_plan: How.
-        verified: Whether ``deltachain verify`` found everything right.
-        seconds: Altogether.
-        parameters: Of the model.
-        samples: Games that were handed to the trainer.
-        tokens: That the policy drew in them.
-        unknown_versions: Of these, those whose version was not there, or older than one before.
-        reward_first: Mean over the first fifth of the samples.
-        reward_last: Over the last fifth.
+        engine: The engine.
+        versions: Number of versions, version 0 included.
+        mismatching_bits: Number of different bits between the trainer's last weights and the chain.
+        replica_agrees: Whether the replica's live weights have the state of the last version.
+        bytes_sent: Size of all deltas, in bytes.
+        anchor_bytes: Size of all anchors, in bytes.
+        bytes_dense: Size of full bf16 copies of the same versions, in bytes.
+        late_joiner_bytes: Bytes fetched by a follower that joins at the end.
+        late_joiner_plan: Plan of this follower.
+        verified: Whether ``deltachain verify`` passed.
+        seconds: Duration of the demo.
+        parameters: Number of elements of the model.
+        samples: Number of games passed to the trainer.
+        tokens: Number of sampled tokens in them.
+        unknown_versions: Number of these tokens with an impossible version.
+        reward_first: Mean reward of the first fifth of the samples.
+        reward_last: Mean reward of the last fifth.
         reward_error: Standard error of their difference.
-        staleness_p50: Versions that half of the tokens were behind when their game ended.
-        staleness_max: And the most.
-        pause_ms_p50: Milliseconds that the engine paused for a version.
-        pause_ms_max: And the most.
-        sync_s_p50: Seconds that training was held for a version.
-        deaths: Processes that had to be started again, by name.
+        staleness_p50: Median versions of a token behind the newest at the end of its game.
+        staleness_max: Largest such value.
+        pause_ms_p50: Median pause of the engine for a version, in milliseconds.
+        pause_ms_max: Largest pause.
+        sync_s_p50: Median time that training was blocked for a version, in seconds.
+        deaths: Number of restarts, by name of the process.
     """
 
     engine: str
@@ -69,21 +68,21 @@ class OnlineReport:
 
     @property
     def fine(self) -> bool:
-        """Whether trainer, chain, replica and samples agree, and something was learnt."""
+        """Whether trainer, chain, replica and samples agree, and the reward rose."""
         agree = self.verified and self.replica_agrees
         return agree and not self.mismatching_bits and not self.unknown_versions and self.learnt
 
     @property
     def learnt(self) -> bool:
-        """Whether the reward rose; ``reward_error`` tells how surely."""
+        """Whether the reward rose; ``reward_error`` gives the uncertainty."""
         return self.reward_last > self.reward_first
 
     def as_json(self) -> dict[str, Any]:
-        """One JSON object."""
+        """Return all fields in JSON types."""
         return asdict(self)
 
     def print(self, console: Console) -> None:
-        """A table for people."""
+        """Print a table."""
         table = Table(box=box.SIMPLE_HEAD, show_header=False, title="Trainer, bucket, replica")
         table.add_column(style="dim")
         table.add_column(justify="right")
@@ -92,18 +91,18 @@ class OnlineReport:
         rows = {
             "reward, first and last fifth": f"{self.reward_first:.3f} to {self.reward_last:.3f}",
             "  rose by": f"{self.reward_last - self.reward_first:.3f} ± {self.reward_error:.3f}",
-            "games, tokens drawn": f"{self.samples:,}, {self.tokens:,}",
-            "tokens of no known version": f"{self.unknown_versions}",
+            "games, sampled tokens": f"{self.samples:,}, {self.tokens:,}",
+            "tokens of unknown version": f"{self.unknown_versions}",
             "versions a token was behind": f"{self.staleness_p50:g}, at most {self.staleness_max}",
             "pause of the engine": f"{self.pause_ms_p50:.0f} ms, at most {self.pause_ms_max:.0f}",
-            "training held for a version": f"{self.sync_s_p50:.2f} s",
+            "training blocked for a version": f"{self.sync_s_p50:.2f} s",
             "deltas and anchors": f"{self.bytes_sent:,} B + {self.anchor_bytes:,} B",
             "full copies would be": f"{self.bytes_dense:,} B, {dense:.0f}x",
-            "a newcomer fetched": f"{self.late_joiner_bytes:,} B",
+            "a late joiner fetched": f"{self.late_joiner_bytes:,} B",
             "mismatching bits": f"{self.mismatching_bits}",
-            "replica's live weights": "the trainer's" if self.replica_agrees else "OTHERS",
+            "replica's live weights": "equal" if self.replica_agrees else "DIFFERENT",
             "chain": "verified" if self.verified else "BROKEN",
-            "started again": again or "nobody",
+            "restarted": again or "none",
         }
         for name, value in rows.items():
             table.add_row(name, value)

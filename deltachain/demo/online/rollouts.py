@@ -1,4 +1,4 @@
-"""Games that the engine plays with the policy it has at the moment, as samples for the trainer."""
+"""Rollouts: games played by the engine with its current policy, as samples for the trainer."""
 
 from __future__ import annotations
 
@@ -19,33 +19,34 @@ import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from deltachain.demo.online.engine import EngineKind, Sampled, UnlabelledError, sample
+from deltachain.retry import Backoff
 
 GUESS_TOKENS: Final = 6
-AGAIN_S: Final = 0.5
+PAUSES: Final = Backoff(1.0, 1.0)
 PATIENCE_S: Final = 120.0
-"""Seconds for which a server may be away."""
+"""Longest outage of a server, in seconds."""
 
 
 class Tokenizer(Protocol):
-    """Of transformers, as far as it is used here."""
+    """The used part of a transformers tokenizer."""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Encode text to token ids."""
 
     def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids."""
+        """Decode token ids to text."""
 
 
 @dataclass
 class Played:
-    """One game: what was read and said, token by token.
+    """The tokens of one game.
 
     Attributes:
         tokens: Token ids, the first prompt included.
-        drawn: Whether the policy drew that token; others it was given.
-        logprobs: Of drawn tokens; zero for others.
-        versions: That drew them; -1 for others.
-        reward: At the end.
+        drawn: Whether the policy sampled the token, as opposed to the environment.
+        logprobs: Log probability of sampled tokens; 0 for others.
+        versions: Version that sampled the token; -1 for others.
+        reward: Reward at the end of the game.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -55,14 +56,14 @@ class Played:
     reward: float = 0.0
 
     def read(self, tokens: list[int]) -> None:
-        """Take what the game says."""
+        """Append tokens of the environment."""
         self.tokens += tokens
         self.drawn += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
     def say(self, sampled: Sampled) -> None:
-        """Take what the policy drew."""
+        """Append sampled tokens."""
         self.tokens += sampled.tokens
         self.drawn += [1] * len(sampled.tokens)
         self.logprobs += sampled.logprobs
@@ -70,23 +71,23 @@ class Played:
 
     @property
     def oldest(self) -> int:
-        """The oldest version that drew a token."""
+        """The oldest version that sampled a token."""
         return min(version for version in self.versions if version >= 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GameTable:
-    """Where and how games are played.
+    """Settings of rollouts.
 
     Attributes:
-        engine: Address of the server that draws tokens.
-        kind: Which engine that is.
-        environment: Address of the game's server.
-        group: Games of one hidden word, which are compared with each other.
-        at_once: Games that are played at once.
-        ahead: Samples that may wait for the trainer before no more are made.
-        seed: Decides hidden words and draws.
-        diary: File that gets a line a sample.
+        engine: Address of the inference server.
+        kind: The engine.
+        environment: Address of the game server.
+        group: Number of games of one hidden word, a group of GRPO.
+        at_once: Number of concurrent games.
+        ahead: Largest number of samples queued for the trainer.
+        seed: Seed of hidden words and sampling.
+        diary: File of the sample log.
     """
 
     engine: str
@@ -100,16 +101,16 @@ class GameTable:
 
 
 class GameWorker:
-    """See :class:`trl.experimental.async_grpo.RolloutWorkerProtocol`; a thread of this process.
+    """Rollout worker in a thread; see :class:`trl.experimental.async_grpo.RolloutWorkerProtocol`.
 
     Args:
-        table: Where games are played.
-        tokenizer: Of the policy.
-        held: What version of the chain the last sync published.
+        table: Settings.
+        tokenizer: Tokenizer of the policy.
+        held: Returns the version published by the last sync.
 
     Attributes:
-        rollout_buffer: Samples, which the trainer takes.
-        metrics_queue: Nothing is measured here that samples do not say.
+        rollout_buffer: Queue of samples for the trainer.
+        metrics_queue: Unused queue, required by the protocol.
     """
 
     def __init__(self, table: GameTable, tokenizer: Tokenizer, held: Callable[[], int]) -> None:
@@ -124,23 +125,23 @@ class GameWorker:
         (self._stop_token,) = tokenizer.encode(" =", add_special_tokens=False)
 
     def start(self) -> None:
-        """Play until ``stop``."""
+        """Start playing games."""
         self._thread = threading.Thread(target=self._run, name="games", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Play no more."""
+        """Stop playing games."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
 
     def update_model_version(self, model_version: int) -> None:
-        """The trainer counts its syncs; the engine labels tokens with versions of the chain."""
+        """Ignore the trainer's count of syncs: the engine labels tokens with versions."""
         self._syncs[self._held()] = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise what ended the games."""
-        del stale_after_s  # a server that is away for too long ends them by itself
+        """Raise the error that ended the games, if any."""
+        del stale_after_s  # a long outage of a server raises an error by itself
         if self._failure is not None:
             raise self._failure
 
@@ -185,7 +186,7 @@ class GameWorker:
     async def _play_group(
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, number: int
     ) -> None:
-        """Play for one hidden word, and hand the samples over."""
+        """Play the games of one hidden word, and queue the samples."""
         table = self._table
         seed = table.seed * 1_000_003 + number
         games = [self._until_done(engine, environment, seed, n) for n in range(table.group)]
@@ -226,7 +227,7 @@ class GameWorker:
     async def _until_done(
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, number: int
     ) -> Played:
-        """Play one game; again from its start where a server was away."""
+        """Play one game; restart it after an outage of a server."""
         end, attempt = time.monotonic() + PATIENCE_S, 0
         while True:
             draw = hash((seed, number, attempt)) & 0x7FFFFFFF
@@ -235,7 +236,7 @@ class GameWorker:
             except httpx.HTTPError:
                 if time.monotonic() > end or self._stop.is_set():
                     raise
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(PAUSES.pause_s(0))
             else:
                 if game is not None:
                     return game
@@ -244,7 +245,7 @@ class GameWorker:
     async def _play(
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, draw: int
     ) -> Played | None:
-        """Play one game; ``None`` if the engine was cut short in it."""
+        """Play one game; ``None`` if the engine aborted a request."""
         opened = (await environment.post("/sessions", json={"seed": seed})).raise_for_status()
         session = opened.json()["session"]
         try:
@@ -282,6 +283,6 @@ class GameWorker:
 
 
 def _runs(versions: list[int]) -> list[list[int]]:
-    """``[version, tokens]`` for every stretch of drawn tokens of one version."""
+    """Return ``[version, count]`` for each run of sampled tokens of one version."""
     drawn = [version for version in versions if version >= 0]
     return [[version, len(list(run))] for version, run in itertools.groupby(drawn)]

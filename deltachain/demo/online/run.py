@@ -1,4 +1,4 @@
-"""The asynchronous demo: who is started, in which order, and what is asked of them at the end."""
+"""The asynchronous demo: starts all processes, trains, and evaluates the result."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import httpx
 from deltachain.checkpoint import Checkpoint
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.demo.display import Display
-from deltachain.demo.judge import compare, manifests_in, sent, verify
-from deltachain.demo.online.diary import rewards_of, staleness_of, unknown_in
+from deltachain.demo.evaluate import compare, manifests_in, sent, verify
+from deltachain.demo.follower_process import DemoError
 from deltachain.demo.online.engine import HOST, EngineKind, command, variables
-from deltachain.demo.online.game import environment_folder, transcripts
+from deltachain.demo.online.game_transcripts import environment_folder, transcripts
 from deltachain.demo.online.processes import Service, free_port, until
 from deltachain.demo.online.report import OnlineReport
+from deltachain.demo.online.sample_log import rewards_of, staleness_of, unknown_in
 from deltachain.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
-from deltachain.demo.replica import DemoError
 from deltachain.errors import ControlPlaneError
 from deltachain.format.documents import Manifest
 from deltachain.store import open_store
@@ -43,16 +43,16 @@ LOOK_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What is run.
+    """Options of a run.
 
     Attributes:
-        root: Everything that is made lies below it.
+        root: Folder of all files.
         kind: The engine.
-        python: Of its environment.
-        steps: Optimizer steps.
-        seed: Decides the first policy and the games.
-        display: For people.
-        at_step: Told every step, with what runs: for those who want to see it survive something.
+        python: Python of the engine's environment.
+        steps: Number of optimizer steps.
+        seed: Seed of initial policy and games.
+        display: Console output.
+        at_step: Called after each step with the running processes, for fault injection.
     """
 
     root: Path
@@ -66,7 +66,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """Everything that runs: in earnest, each would be somewhere else."""
+    """The running processes, which in production run on different machines."""
 
     store: Seaweed
     environment: Service
@@ -75,10 +75,10 @@ class Running:
 
 
 def run_online(plan: RunOptions) -> OnlineReport:
-    """Pretrain, train, and judge.
+    """Pretrain, train and evaluate.
 
     Raises:
-        DemoError: A part of it did not run.
+        DemoError: A part of the demo failed.
     """
     start = time.monotonic()
     base = plan.root / "base"
@@ -95,11 +95,11 @@ def run_online(plan: RunOptions) -> OnlineReport:
         run = _Run(plan, store)
         running = run.start(stack)
         running.trainer.wait(TRAIN_S)
-        return _judge(plan, running, run, start)
+        return _evaluate(plan, running, run, start)
 
 
 class _Run:
-    """The four parties of one run, and what was heard of them."""
+    """The four processes of a run, and their events."""
 
     def __init__(self, plan: RunOptions, store: Seaweed) -> None:
         self.plan, self.store = plan, store
@@ -111,7 +111,7 @@ class _Run:
         self._running: Running | None = None
 
     def start(self, stack: ExitStack) -> Running:
-        """Start all of them, the trainer last."""
+        """Start all processes, the trainer last."""
         plan, say = self.plan, self.plan.display.say
         self.folder.mkdir(parents=True)
         environment = stack.enter_context(self._environment())
@@ -168,7 +168,7 @@ class _Run:
         )
 
     def _heard(self, line: str) -> None:
-        with suppress(ValueError):  # whatever else a library prints
+        with suppress(ValueError):  # output of libraries, not JSON
             event = json.loads(line)
             if event["event"] == "step":
                 self.steps.append(event)
@@ -205,7 +205,7 @@ class _Run:
             thread.join()
 
 
-def _judge(plan: RunOptions, running: Running, run: _Run, start: float) -> OnlineReport:
+def _evaluate(plan: RunOptions, running: Running, run: _Run, start: float) -> OnlineReport:
     manifests = manifests_in(open_store(run.url, run.store.options))
     head, bytes_of, diary = manifests[-1], sent(manifests), diary_of(run.folder)
     dense = sum(spec.nbytes for spec in Checkpoint(run.base).specs.values())
@@ -242,7 +242,7 @@ def _judge(plan: RunOptions, running: Running, run: _Run, start: float) -> Onlin
 
 
 def _agrees(run: _Run, head: Manifest) -> bool:
-    """Whether the replica, which reads its live weights anew, holds the trainer's last state."""
+    """Verify the replica's live weights; return whether they have the trainer's last state."""
     with ReplicaClient(run.engine, token=run.token) as client:
         client.update(head.version)
         status = client.scrub()
@@ -250,18 +250,18 @@ def _agrees(run: _Run, head: Manifest) -> bool:
 
 
 def _join_late(run: _Run) -> ApplyReceipt:
-    """What a newcomer fetches who has nothing."""
+    """Join from nothing after the end of training."""
     folder = _newcomer(run)
     with Subscriber(run.url, folder, store=open_store(run.url, run.store.options)) as subscriber:
         receipt = subscriber.update()
     if receipt is None:
-        raise DemoError("the newcomer found nothing to fetch")
+        raise DemoError("the late joiner found no version")
     return receipt
 
 
 def _mismatching_bits(run: _Run) -> int:
-    """What the newcomer holds, compared with the trainer's last bits."""
-    return compare("a newcomer", bits_of(run.folder), _newcomer(run)).mismatching_bits
+    """Compare the late joiner's weights with the trainer's last bits."""
+    return compare("a late joiner", bits_of(run.folder), _newcomer(run)).mismatching_bits
 
 
 def _newcomer(run: _Run) -> Path:
@@ -269,7 +269,7 @@ def _newcomer(run: _Run) -> Path:
 
 
 def answers(url: str) -> bool:
-    """Whether a server says 200 to a look at an address."""
+    """Return whether a GET request to ``url`` is answered with 200."""
     with suppress(httpx.HTTPError):
         return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
     return False

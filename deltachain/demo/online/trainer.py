@@ -1,7 +1,7 @@
-"""The trainer's process: TRL's asynchronous GRPO, with the chain as its weight transfer.
+"""Trainer process: TRL's asynchronous GRPO, with the chain as weight transfer.
 
-It is told what to do by a JSON file, prints one JSON object a line, and goes on from its last
-checkpoint when it is started again.
+Reads its options from a JSON file, prints one JSON object a line, and resumes from its last
+checkpoint after a restart.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
 from deltachain.control.transfer import DeltaChainWeightTransfer
+from deltachain.demo.compare_bits import dump_bits
 from deltachain.demo.online.cpu import run_on_cpu
 from deltachain.demo.online.engine import EngineKind
 from deltachain.demo.online.rollouts import GameTable, GameWorker
-from deltachain.demo.oracle import dump_bits
-from deltachain.demo.quiet import quiet_libraries, spare_one_core
+from deltachain.demo.process_setup import quiet_libraries, spare_one_core
 
 LEARNING_RATE: Final = 1e-4
 GROUP: Final = 8
 SAMPLES: Final = 64
-"""Games of one optimizer step, about: as many as fit into the token budget."""
+"""Approximate number of games of an optimizer step, by the token budget."""
 
 TOKENS: Final = 2048
 SAVE_STEPS: Final = 5
@@ -45,18 +45,18 @@ TRAINER_STATE: Final = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """What a trainer is told.
+    """Options of the trainer process.
 
     Attributes:
-        checkpoint: Where the policy begins.
-        url: Of the chain.
+        checkpoint: Initial checkpoint of the policy.
+        url: URL of the chain.
         engine: Address of the replica.
-        kind: Which engine that is.
-        environment: Address of the game.
-        folder: Gets its checkpoints, its diary and its last bits.
-        steps: Optimizer steps in all.
-        seed: Decides games.
-        token: Of the replica.
+        kind: The engine.
+        environment: Address of the game server.
+        folder: Folder of checkpoints, sample log and final bits.
+        steps: Total number of optimizer steps.
+        seed: Seed of the games.
+        token: Token of the replica.
     """
 
     checkpoint: str
@@ -70,36 +70,36 @@ class TrainerOptions:
     token: str
 
     def write(self, file: Path) -> None:
-        """Leave them for the process."""
+        """Write the options as JSON."""
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> TrainerOptions:
-        """Take them."""
+        """Read the options from JSON."""
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def diary_of(folder: Path) -> Path:
-    """The file with a line a sample."""
+    """Return the file of the sample log."""
     return folder / "samples.jsonl"
 
 
 def bits_of(folder: Path) -> Path:
-    """The file with the trainer's last bits, for the oracle."""
+    """Return the file of the trainer's final bits, a dump."""
     return folder / "last.npz"
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that is whole: a killed trainer may have left half of one."""
+    """Return the newest complete checkpoint; a killed trainer may have left a partial one."""
     for path in sorted(folder.glob("checkpoint-*"), key=lambda path: -int(path.name[11:])):
         with suppress(OSError, ValueError):
-            TrainerState.load_from_json(str(path / TRAINER_STATE))  # what is written last
+            TrainerState.load_from_json(str(path / TRAINER_STATE))  # the last file written
             return str(path)
     return None
 
 
 def train(orders: TrainerOptions) -> None:
-    """Train to the end, from the last checkpoint if there is one."""
+    """Train, from the last checkpoint if there is one."""
     run_on_cpu()
     folder = Path(orders.folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(orders.checkpoint, local_files_only=True)
@@ -130,7 +130,7 @@ def train(orders: TrainerOptions) -> None:
             processing_class=tokenizer,
             rollout_worker=worker,
             weight_transfer=transfer,
-            callbacks=[_Diary(transfer)],
+            callbacks=[_StepLog(transfer)],
         )
         trainer.remove_callback(PrinterCallback)
         transfer.attach(trainer)
@@ -146,7 +146,7 @@ def say(**facts: object) -> None:
 
 
 def _unused(completions: list[str], **_: object) -> list[float]:
-    """The game's server gives the rewards."""
+    """Return zero rewards; the game server computes the actual ones."""
     return [0.0] * len(completions)
 
 
@@ -176,8 +176,8 @@ def _arguments(orders: TrainerOptions) -> AsyncGRPOConfig:
     )
 
 
-class _Diary(TrainerCallback):
-    """Says what every step brought."""
+class _StepLog(TrainerCallback):
+    """Prints the metrics of each step."""
 
     def __init__(self, transfer: DeltaChainWeightTransfer) -> None:
         self._transfer = transfer
@@ -190,7 +190,7 @@ class _Diary(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
-        """A line a step."""
+        """Print one line a step."""
         del args, control
         if logs is None or "reward" not in logs:
             return

@@ -10,30 +10,29 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
+
+from typing_extensions import override
 
 from deltachain.errors import (
-    AlreadyExistsError,
     ConfigError,
     DeltaChainError,
     StorePermissionError,
     StoreUnavailableError,
 )
 from deltachain.store.base import (
-    MAX_DOCUMENT,
     Capabilities,
     ObjectInfo,
+    already_exists,
     bytes_view,
     check_key,
-    check_limit,
-    check_nbytes,
     check_prefix,
-    check_range,
-    find_each,
     not_found,
+    split_url,
     too_short,
 )
 from deltachain.store.file.posix import (
@@ -47,6 +46,7 @@ from deltachain.store.file.posix import (
     temporary_file,
 )
 from deltachain.store.guard import guarded
+from deltachain.store.simple import Choose, SimpleStore
 from deltachain.types import Buffer
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
@@ -70,7 +70,7 @@ _Commit: TypeAlias = Callable[[str, int], None]
 
 
 @guarded
-class FileStore:
+class FileStore(SimpleStore):
     """Objects as files below ``root``, shared by every process and machine that sees the folder.
 
     The root is made by the first write. A writer that was killed leaves a file ``.tmp-*`` behind
@@ -87,53 +87,19 @@ class FileStore:
         self._swept: set[tuple[str, ...]] = set()
 
     @property
+    @override
     def url(self) -> str:
         """``file://`` and the absolute path of the root."""
         return self._root.as_uri()
 
     @property
+    @override
     def capabilities(self) -> Capabilities:
         """Everything; see the class about NFS."""
         return _CAPABILITIES
 
-    @property
-    def requests(self) -> int:
-        """None that a file server would count."""
-        return 0
-
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole small object; see ``Store``."""
-
-        def whole(file: int, nbytes: int) -> bytes:
-            check_limit(key, self.url, nbytes=nbytes, limit=limit)
-            return self._read(key, file, 0, nbytes)
-
-        return self._reading(key, whole)
-
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:  # noqa: ARG002
-        """Read a whole object of known size; see ``Store``."""
-        check_range(0, nbytes)
-
-        def whole(file: int, actual: int) -> bytes:
-            check_nbytes(key, self.url, expected=nbytes, actual=actual)
-            return self._read(key, file, 0, nbytes)
-
-        return self._reading(key, whole)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read exactly ``length`` bytes of an object; see ``Store``."""
-        check_range(start, length)
-
-        def part(file: int, nbytes: int) -> bytes:
-            if start + length > nbytes:  # before memory is taken for it: the caller may be misled
-                raise too_short(key, self.url, nbytes=nbytes, end=start + length)
-            return self._read(key, file, start, length)
-
-        return self._reading(key, part)
-
+    @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object, in place of any other; see ``Store``."""
-
         def replace(temporary: str, folder: int) -> None:
             os.replace(temporary, _leaf(key), src_dir_fd=folder, dst_dir_fd=folder)
 
@@ -141,6 +107,7 @@ class FileStore:
             self._write(key, data, replace)
         return ""
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store``.
 
@@ -155,8 +122,8 @@ class FileStore:
         with self._errors_named(check_key(key)):
             self._write(key, data, link)
 
+    @override
     def find(self, key: str) -> ObjectInfo | None:
-        """Look an object up without reading it; see ``Store``."""
         folders, leaf = _split(check_key(key))
         with self._errors_named(key):
             try:
@@ -166,14 +133,11 @@ class FileStore:
                 return None
         return ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
 
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look several objects up; see ``Store``."""
-        return find_each(self, keys)
-
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with ``prefix``, in order; see ``Store``."""
         return self._walk(_split(check_prefix(prefix))[0], prefix)
 
+    @override
     def delete(self, key: str) -> None:
         """Remove an object if there is one, and the folders that this leaves empty; see ``Store``.
 
@@ -188,9 +152,6 @@ class FileStore:
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
             self._prune(folders)
-
-    def close(self) -> None:
-        """Do nothing: no file stays open between calls."""
 
     def _write(self, key: str, data: Buffer, commit: _Commit) -> None:
         view = bytes_view(data)
@@ -229,9 +190,7 @@ class FileStore:
             if is_same_file(temporary, _leaf(key), folder):
                 return
             if exc.errno == errno.EEXIST:
-                raise AlreadyExistsError(
-                    f"{self.url} already has an object {key!r}", key=key, url=self.url
-                ) from exc
+                raise already_exists(key, self.url) from exc
             if exc.errno in _NO_LINKS:
                 raise ConfigError(
                     f"the file system of {self.url} has no hard links, which putting an object "
@@ -240,17 +199,19 @@ class FileStore:
                 ) from exc
             raise
 
-    def _reading(self, key: str, read: Callable[[int, int], bytes]) -> bytes:
-        """Open an object and read it; once more if a file server replaced it in between."""
-        with self._errors_named(check_key(key)):
+    @override
+    def _read(self, key: str, choose: Choose) -> bytes:
+        with self._errors_named(key):
             try:
-                with self._open_object(key) as opened:
-                    return read(*opened)
+                return self._read_once(key, choose)
             except OSError as exc:
-                if exc.errno != errno.ESTALE:
+                if exc.errno != errno.ESTALE:  # a file server replaced it between two calls
                     raise
-            with self._open_object(key) as opened:
-                return read(*opened)
+            return self._read_once(key, choose)
+
+    def _read_once(self, key: str, choose: Choose) -> bytes:
+        with self._open_object(key) as (file, nbytes):
+            return self._pread(key, file, *choose(nbytes))
 
     @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
@@ -266,7 +227,7 @@ class FileStore:
         finally:
             os.close(file)
 
-    def _read(self, key: str, file: int, start: int, length: int) -> bytes:
+    def _pread(self, key: str, file: int, start: int, length: int) -> bytes:
         """Read ``length`` bytes, in as many calls as it takes: one returns 2 GiB at most."""
         parts: list[bytes] = []
         end = start + length
@@ -319,6 +280,24 @@ class FileStore:
                 raise StorePermissionError(message, key=key, url=self.url, hint=hint) from exc
             hint = _HINTS.get(exc.errno or 0, "")
             raise StoreUnavailableError(message, key=key, url=self.url, hint=hint) from exc
+
+
+def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> FileStore:  # noqa: ARG001
+    """Open ``file:///absolute/folder``.
+
+    Raises:
+        ConfigError: The URL names no folder of this machine, or there are options.
+    """
+    parts = split_url(url, options)
+    if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
+        raise ConfigError(
+            "file:// store URLs name a folder of this machine",
+            hint="three slashes: file:///absolute/folder",
+        )
+    path = unquote(parts.path)
+    if "\0" in path:
+        raise ConfigError("file:// store URLs cannot hold a NUL")
+    return FileStore(path)
 
 
 def _split(key: str) -> tuple[tuple[str, ...], str]:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
 
+from typing_extensions import override
+
 from deltachain.errors import (
-    AlreadyExistsError,
     ConfigError,
     DeltaChainError,
     ObjectNotFoundError,
@@ -24,6 +25,8 @@ from deltachain.store.base import (
     MAX_DOCUMENT,
     Capabilities,
     ObjectInfo,
+    Store,
+    already_exists,
     bytes_view,
     check_key,
     check_limit,
@@ -58,7 +61,7 @@ _IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 @guarded
-class FsspecStore:
+class FsspecStore(Store):
     """Objects below one path of an fsspec file system.
 
     What it promises depends on the protocol. Where nobody knows how to write an object whole, it
@@ -100,11 +103,12 @@ class FsspecStore:
         self._create = self._promises.create
 
     @property
+    @override
     def url(self) -> str:
-        """Where the objects are."""
         return self._url
 
     @property
+    @override
     def capabilities(self) -> Capabilities:
         """What is known of the protocol."""
         return Capabilities(
@@ -113,12 +117,13 @@ class FsspecStore:
         )
 
     @property
+    @override
     def requests(self) -> int:
         """Calls into the file system, which does not tell how many requests it makes of one."""
         return self._requests
 
+    @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole small object; see ``Store``."""
         path = self._path(key)
         with self._reading(key):
             check_limit(key, self.url, nbytes=self._nbytes(key, path), limit=limit)
@@ -126,7 +131,8 @@ class FsspecStore:
         check_limit(key, self.url, nbytes=len(data), limit=limit)  # it may be another one by now
         return data
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:  # noqa: ARG002
+    @override
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
         """Read a whole object of known size, a large remote one in pieces; see ``Store``."""
         check_range(0, nbytes)
         path = self._path(key)
@@ -138,8 +144,8 @@ class FsspecStore:
         check_nbytes(key, self.url, expected=nbytes, actual=len(data))
         return data
 
+    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read exactly ``length`` bytes of an object; see ``Store``."""
         check_range(start, length)
         path, end = self._path(key), start + length
         with self._reading(key):
@@ -153,11 +159,12 @@ class FsspecStore:
             raise too_short(key, self.url, nbytes=start + len(data), end=end)
         return data
 
+    @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object, in place of any other; see ``Store``."""
         self._write(self._path(key), key, _as_bytes(data))
         return ""
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store``.
 
@@ -166,7 +173,7 @@ class FsspecStore:
         path = self._path(key)
         if self._create is None:
             if self.find(key) is not None:
-                raise self._taken(key)
+                raise already_exists(key, self.url)
             self._write(path, key, _as_bytes(data))
             return
         self._check_writable(key)
@@ -174,10 +181,10 @@ class FsspecStore:
             try:
                 self._call(self._fs.pipe_file, path, _as_bytes(data), **self._create)
             except FileExistsError as exc:
-                raise self._taken(key) from exc
+                raise already_exists(key, self.url) from exc
 
+    @override
     def find(self, key: str) -> ObjectInfo | None:
-        """Look an object up without reading it; see ``Store``."""
         path = self._path(key)
         try:
             with self._reading(key):
@@ -185,12 +192,12 @@ class FsspecStore:
         except ObjectNotFoundError:
             return None
 
+    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look several objects up; see ``Store``."""
         return find_each(self, keys)
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with ``prefix``, in order; see ``Store``."""
         folder = check_prefix(prefix).rpartition("/")[0]
         # Walking a tree leaves out what it cannot list, unless it is told what to do then.
         walks = {} if self._promises.writes == "put" else {"on_error": _raise_unless_gone}
@@ -214,12 +221,13 @@ class FsspecStore:
             ]
         )
 
+    @override
     def delete(self, key: str) -> None:
-        """Remove an object if there is one; see ``Store``."""
         path = self._path(key)
         with suppress(ObjectNotFoundError), self._reading(key):
             self._call(self._fs.rm_file, path)
 
+    @override
     def close(self) -> None:
         """Do nothing: the file system closes its connections when nobody holds it."""
 
@@ -312,11 +320,6 @@ class FsspecStore:
                         hint="use a bucket that is not zonal",
                     )
 
-    def _taken(self, key: str) -> AlreadyExistsError:
-        return AlreadyExistsError(
-            f"{self.url} already has an object {key!r}", key=key, url=self.url
-        )
-
     @contextmanager
     def _reading(self, key: str) -> Iterator[None]:
         """Turn what the file system says about a read into what a caller does next."""
@@ -362,13 +365,19 @@ def _raise_unless_gone(error: Exception) -> None:
         raise error
 
 
-def open_fsspec(url: str, options: Mapping[str, Any] | None = None) -> FsspecStore:
+def open_fsspec(
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    writer: bool = False,  # noqa: ARG001 - as every opener
+) -> FsspecStore:
     """Open the store at a URL that fsspec knows.
 
     Args:
         url: Where, as fsspec takes it.
         options: What fsspec calls ``storage_options``; credentials are better left to what the
             library of the storage finds by itself.
+        writer: Makes no difference.
 
     Raises:
         ConfigError: The scheme is unknown, its package is not installed, or the URL or the options

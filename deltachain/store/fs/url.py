@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Final
@@ -11,11 +11,10 @@ from urllib.parse import urlsplit
 from deltachain.errors import ConfigError
 from deltachain.store.fs.errors import failures, store_error
 from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS
+from deltachain.store.registry import schemes
 
 _PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"})
 """Schemes whose URLs name a container or a login, neither of them secret, before an ``@``."""
-
-_OURS: Final = ("file", "memory", "s3", "hf")
 
 
 def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str, str]:
@@ -37,7 +36,8 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
     fsspec = _fsspec(scheme)
     if scheme not in fsspec.available_protocols():
         raise ConfigError(
-            f"store URLs that begin with {scheme}:// are not supported", hint=_known(fsspec)
+            f"store URLs that begin with {scheme}:// are not supported",
+            hint=_known(fsspec.available_protocols()),
         )
     if scheme in WRAPPERS or "::" in url:
         raise ConfigError(
@@ -77,12 +77,12 @@ def _fsspec(scheme: str) -> ModuleType:
     except ImportError as exc:
         raise ConfigError(
             f"store URLs that begin with {scheme}:// need fsspec, or are not supported",
-            hint="pip install 'deltachain[fsspec]'",
+            hint=f"pip install 'deltachain[fsspec]'; without it, {_known(())}",
         ) from exc
 
 
-def _known(fsspec: ModuleType) -> str:
-    names = {*_OURS, *fsspec.available_protocols()} - WRAPPERS
+def _known(protocols: Iterable[str]) -> str:
+    names = {*schemes(), *protocols} - WRAPPERS
     return "give the path of a folder, or a URL that begins with one of: " + ", ".join(
         sorted(names)
     )

@@ -6,10 +6,8 @@ its token: ``HF_TOKEN``, or the one that ``hf auth login`` saved. Its errors end
 
 from __future__ import annotations
 
-import random
 import re
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from deltachain.retry import Backoff, Deadline, shortly_after
 from deltachain.store.hf.rate_limit import Budget
 from deltachain.store.hf.reply import (
     RedirectedError,
@@ -38,8 +37,8 @@ _TRY_S: Final = 20.0
 _REDIRECTS: Final = 4
 """Requests that one may become."""
 
-_FIRST_PAUSE_S: Final = 0.5
-_LONGEST_PAUSE_S: Final = 8.0
+PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
+"""Between tries: the Hub counts them, so none follows at once."""
 
 _SPENT: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(?P<reset>\d+)")
 """In a RateLimit header: no requests left, and seconds until there are."""
@@ -76,18 +75,6 @@ class BucketLocation:
     token: str | None = field(repr=False)
 
 
-class RetryUntil:
-    """A moment by which something must have worked."""
-
-    def __init__(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds until then; negative afterwards."""
-        return self._at - time.monotonic()
-
-
 @dataclass(frozen=True, slots=True)
 class _Trouble:
     """Why a request has to be tried again; nothing is said where it has not."""
@@ -96,12 +83,6 @@ class _Trouble:
     hint: str = ""
     wait_s: float = 0.0
     cause: Exception | None = None
-
-
-def pause_s(tries: int) -> float:
-    """How long to wait after so many tries failed: longer each time, and never in step."""
-    most = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**tries)
-    return random.uniform(most / 2, most)  # noqa: S311 - spreads load, hides nothing
 
 
 class Hub:
@@ -126,13 +107,17 @@ class Hub:
         """Requests sent so far, each try of each call among them."""
         return self._requests
 
-    def admit(self, deadline: RetryUntil, key: str = "") -> None:
+    def deadline(self, key: str = "") -> Deadline:
+        """Begin the time limit of one call."""
+        return Deadline(key, self.place.url, self.deadline_s)
+
+    def admit(self, deadline: Deadline, key: str = "") -> None:
         """Wait until the budget has room for one more request, and count it.
 
         Raises:
             StoreUnavailableError: It has none before the deadline.
         """
-        wait_s = self._budget.take(deadline.left)
+        wait_s = self._budget.take(deadline.left_s)
         if wait_s:
             raise StoreUnavailableError(
                 f"{self.place.url}: {self._budget.calls} requests in {self._budget.window_s:g} s "
@@ -182,7 +167,7 @@ class Hub:
             StoreUnavailableError: Nothing worked before the deadline.
         """
         url = route if "://" in route else f"{self._root}/{route}"
-        deadline = RetryUntil(self.deadline_s)
+        deadline = self.deadline(key)
         tries = 0
         while True:
             self.admit(deadline, key)
@@ -191,15 +176,13 @@ class Hub:
                 trouble = self._judge(reply, wanted, key)
                 if not trouble.said:
                     return reply
-            wait_s = max(pause_s(tries), trouble.wait_s)
-            if wait_s >= deadline.left:
+            if not deadline.sleep(max(PAUSES.pause_s(tries), trouble.wait_s)):
                 raise StoreUnavailableError(
                     f"{self.place.url}: {trouble.said}",
                     key=key,
                     url=self.place.url,
                     hint=trouble.hint,
                 ) from trouble.cause
-            time.sleep(wait_s)
             tries += 1
 
     def ask(self, url: str, token: str) -> tuple[int, Any]:
@@ -222,7 +205,7 @@ class Hub:
         return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
 
     def _try(
-        self, method: str, url: str, body: bytes | None, media: str, deadline: RetryUntil
+        self, method: str, url: str, body: bytes | None, media: str, deadline: Deadline
     ) -> tuple[Reply | None, _Trouble]:
         """One try: a reply, or what went wrong."""
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
@@ -231,7 +214,7 @@ class Hub:
         headers = build_hf_headers(token=self.place.token, library_name="deltachain")
         headers["Content-Type"] = media
         try:
-            timeout_s = max(0.1, min(_TRY_S, deadline.left))
+            timeout_s = max(0.1, min(_TRY_S, deadline.left_s))
             return self._send(method, url, body, headers, timeout_s), _Trouble()
         except OfflineModeIsEnabled as exc:
             raise ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
@@ -324,9 +307,9 @@ def _told_to_wait(headers: Mapping[str, str]) -> float:
     """Seconds that a reply asks to wait: by Retry-After, else by the limit that it tells of."""
     after = headers.get("Retry-After", "").strip()
     if after.isdigit():
-        return float(after) + random.uniform(0.1, 0.6)  # noqa: S311
+        return shortly_after(float(after))
     limit = _SPENT.search(headers.get("RateLimit", ""))
-    return float(limit["reset"]) + random.uniform(0.1, 0.6) if limit else 0.0  # noqa: S311
+    return shortly_after(float(limit["reset"])) if limit else 0.0
 
 
 def _named(error: Exception) -> str:

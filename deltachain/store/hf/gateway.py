@@ -5,19 +5,17 @@ Only ``put_if_absent`` goes this way: the gateway passes every byte through one 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from deltachain.errors import (
-    AlreadyExistsError,
     ConfigError,
     DeltaChainError,
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store import retry
-from deltachain.store.hf.api import Hub, RetryUntil, pause_s
+from deltachain.store.base import already_exists
+from deltachain.store.hf.api import PAUSES, Hub
 
 _TRY_S: Final = 30.0
 
@@ -89,38 +87,31 @@ class Gateway:
             at = {"Bucket": self._bucket, "Key": path}
             whole(self._client.put_object(**at, Body=data, IfNoneMatch="*"), "ETag")
 
-        deadline, tries, unsure = RetryUntil(self._hub.deadline_s), 0, False
-        ends = retry.Deadline(key, self._hub.place.url, self._hub.deadline_s)
+        deadline, tries, unsure = self._hub.deadline(key), 0, False
         while True:
             self._hub.admit(deadline, key)
             try:
-                once(put, ends)
+                once(put, deadline)
             except Exception as exc:
                 status = status_of(exc)  # 0 where there was no answer, or none of the gateway
                 if status == 412:
-                    raise (Maybe() if unsure else self._exists(key)) from exc
+                    raise (Maybe() if unsure else already_exists(key, self._hub.place.url)) from exc
                 if 400 <= status < 500 and status not in (408, 409, 429):
                     raise self._refusal(status, exc, key) from exc
                 trouble = exc
                 unsure = unsure or not 400 <= status < 500
             else:
                 return
-            wait_s = pause_s(tries)
-            if wait_s >= deadline.left:
+            if not deadline.sleep(PAUSES.pause_s(tries)):
                 url = self._hub.place.url
                 raise StoreUnavailableError(
                     f"{url}: S3 gateway: {trouble}", key=key, url=url
                 ) from trouble
-            time.sleep(wait_s)
             tries += 1
 
     def close(self) -> None:
         """Give connections back."""
         self._client.close()
-
-    def _exists(self, key: str) -> AlreadyExistsError:
-        url = self._hub.place.url
-        return AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
 
     def _refusal(self, status: int, exc: Exception, key: str) -> DeltaChainError:
         url = self._hub.place.url

@@ -25,11 +25,15 @@ from datetime import datetime
 from typing import Any, Final
 from urllib.parse import quote
 
-from deltachain.errors import AlreadyExistsError, StoreUnavailableError
+from typing_extensions import override
+
+from deltachain.errors import StoreUnavailableError
 from deltachain.store.base import (
     MAX_DOCUMENT,
     Capabilities,
     ObjectInfo,
+    Store,
+    already_exists,
     bytes_view,
     check_key,
     check_limit,
@@ -52,7 +56,7 @@ _POLL_S: Final = 5.0
 
 
 @guarded
-class HfStore:
+class HfStore(Store):
     """Objects below a prefix of one bucket.
 
     *Single writer.* The Hub's API has no conditional write, so ``put_if_absent`` looks first: of
@@ -84,26 +88,29 @@ class HfStore:
         )
 
     @property
+    @override
     def url(self) -> str:
         """``hf://buckets/``, the bucket and the prefix."""
         return self._hub.place.url
 
     @property
+    @override
     def capabilities(self) -> Capabilities:
-        """See the class."""
         return self._capabilities
 
     @property
+    @override
     def requests(self) -> int:
         """Requests to the Hub, which has a rate limit for them; none of those to its storage."""
         return self._hub.requests
 
+    @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole small object; see ``Store``."""
         found = self._find(key)
         check_limit(key, self.url, nbytes=found.nbytes, limit=limit)
         return bytes(self._xet.read(found.xet_hash, nbytes=found.nbytes, key=key))
 
+    @override
     def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
         """Read a whole object of known size, by its hash if that is known too; see ``Store``."""
         check_range(0, nbytes)
@@ -114,14 +121,15 @@ class HfStore:
             xet_hash = found.xet_hash
         return self._xet.read(xet_hash, nbytes=nbytes, key=key)
 
+    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read exactly ``length`` bytes of an object; see ``Store``."""
         check_range(start, length)
         found = self._find(key)
         if start + length > found.nbytes:
             raise too_short(key, self.url, nbytes=found.nbytes, end=start + length)
         return bytes(self._xet.read_range(found.xet_hash, start, length, key=key))
 
+    @override
     def put(self, key: str, data: Buffer) -> str:
         """Write an object, in place of any other, and name its content; see ``Store``.
 
@@ -144,12 +152,13 @@ class HfStore:
             )
         return content
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store`` and the class."""
         check_key(key)
         if self._gateway is None:
             if self.find(key) is not None:
-                raise self._exists(key)
+                raise already_exists(key, self.url)
             self.put(key, data)
             return
         ours = bytes(bytes_view(data))
@@ -158,12 +167,13 @@ class HfStore:
         except Maybe:
             # An earlier try may have written it and lost the reply: then these are our bytes.
             if not self._holds(key, ours):
-                raise self._exists(key) from None
+                raise already_exists(key, self.url) from None
 
+    @override
     def find(self, key: str) -> ObjectInfo | None:
-        """Look an object up without reading it; see ``Store``."""
         return self.find_all([key]).get(key)
 
+    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
         """Look several objects up, 1,000 in a request; see ``Store``."""
         asked = [check_key(key) for key in keys]
@@ -175,6 +185,7 @@ class HfStore:
             found |= {info.key: info for info in self._parse(parse_reply(reply, self.url))}
         return found
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix``, in order; see ``Store``.
 
@@ -182,6 +193,7 @@ class HfStore:
         """
         return self._list(check_prefix(prefix))
 
+    @override
     def delete(self, key: str) -> None:
         """Remove an object if there is one; see ``Store``. Its content stays in the storage."""
         check_key(key)
@@ -194,6 +206,7 @@ class HfStore:
                 url=self.url,
             )
 
+    @override
     def close(self) -> None:
         """Give the gateway's connections back; ``huggingface_hub`` shares its own."""
         if self._gateway is not None:
@@ -264,11 +277,6 @@ class HfStore:
         if found.nbytes != len(data):
             return False
         return self._xet.read(found.xet_hash, nbytes=len(data), key=key) == data
-
-    def _exists(self, key: str) -> AlreadyExistsError:
-        return AlreadyExistsError(
-            f"{self.url} already has an object {key!r}", key=key, url=self.url
-        )
 
 
 def _seconds(date: str | None) -> float | None:

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 from deltachain.errors import ConfigError, MalformedError, StoreUnavailableError
+from deltachain.retry import Deadline
 from deltachain.store.base import bytes_view, check_nbytes, not_found
-from deltachain.store.hf.api import Hub, RetryUntil, parse_reply, pause_s
+from deltachain.store.hf.api import PAUSES, Hub, parse_reply
 from deltachain.types import Buffer
 
 _Kind: TypeAlias = Literal["read", "write"]
@@ -113,7 +114,7 @@ class Xet:
             StoreUnavailableError: It could not be done before the deadline.
         """
         view = bytes_view(data)
-        deadline, tries = RetryUntil(self._hub.deadline_s), 0
+        deadline, tries = self._hub.deadline(key), 0
         while True:
             access = self._access("write")
             try:
@@ -128,7 +129,7 @@ class Xet:
         data = bytearray()
         if content == EMPTY or start == end:
             return data
-        deadline, tries = RetryUntil(self._hub.deadline_s), 0
+        deadline, tries = self._hub.deadline(key), 0
         while True:
             before = len(data)
             trouble: Exception | None = None
@@ -140,7 +141,7 @@ class Xet:
             if len(data) >= expected:
                 return data
             if len(data) > before:  # it is alive: the deadline is for standing still
-                deadline, tries = RetryUntil(self._hub.deadline_s), 0
+                deadline, tries = self._hub.deadline(key), 0
             if not self._has_more(content, start + len(data), key):
                 return data
             tries += 1
@@ -204,10 +205,8 @@ class Xet:
             raise RuntimeError(f"{info.file_size} bytes of {len(view)} arrived")
         return str(info.hash)
 
-    def _pause(self, deadline: RetryUntil, tries: int, trouble: Exception | None, key: str) -> None:
-        wait_s = pause_s(tries - 1)
-        if wait_s < deadline.left:
-            time.sleep(wait_s)
+    def _pause(self, deadline: Deadline, tries: int, trouble: Exception | None, key: str) -> None:
+        if deadline.sleep(PAUSES.pause_s(tries - 1)):
             return
         said = str(trouble) if trouble else "the stream ended early"
         hint = "the disk is full: free some space" if "No space left" in said else ""

@@ -6,8 +6,8 @@ import io
 from typing import Any
 
 from deltachain.errors import DeltaChainError
+from deltachain.retry import Deadline
 from deltachain.store.ranges import CutError
-from deltachain.store.retry import Deadline
 
 
 class Download:

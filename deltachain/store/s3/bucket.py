@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, TypeAlias, TypeVar
 
-from deltachain.errors import AlreadyExistsError, ConfigError, DeltaChainError
-from deltachain.store.base import ObjectInfo, not_found, too_short
+from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.retry import DEADLINE_S, Deadline
+from deltachain.store.base import ObjectInfo, already_exists, not_found, too_short
 from deltachain.store.ranges import Opened, ReplacedError
-from deltachain.store.retry import DEADLINE_S, Deadline
 from deltachain.store.s3.body import Download, Upload
 from deltachain.store.s3.calls import Calls, StatusError, once
 from deltachain.store.s3.client import make_client
@@ -274,8 +274,7 @@ class Bucket:
                     self._conditions_hold = True
                     if unanswered and holds():
                         return False
-                    message = f"{self.url} already has an object {key!r}"
-                    raise AlreadyExistsError(message, key=key, url=self.url) from exc
+                    raise already_exists(key, self.url) from exc
                 # A conflict or a refusal wrote nothing; after all else the object may be there.
                 unanswered |= not is_conflict(exc) and not 400 <= status_of(exc) < 500
                 if not is_transient(exc) or not deadline.pause(attempt):

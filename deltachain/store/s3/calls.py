@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
 from deltachain.errors import DeltaChainError
+from deltachain.retry import Deadline
 from deltachain.store.bounds import bounded
-from deltachain.store.retry import Deadline
 from deltachain.store.s3.client import Client
 from deltachain.store.s3.errors import code_of, is_answer, is_transient, status_of, typed
 from deltachain.store.s3.replies import AnswerError, redirects, target_of

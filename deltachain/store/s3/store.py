@@ -8,12 +8,16 @@ from contextlib import closing
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from deltachain.errors import ConfigError
+from deltachain.retry import Deadline
 from deltachain.store.base import (
     MAX_DOCUMENT,
     MAX_KEY_LENGTH,
     Capabilities,
     ObjectInfo,
+    Store,
     bytes_view,
     check_key,
     check_limit,
@@ -32,7 +36,6 @@ from deltachain.store.ranges import (
     read_ranges,
     read_rest,
 )
-from deltachain.store.retry import Deadline
 from deltachain.store.s3.bucket import Bucket
 from deltachain.threads import Pool
 from deltachain.types import Buffer
@@ -50,7 +53,7 @@ _T = TypeVar("_T")
 
 
 @guarded
-class S3Store:
+class S3Store(Store):
     """Objects below a prefix of a bucket, shared by all who may reach it.
 
     Of racing ``put_if_absent`` the server lets one win (``If-None-Match: *``). A server that is not
@@ -82,25 +85,29 @@ class S3Store:
         self._bucket = Bucket(bucket, f"{prefix}/" if prefix else "", options or {})
 
     @property
+    @override
     def url(self) -> str:
         """``s3://``, the bucket and the prefix."""
         return self._bucket.url
 
     @property
+    @override
     def capabilities(self) -> Capabilities:
         """Everything; see the class about servers that do not keep it."""
         return _CAPABILITIES
 
     @property
+    @override
     def requests(self) -> int:
         """Every HTTP request that was sent, those that were repeated too."""
         return self._bucket.requests
 
+    @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole small object; see ``Store``."""
         return self._get(key, limit, self._bucket.deadline(check_key(key)))
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:  # noqa: ARG002
+    @override
+    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
         """Read a whole object of known size, in ranges side by side; see ``Store``."""
         check_range(0, nbytes)
         deadline = self._bucket.deadline(check_key(key), nbytes)
@@ -118,8 +125,8 @@ class S3Store:
 
         return _of_one_content(attempt, deadline)
 
+    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read exactly ``length`` bytes of an object; see ``Store``."""
         check_range(start, length)
         deadline = self._bucket.deadline(check_key(key), length)
         stop = start + length
@@ -138,13 +145,14 @@ class S3Store:
 
         return _of_one_content(attempt, deadline)
 
+    @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object, in place of any other; see ``Store``."""
         view = bytes_view(data)
         deadline = self._bucket.deadline(check_key(key), view.nbytes)
         self._bucket.put(key, view, deadline, lambda: self._holds(key, view, deadline))
         return ""
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object under a key that has none; see ``Store``.
 
@@ -158,6 +166,7 @@ class S3Store:
         deadline = self._bucket.deadline(check_key(key), view.nbytes)
         self._bucket.put_if_absent(key, view, deadline, lambda: self._holds(key, view, deadline))
 
+    @override
     def find(self, key: str) -> ObjectInfo | None:
         """Look an object up without reading it; see ``Store``.
 
@@ -166,6 +175,7 @@ class S3Store:
         """
         return self._bucket.find(key, self._bucket.deadline(check_key(key)))
 
+    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
         """Look several objects up, several at a time; see ``Store``."""
         wanted = [check_key(key) for key in dict.fromkeys(keys)]
@@ -173,6 +183,7 @@ class S3Store:
             found = [info for info in pool.map(self.find, wanted) if info is not None]
         return {info.key: info for info in found}
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object whose key begins with ``prefix``, in order; see ``Store``.
 
@@ -180,10 +191,11 @@ class S3Store:
         """
         return self._list(check_prefix(prefix))
 
+    @override
     def delete(self, key: str) -> None:
-        """Remove an object if there is one; see ``Store``."""
         self._bucket.delete(key, self._bucket.deadline(check_key(key)))
 
+    @override
     def close(self) -> None:
         """Give connections back."""
         self._bucket.close()
@@ -219,7 +231,12 @@ class S3Store:
         return lambda start, stop, pin: self._bucket.open_range(key, start, stop, deadline, pin)
 
 
-def open_s3(url: str, options: Mapping[str, Any] | None = None) -> S3Store:
+def open_s3(
+    url: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    writer: bool = False,  # noqa: ARG001 - as every opener
+) -> S3Store:
     """Open ``s3://bucket`` or ``s3://bucket/prefix``.
 
     Credentials, region and endpoint come from the options, else from where every AWS tool looks:
@@ -232,6 +249,7 @@ def open_s3(url: str, options: Mapping[str, Any] | None = None) -> S3Store:
         options: ``key``, ``secret``, ``token``, ``profile``, ``region``, ``endpoint_url``;
             ``anon``, to sign nothing; ``client_kwargs`` and ``config_kwargs``, for boto3's client
             and its ``Config``; ``deadline_s``, after which a call gives up that does not get on.
+        writer: Makes no difference.
 
     Raises:
         ConfigError: The URL has no bucket or more than a prefix, or the options, the environment or

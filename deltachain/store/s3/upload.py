@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 from deltachain.errors import DeltaChainError
-from deltachain.store.retry import Deadline
+from deltachain.retry import Deadline
 from deltachain.store.s3.body import Upload
 from deltachain.store.s3.calls import Calls, StatusError, once
 from deltachain.store.s3.client import Client

@@ -126,7 +126,7 @@ def test_a_server_without_our_routes_is_named() -> None:
 
 @pytest.mark.parametrize("url", ["", "a:8000", "ftp://a", "http://", "http://[::1"])
 def test_what_is_no_address_is_said_at_once(url: str) -> None:
-    with pytest.raises(ConfigError, match="no address"):
+    with pytest.raises(ConfigError, match="is not a server address"):
         ReplicaClient(url)
 
 
@@ -135,7 +135,7 @@ def test_a_token_is_never_repeated(leader: Leader) -> None:
         with ReplicaClient(url, token=f" {TOKEN}\n") as replica:  # as files have them
             assert replica.status().version is None
         for bad in ("hush\nhush", "hüsch", "hush\x00"):
-            with pytest.raises(ConfigError, match="no header can carry") as caught:
+            with pytest.raises(ConfigError, match="invalid in an HTTP header") as caught:
                 ReplicaClient(url, token=bad)
             assert "hush" not in str(caught.value)
 

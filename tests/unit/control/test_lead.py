@@ -58,7 +58,7 @@ def test_a_tensor_without_a_way_ends_the_server(
     with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
         started(stuck, monkeypatch, URL=stuck.store.url)
     assert ended.value.code == 6
-    assert "so this server ends" in caplog.text
+    assert "so this server exits" in caplog.text
     assert "stuck" in caplog.text
     assert "DELTACHAIN_STRICT=0" in caplog.text
 

@@ -18,15 +18,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import TrainerState
 from trl.experimental.async_grpo.packing import TreeRow
 
+from deltachain.demo.follower_process import DemoError
 from deltachain.demo.online import engine as engines
 from deltachain.demo.online.cpu import tree_attention
-from deltachain.demo.online.diary import rewards_of, staleness_of, unknown_in
 from deltachain.demo.online.engine import UnlabelledError, sample
-from deltachain.demo.online.game import read_words, transcripts
+from deltachain.demo.online.game_transcripts import read_words, transcripts
 from deltachain.demo.online.processes import Service, until
 from deltachain.demo.online.rollouts import Played
+from deltachain.demo.online.sample_log import rewards_of, staleness_of, unknown_in
 from deltachain.demo.online.trainer import TRAINER_STATE, last_checkpoint
-from deltachain.demo.replica import DemoError
 
 
 def test_half_a_checkpoint_of_a_killed_trainer_is_passed_over(tmp_path: Path) -> None:

@@ -9,6 +9,9 @@ pytest.importorskip("trl")
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
+from deltachain.demo.compare_bits import compare, dump_bits
+from deltachain.demo.corpus import documents
+from deltachain.demo.dump_callback import DumpCallback
 from deltachain.demo.generate import generate_text, load_for_generation
 from deltachain.demo.model import (
     VOCABULARY,
@@ -16,11 +19,8 @@ from deltachain.demo.model import (
     make_tokenizer,
     save_checkpoint,
 )
-from deltachain.demo.oracle import compare, dump_bits
 from deltachain.demo.pretrain import pretrain
-from deltachain.demo.text import documents
 from deltachain.demo.train import GrpoStep, run_grpo
-from deltachain.demo.witness import OracleCallback
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,13 @@ def test_pretraining_teaches_and_grpo_changes_the_weights(tmp_path: Path) -> Non
     assert report.steps == len(losses) == 30
     assert report.loss_end < 0.7 * report.loss_start
 
-    witness, told = OracleCallback(tmp_path / "bits", steps={0, 1, 2}), list[GrpoStep]()
-    run = run_grpo(checkpoint, steps=2, callbacks=[witness], progress=told.append)
+    dumps, told = DumpCallback(tmp_path / "bits", steps={0, 1, 2}), list[GrpoStep]()
+    run = run_grpo(checkpoint, steps=2, callbacks=[dumps], progress=told.append)
     assert [step.step for step in run.steps] == [1, 2]
     assert tuple(told) == run.steps
-    assert compare(witness.path(0), checkpoint).equal
-    assert compare(witness.path(0), witness.path(1)).mismatching_bits > 0
-    assert compare(witness.path(1), witness.path(2)).mismatching_bits > 0
+    assert compare(dumps.path(0), checkpoint).equal
+    assert compare(dumps.path(0), dumps.path(1)).mismatching_bits > 0
+    assert compare(dumps.path(1), dumps.path(2)).mismatching_bits > 0
 
     model, tokenizer = load_for_generation(checkpoint)
     first = generate_text(model, tokenizer, "add 1 and 2: ", max_new_tokens=4)

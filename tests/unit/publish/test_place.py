@@ -100,7 +100,7 @@ def test_a_restarted_publisher_goes_on_where_the_store_went_back_to(
     then = keys_of(store)
     publish(publisher, model, 2, 3)
     go_back(store, then)
-    with pytest.raises(StoreWentBackError, match="start this publisher again"):
+    with pytest.raises(StoreWentBackError, match="restart this publisher"):
         publish(publisher, model, 4)
     publisher.close()
     assert keys_of(store).get(HEAD_KEY) == then.get(HEAD_KEY)

@@ -116,7 +116,7 @@ def test_an_anchor_leads_around_a_gap(
     assert [receipt.version for receipt in follow][-1] == 6
     assert same(bits_of(zeros), bits_of(model))
     assert "manifest of version 3 is missing" in caplog.text
-    assert "another way led to version 6" in caplog.text
+    assert "reached version 6 by another plan" in caplog.text
 
 
 def test_an_update_goes_around_a_gap(

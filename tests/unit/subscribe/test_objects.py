@@ -295,7 +295,7 @@ def test_a_base_that_is_not_there_is_refused_with_what_to_do(
 ) -> None:
     shutil.rmtree(base)
     tensors = tensors_of(based)
-    with pytest.raises(ConfigError, match="is not there") as caught:
+    with pytest.raises(ConfigError, match="does not exist") as caught:
         subscribe(tensors).update()
     assert "give the folder of the base checkpoint" in caught.value.hint
     assert not any(bits.any() for bits in bits_of(tensors).values())

@@ -60,7 +60,7 @@ def test_no_budget_is_a_budget() -> None:
 @pytest.mark.parametrize("name", ["POLL_S", "STAGE_BUDGET", "MAX_LAG"])
 @pytest.mark.parametrize("value", ["often", "1s", "nan", "inf", "-inf", "0x10"])
 def test_what_is_no_number_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"DELTACHAIN_{name} is '{value}', not a number"):
+    with pytest.raises(ConfigError, match=f"DELTACHAIN_{name} is '{value}', expected a number"):
         ReplicaSettings.of(URL | {f"DELTACHAIN_{name}": value})
 
 

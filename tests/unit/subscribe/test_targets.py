@@ -28,7 +28,7 @@ def assert_holds(replica: Replica, model: nn.Module) -> None:
 def test_without_a_chain_there_is_nothing_to_join(replica: Replica, subscribe: Subscribe) -> None:
     with pytest.raises(ObjectNotFoundError) as caught:
         subscribe(replica).update()
-    assert "no publisher has made a chain here yet" in caught.value.hint
+    assert "no publisher has created a chain here yet" in caught.value.hint
 
 
 @pytest.mark.usefixtures("publisher")
@@ -122,7 +122,7 @@ def test_an_older_version_is_reached_by_rollback_alone(
     publish(1, 2)
     subscriber = subscribe(replica)
     subscriber.update()
-    with pytest.raises(ChainError, match="version 1 lies behind 2") as caught:
+    with pytest.raises(ChainError, match="version 1 is older than the held 2") as caught:
         subscriber.update(1)
     assert "rollback" in caught.value.hint
     assert_holds(replica, model)

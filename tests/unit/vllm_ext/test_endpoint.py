@@ -28,7 +28,7 @@ async def _started(environment: dict[str, str], engines: int = 1, **arguments: A
 @pytest.mark.parametrize(
     ("environment", "arguments", "refusal"),
     [
-        ({"DELTACHAIN_MAX_LAG": "y"}, {}, "not a number"),
+        ({"DELTACHAIN_MAX_LAG": "y"}, {}, "expected a number"),
         ({}, {"api_server_count": 2}, "--api-server-count 1"),
         ({}, {"engines": 2, "api_server_count": 2}, "2 servers without --data-parallel-size"),
     ],

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
+from deltachain import retry
 from deltachain.errors import StoreUnavailableError
-from deltachain.store import retry
-from deltachain.store.retry import SLOWEST, Deadline, jitter
+from deltachain.retry import SLOWEST, Backoff, Deadline, shortly_after
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_it_ends_though_bytes_move_if_they_are_too_few(clock: list[float]) -> No
 def test_pause_is_never_longer_than_what_is_left(
     clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "jitter", lambda _: 5.0)
+    monkeypatch.setattr(retry, "_PAUSES", Backoff(5.0, 5.0, random_share=0.0))
     deadline = Deadline("a", "s3://b", 7)
     assert deadline.pause(0)
     assert deadline.pause(0)
@@ -58,8 +58,24 @@ def test_pause_is_never_longer_than_what_is_left(
     assert clock[0] == 1007
 
 
-def test_pauses_are_drawn_from_a_range_that_doubles_up_to_a_bound() -> None:
-    for attempt, longest in ((0, 0.1), (1, 0.2), (3, 0.8), (10, 5.0), (10_000, 5.0)):
-        drawn = [jitter(attempt) for _ in range(2000)]
-        assert 0 <= min(drawn) < 0.1 * longest
-        assert 0.9 * longest < max(drawn) <= longest
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.4])
+def test_pauses_are_drawn_from_a_range_that_doubles_up_to_a_bound(share: float) -> None:
+    pauses = Backoff(0.1, 5.0, random_share=share)
+    for failures, longest in ((0, 0.1), (1, 0.2), (3, 0.8), (10, 5.0), (10_000, 5.0)):
+        least = longest * (1 - share)
+        drawn = [pauses.pause_s(failures) for _ in range(2000)]
+        assert least <= min(drawn) < least + 0.1 * longest
+        assert longest - 0.1 * longest * share < max(drawn) <= longest
+
+
+def test_a_pause_that_does_not_fit_is_not_begun(clock: list[float]) -> None:
+    deadline = Deadline("a", "hf://b", 7)
+    assert deadline.sleep(5.0)
+    assert not deadline.sleep(2.0)
+    assert clock[0] == 1005
+
+
+def test_callers_that_wait_for_one_moment_come_apart() -> None:
+    drawn = [shortly_after(10.0) for _ in range(2000)]
+    assert 10 < min(drawn) < 10.2
+    assert 10.4 < max(drawn) < 10.7

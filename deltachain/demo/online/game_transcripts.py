@@ -1,7 +1,7 @@
-"""Games of a careless player, to pretrain on: half of the words it tries are made up.
+"""Transcripts of simulated games for pretraining, in which half of the guesses are invalid words.
 
-It knows what a game looks like, and not which words there are. That, and to use what it was told,
-is left to reinforcement learning.
+They teach the form of a game. The valid words, and the use of feedback, are left to reinforcement
+learning.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ import deltachain
 from deltachain.errors import ConfigError
 
 ENVIRONMENT: Final = Path(deltachain.__file__).parents[1] / "spaces" / "environment"
-"""The folder of the game's server: a Space of its own, of which a clone has the source."""
+"""Folder of the game server's source, a Space in the repository."""
 
 MADE_UP: Final = 0.5
 
 
 def environment_folder() -> Path:
-    """Where the game's server lies.
+    """Return the folder of the game server.
 
     Raises:
-        ConfigError: This is an installed package, which has no Spaces.
+        ConfigError: This is an installed package, which lacks the Spaces.
     """
     if not (ENVIRONMENT / "server.py").is_file():
         raise ConfigError(
-            f"{ENVIRONMENT} is not there", hint="run this from a clone of the repository"
+            f"{ENVIRONMENT} does not exist", hint="run this from a clone of the repository"
         )
     return ENVIRONMENT
 
 
 def read_words() -> list[str]:
-    """The words that may be guessed."""
+    """Read the valid words."""
     return (environment_folder() / "words.txt").read_text(encoding="utf-8").split()
 
 
 def transcripts(seed: int) -> Iterator[str]:
-    """Games without end, each of several lines."""
+    """Yield transcripts without end, each of several lines."""
     rules, words = _rules(), read_words()
     tried = [*words, *_made_up(words)]
     chances = np.repeat([1 - MADE_UP, MADE_UP], len(words)) / len(words)
@@ -59,18 +59,18 @@ def transcripts(seed: int) -> Iterator[str]:
 
 
 def _made_up(words: Sequence[str]) -> list[str]:
-    """As many words that are none: the same letters, the other way round."""
+    """Return as many invalid words, by reversal of the letters."""
     there = set(words)
     return [w[::-1] if w[::-1] not in there else w[1:] + w[0] for w in words]
 
 
 def _rules() -> ModuleType:
-    """The rules as the server has them; its folder is no package."""
+    """Load the rules from the server's folder, which is not a package."""
     file = environment_folder() / "game.py"
     spec = importlib.util.spec_from_file_location("deltachain_game", file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file} cannot be loaded")
     rules = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = rules  # dataclasses look for the module they are made in
+    sys.modules[spec.name] = rules  # dataclasses look up their module there
     spec.loader.exec_module(rules)
     return rules

@@ -1,14 +1,14 @@
-"""An independent witness: do a checkpoint's bf16 bits equal those that the trainer held?
+"""Independent comparison of a checkpoint's bf16 bits with those of the trainer.
 
-It shares no line with deltachain and runs by file path, so that an error in our reader, writer,
-names or digests cannot vouch for itself. A *dump* is an ``.npz`` of every tensor of a
-``state_dict``, cast to bf16 and viewed as int16; safetensors files are taken apart here with json
-and numpy alone.
+Runs by file path and shares no code with deltachain, so that an error in deltachain's reader,
+writer, names or digests cannot hide itself. A *dump* is an ``.npz`` of every tensor of a
+``state_dict``, cast to bf16 and viewed as int16; safetensors files are parsed here with json and
+numpy alone.
 
 ::
 
-    python oracle.py dump FOLDER DUMP.npz         cast a checkpoint to bf16 and dump its bits
-    python oracle.py compare DUMP.npz ACTUAL      ACTUAL: dump, safetensors file, or folder of them
+    python compare_bits.py dump FOLDER DUMP.npz      cast a checkpoint to bf16 and dump its bits
+    python compare_bits.py compare DUMP.npz ACTUAL   ACTUAL: dump, safetensors file or their folder
 
 Both print one JSON object; ``compare`` exits with 1 unless every bit is equal.
 """
@@ -31,11 +31,11 @@ import torch
 Int16Bits: TypeAlias = npt.NDArray[np.int16]
 
 _ALIASES: Final = "__aliases__"
-"""Entry of a dump: JSON, in UTF-8 bytes, that says which names are tied to which."""
+"""Entry of a dump with the tied names, JSON in UTF-8."""
 
 _WIDTH: Final = 16
 _ONES: Final = np.array([number.bit_count() for number in range(1 << _WIDTH)], dtype=np.uint8)
-"""How many bits are set in each 16-bit number; numpy counts them itself only from 2.0 on."""
+"""Number of set bits of each 16-bit number; numpy has ``bitwise_count`` only from 2.0 on."""
 
 _LONGEST_HEADER: Final = 100_000_000
 _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
@@ -48,9 +48,9 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Outcome of a comparison.
+    """Result of a comparison.
 
-    A tensor that one side lacks, or has in another shape or dtype, counts with all of its bits.
+    A tensor that is missing on one side, or differs in shape or dtype, counts with all its bits.
     """
 
     elements: int
@@ -61,25 +61,25 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether something was compared and not one bit differed."""
+        """Whether at least one tensor was compared and all bits are equal."""
         return self.elements > 0 and self.mismatching_bits == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dump:
-    """Tensors by name, None for those that are not bf16, and for tied names the one they repeat."""
+    """Tensors by name (None if not bf16), and the stored name of each tied name."""
 
     tensors: Mapping[str, Int16Bits | None]
     shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
 
     def size(self, name: str) -> int:
-        """Elements of one tensor."""
+        """Return the number of elements of a tensor."""
         return math.prod(self.shapes[name])
 
 
 def dump_bits(model: torch.nn.Module, path: Path) -> None:
-    """Write the bf16 bits of all parameters and persistent buffers; the file appears at once."""
+    """Write the bf16 bits of all parameters and persistent buffers, atomically."""
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     first: dict[tuple[int, tuple[int, ...], tuple[int, ...]], str] = {}
     aliases: dict[str, str] = {}

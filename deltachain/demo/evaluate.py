@@ -1,4 +1,4 @@
-"""Who judges a demo: the oracle, ``deltachain verify`` and the chain itself, each from outside."""
+"""Evaluation of a demo run: independent bit comparison, ``deltachain verify``, uploaded bytes."""
 
 from __future__ import annotations
 
@@ -12,43 +12,45 @@ from pathlib import Path
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.recent_edges import edge_id
-from deltachain.demo import oracle
+from deltachain.demo import compare_bits
 from deltachain.demo.display import Display
-from deltachain.demo.replica import DemoError
-from deltachain.demo.report import Judged
+from deltachain.demo.follower_process import DemoError
+from deltachain.demo.report import BitCheck
 from deltachain.format.documents import Manifest
 from deltachain.store import Store
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes of a chain: of its deltas, and of its anchors."""
+    """Uploaded bytes of a chain, by kind of edge."""
 
     deltas: int
     anchors: int
 
 
-def compare(what: str, dump: Path, held: Path) -> Judged:
-    """Have the oracle compare, in a process that does not know deltachain.
+def compare(what: str, dump: Path, held: Path) -> BitCheck:
+    """Run :mod:`deltachain.demo.compare_bits` in a process without deltachain.
 
     Args:
-        what: Name of it, for people.
-        dump: The trainer's bits.
-        held: A checkpoint folder.
+        what: Name of the comparison in the report.
+        dump: Dump of the trainer's bits.
+        held: Checkpoint folder of a follower.
 
     Raises:
-        DemoError: It could not.
+        DemoError: The comparison failed.
     """
-    command = [sys.executable, oracle.__file__, "compare", str(dump), str(held)]
+    command = [sys.executable, compare_bits.__file__, "compare", str(dump), str(held)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if not done.stdout:
-        raise DemoError(f"the oracle could not compare {what}", hint=done.stderr.strip())
+        raise DemoError(f"the bit comparison of {what} failed", hint=done.stderr.strip())
     found = json.loads(done.stdout)
-    return Judged(what=what, elements=found["elements"], mismatching_bits=found["mismatching_bits"])
+    return BitCheck(
+        what=what, elements=found["elements"], mismatching_bits=found["mismatching_bits"]
+    )
 
 
 def verify(url: str, environment: Mapping[str, str], display: Display) -> bool:
-    """Run ``deltachain verify`` as anybody would, and show what it finds wrong."""
+    """Run ``deltachain verify`` in a process; show its error and return whether it passed."""
     program = "from deltachain.cli import main; main()"
     command = [sys.executable, "-c", program, "verify", url, "--json"]
     done = subprocess.run(  # noqa: S603
@@ -64,10 +66,10 @@ def verify(url: str, environment: Mapping[str, str], display: Display) -> bool:
 
 
 def manifests_in(store: Store) -> list[Manifest]:
-    """Every manifest of a chain, oldest first.
+    """Read all manifests of a chain, oldest first.
 
     Raises:
-        DemoError: There is none.
+        DemoError: The chain has no version.
     """
     chain = Chain.open(store)
     head = chain.head()
@@ -77,7 +79,7 @@ def manifests_in(store: Store) -> list[Manifest]:
 
 
 def sent(manifests: Iterable[Manifest]) -> Sent:
-    """What was uploaded for these versions, anchors and squashes that came later with them."""
+    """Sum the uploaded bytes of these versions, edges that were added later included."""
     listed = [edge for m in manifests for edge in (*m.recent, m.summary())]
     edges = {edge_id(edge): edge for edge in listed}.values()
     return Sent(

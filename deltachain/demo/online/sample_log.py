@@ -1,4 +1,4 @@
-"""The diary of a run: a line a sample, and what it says."""
+"""Analysis of a run's sample log, a JSON object a line for each sample."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """How much was earned.
+    """Mean rewards at the begin and the end of a run.
 
     Attributes:
         first: Mean over the first samples.
         last: Mean over the last.
-        error: Standard error of the difference, of groups, whose games are of one hidden word.
+        error: Standard error of the difference, computed over groups (games of one hidden word).
     """
 
     first: float
@@ -26,7 +26,7 @@ class Rewards:
 
 
 def staleness_of(diary: Path) -> list[int]:
-    """Versions that every drawn token was behind the newest when its game ended."""
+    """Return, for each sampled token, the versions behind the newest at the end of its game."""
     found: list[int] = []
     for sample_of in _lines(diary):
         for version, count in sample_of["versions"]:
@@ -35,9 +35,9 @@ def staleness_of(diary: Path) -> list[int]:
 
 
 def unknown_in(diary: Path) -> int:
-    """Tokens whose label cannot be true.
+    """Count tokens with an impossible version label.
 
-    Of a version that was not there when their game ended, or older than one before in that game.
+    Such a version did not exist at the end of the game, or is older than an earlier token's.
     """
     found = 0
     for sample_of in _lines(diary):
@@ -50,7 +50,7 @@ def unknown_in(diary: Path) -> int:
 
 
 def rewards_of(diary: Path, share: float = 0.2) -> Rewards:
-    """What the first and the last samples earned."""
+    """Compute the mean rewards of the first and the last samples."""
     lines = _lines(diary)
     count = max(1, int(share * len(lines)))
     (first, first_error), (last, last_error) = map(_mean, (lines[:count], lines[-count:]))

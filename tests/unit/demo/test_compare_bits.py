@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import save_file
 
-from deltachain.demo import oracle
+from deltachain.demo import compare_bits
 
 
 class Tied(torch.nn.Module):
@@ -34,7 +34,7 @@ SIZE = 7 * 5 + 1 + 3
 @pytest.fixture
 def dump(tmp_path: Path) -> Path:
     path = tmp_path / "dump.npz"
-    oracle.dump_bits(Tied(), path)
+    compare_bits.dump_bits(Tied(), path)
     return path
 
 
@@ -57,7 +57,7 @@ def test_a_dump_holds_every_tensor_as_int16(dump: Path) -> None:
 
 @pytest.mark.parametrize("name", ["embed", "head"])
 def test_either_of_two_tied_names_is_enough(dump: Path, tmp_path: Path, name: str) -> None:
-    result = oracle.compare(dump, checkpoint(tmp_path / "held", drop=name))
+    result = compare_bits.compare(dump, checkpoint(tmp_path / "held", drop=name))
     assert result.equal
     assert (result.elements, result.mismatching_bits) == (SIZE, 0)
 
@@ -65,7 +65,7 @@ def test_either_of_two_tied_names_is_enough(dump: Path, tmp_path: Path, name: st
 def test_a_wrong_alias_counts_although_the_other_name_is_right(dump: Path, tmp_path: Path) -> None:
     wrong = (-Tied().head).detach().bfloat16()
     held = checkpoint(tmp_path / "held", drop="scale", head=wrong, scale=torch.tensor(0.0))
-    result = oracle.compare(dump, held)
+    result = compare_bits.compare(dump, held)
     assert result.different == ("head",)
     assert result.missing == ("scale",)
     assert result.mismatching_bits == wrong.numel() + 16
@@ -77,7 +77,7 @@ def test_one_flipped_bit_is_counted_as_one(dump: Path, tmp_path: Path, bit: int)
     mask = torch.tensor([0, 1 << bit, 0]).to(torch.int16)
     flipped = offset.bitwise_xor(mask)
     held = checkpoint(tmp_path / "held", offset=flipped.view(torch.bfloat16))
-    result = oracle.compare(dump, held)
+    result = compare_bits.compare(dump, held)
     assert result.different == ("offset",)
     assert (result.elements, result.mismatching_bits) == (SIZE, 1)
 
@@ -86,14 +86,14 @@ def test_a_missing_tensor_counts_with_all_its_bits(dump: Path, tmp_path: Path) -
     held = checkpoint(tmp_path / "held", drop="embed")
     state = {"scale": torch.tensor(-0.0, dtype=torch.bfloat16)}
     save_file(state, held / "m.safetensors")
-    result = oracle.compare(dump, held)
+    result = compare_bits.compare(dump, held)
     assert set(result.missing) == {"embed", "offset"} or set(result.missing) == {"head", "offset"}
     assert (result.elements, result.mismatching_bits) == (SIZE, (35 + 3) * 16)
 
 
 def test_an_unexpected_tensor_counts_with_all_its_bits(dump: Path, tmp_path: Path) -> None:
     held = checkpoint(tmp_path / "held", extra=torch.zeros(2, 2, dtype=torch.bfloat16))
-    result = oracle.compare(dump, held)
+    result = compare_bits.compare(dump, held)
     assert result.unexpected == ("extra",)
     assert (result.elements, result.mismatching_bits) == (SIZE + 4, 4 * 16)
 
@@ -104,28 +104,28 @@ def test_an_unexpected_tensor_counts_with_all_its_bits(dump: Path, tmp_path: Pat
 def test_another_dtype_or_shape_counts_with_all_its_bits(
     dump: Path, tmp_path: Path, other: torch.Tensor
 ) -> None:
-    result = oracle.compare(dump, checkpoint(tmp_path / "held", offset=other))
+    result = compare_bits.compare(dump, checkpoint(tmp_path / "held", offset=other))
     assert result.different == ("offset",)
     assert result.mismatching_bits == 3 * 16
 
 
 def test_nothing_compared_is_not_equal(tmp_path: Path) -> None:
     empty = tmp_path / "empty.npz"
-    oracle.dump_bits(torch.nn.Module(), empty)
-    assert not oracle.compare(empty, empty).equal
+    compare_bits.dump_bits(torch.nn.Module(), empty)
+    assert not compare_bits.compare(empty, empty).equal
 
 
 def test_a_truncated_file_is_refused(dump: Path, tmp_path: Path) -> None:
     file = checkpoint(tmp_path / "held") / "m.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="ends after"):
-        oracle.compare(dump, file)
+        compare_bits.compare(dump, file)
 
 
 def test_it_runs_by_file_path_without_the_package(dump: Path, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "held", offset=torch.ones(3))
     again = tmp_path / "again.npz"
-    script = [sys.executable, "-P", oracle.__file__]
+    script = [sys.executable, "-P", compare_bits.__file__]
     done = subprocess.run(
         [*script, "dump", str(folder), str(again)], cwd=tmp_path, capture_output=True, check=True
     )
@@ -140,6 +140,6 @@ def test_it_runs_by_file_path_without_the_package(dump: Path, tmp_path: Path) ->
 
 
 def test_it_imports_nothing_of_the_package() -> None:
-    source = Path(oracle.__file__).read_text()
+    source = Path(compare_bits.__file__).read_text()
     assert "import deltachain" not in source
     assert "from deltachain" not in source

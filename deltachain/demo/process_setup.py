@@ -1,9 +1,8 @@
-"""Keeps the demo from being drowned: by what other libraries say, and by its own other process.
+"""Setup of the demo's processes: quiet training libraries, and a limit of torch threads.
 
-Progress bars and advice of the training libraries would bury the few lines that the demo prints,
-and a warning that one of them gives about another is nothing that its reader could act on. And
-trainer and follower share one machine: threads of a matrix product wait for each other busily, so
-that a process with as many threads as cores becomes several times slower when anything else runs.
+Progress bars and warnings of the training libraries would hide the output of the demo. Trainer and
+follower share one machine: threads of a matrix product spin while they wait for each other, so that
+a process with as many threads as cores becomes several times slower when another process runs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MOST_THREADS: Final = 4
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Silence the training libraries' bars, logs below errors, and warnings; then restore them."""
+    """Hide progress bars, warnings and logs below errors of the training libraries."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     had_dataset_bars = not datasets.are_progress_bars_disabled()
@@ -45,7 +44,7 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def spare_one_core() -> Iterator[None]:
-    """Let torch compute on all cores but one, and on no more than a small model can use."""
+    """Limit torch to all cores but one, and at most 4 threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)))
     try:

@@ -1,8 +1,7 @@
-"""Text made on the spot: little stories and sums, and questions whose answers can be checked.
+"""Generated text: short stories and sums, and questions whose answers can be scored.
 
-Everything is a function of a seed, so two processes that agree on the seed agree on every
-character. One document is one line; a question is the beginning of a line, so that a model which
-has learned the lines can answer it.
+All text is determined by a seed, so that processes with equal seeds generate equal text. A document
+is one line; a question is the beginning of a line, so that a model trained on documents can answer.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 T = TypeVar("T")
 
 Dice: TypeAlias = np.random.Generator
-"""Where the text takes its chances from."""
+"""Random number generator of the text."""
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "June", "Kai")
 THINGS: Final = ("apples", "books", "coins", "drums", "eggs", "flags", "keys", "lamps", "shells")
@@ -31,42 +30,42 @@ LOSSES: Final = ("loses", "sells", "drops", "gives away")
 CARRIES: Final = ("carries", "drags", "brings", "takes", "rolls")
 
 LARGEST: Final = 5
-"""Largest number on the left-hand side of a sum."""
+"""Largest operand of a sum."""
 
 _NUMBER_FIRST: Final = re.compile(r"\s*(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The beginning of a line, and the number with which it goes on and ends."""
+    """The beginning of a line, and the number that completes it."""
 
     prompt: str
     answer: int
 
     @property
     def line(self) -> str:
-        """The question together with its answer."""
+        """Return the question with its answer."""
         return f"{self.prompt}{self.answer}"
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Documents without end, each a line of text without its line break."""
+    """Yield documents without end, each a line of text without line break."""
     dice = np.random.default_rng(seed)
     while True:
         yield _pick(dice, _KINDS)(dice)
 
 
 def questions(count: int, *, seed: int) -> list[Question]:
-    """Questions to answer for a reward."""
+    """Generate questions for reinforcement learning."""
     dice = np.random.default_rng(seed)
     return [_question(dice) for _ in range(count)]
 
 
 def score(completion: str, answer: int) -> float:
-    """How good a completion is, from 0 (no number comes first) to 1 (the answer, and then no more).
+    """Score a completion from 0 (no leading number) to 1 (the answer alone).
 
-    A wrong number earns more the nearer it is, and what follows the number costs a little: the
-    completions of one prompt then rarely score all the same, which would leave nothing to learn.
+    A wrong number scores higher the nearer it is, and text after the number lowers the score, so
+    that completions of one prompt rarely have equal scores, which would give no gradient.
     """
     found = _NUMBER_FIRST.match(completion)
     if found is None:

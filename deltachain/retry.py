@@ -1,9 +1,13 @@
-"""How long a call on a store over a network goes on trying, and how it waits in between."""
+"""Deadlines of calls over a network, and pauses between their attempts.
+
+Every pause is drawn at random, so that callers that failed together do not come back together.
+"""
 
 from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass
 from typing import Final
 
 from deltachain.errors import StoreUnavailableError
@@ -14,14 +18,45 @@ DEADLINE_S: Final = 60.0
 SLOWEST: Final = 1 << 20
 """Bytes a second below which a large object is given up even though it moves."""
 
-_FIRST_S: Final = 0.1
-_LONGEST_S: Final = 5.0
+_MOST_DOUBLINGS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses that double with each failure in a row.
+
+    Attributes:
+        first_s: Seconds of the first pause, at most.
+        longest_s: Seconds of any pause, at most.
+        random_share: How much of a pause is random, from 0 to 1: at 1 it may end at once.
+    """
+
+    first_s: float
+    longest_s: float
+    random_share: float = 1.0
+
+    def pause_s(self, failures: int) -> float:
+        """Draw the seconds to wait.
+
+        Args:
+            failures: In a row, before the one that is waited after.
+        """
+        most = min(self.longest_s, self.first_s * 2.0 ** min(failures, _MOST_DOUBLINGS))
+        return random.uniform(most * (1 - self.random_share), most)  # noqa: S311 - no secret
+
+
+_PAUSES: Final = Backoff(0.1, 5.0)
+
+
+def shortly_after(seconds: float) -> float:
+    """Seconds until shortly after a moment that many may wait for."""
+    return seconds + random.uniform(0.1, 0.6)  # noqa: S311
 
 
 class Deadline:
-    """The patience of one call; its threads may share it.
+    """The time limit of one call; its threads may share it.
 
-    It ends once nothing has moved for ``stall_s``, and in any case after ``stall_s`` and one second
+    It ends when no byte has moved for ``stall_s``, and in any case after ``stall_s`` and one second
     for each MiB of the object.
 
     Args:
@@ -54,10 +89,10 @@ class Deadline:
         self._moved = time.monotonic()
 
     def check(self) -> None:
-        """Go on only while there is time.
+        """Check that there is time left.
 
         Raises:
-            StoreUnavailableError: It is over.
+            StoreUnavailableError: There is none.
         """
         if self.left_s <= 0:
             raise self.error("the store is too slow")
@@ -68,24 +103,28 @@ class Deadline:
         Args:
             attempt: Attempts in a row that failed before this one.
         """
-        delay = jitter(attempt)
+        delay = _PAUSES.pause_s(attempt)
         left = self.left_s
         if left <= 0:
             return False
         time.sleep(min(delay, left))
         return True
 
-    def own(self) -> Deadline:
-        """Another one that ends as this one does, for one of several transfers.
+    def sleep(self, seconds: float) -> bool:
+        """Wait for so long if there is as much time, and say whether there was."""
+        if seconds >= self.left_s:
+            return False
+        time.sleep(seconds)
+        return True
 
-        In it nothing may move for as long, from now on.
-        """
+    def own(self) -> Deadline:
+        """Return one with the same end for one of several transfers, which has moved just now."""
         other = Deadline(self._key, self._url, self._stall_s)
         other._began, other._total_s = self._began, self._total_s
         return other
 
     def shorter(self, seconds: float) -> Deadline:
-        """Another one for the same object, from now on: of no more than so many seconds."""
+        """Return one for the same object that begins now and has at most so many seconds."""
         return Deadline(self._key, self._url, min(seconds, self._stall_s))
 
     def error(self, reason: str) -> StoreUnavailableError:
@@ -96,13 +135,3 @@ class Deadline:
             key=self._key,
             url=self._url,
         )
-
-
-def jitter(attempt: int) -> float:
-    """Seconds to wait after that many failures in a row.
-
-    Drawn from all of zero to a bound that doubles, so that many who failed together do not come
-    back together.
-    """
-    bound = min(_LONGEST_S, _FIRST_S * 2.0 ** min(attempt, 16))
-    return random.uniform(0, bound)  # noqa: S311 - it is no secret
