@@ -326,7 +326,11 @@ class Chain:
             BrokenChainError: No way leads there.
         """
         own = target.manifest.summary()
-        if own.base == held and own not in avoid and set(own.encodings) <= ENCODINGS:
+        if (
+            own.base == held
+            and own not in avoid
+            and all(name in ENCODINGS for name in own.encodings)
+        ):
             return Plan(held=held, target=own.version, edges=(own,))  # nothing leads there for less
         return self._past.plan(held, target, encodings=ENCODINGS, avoid=avoid)
 
