@@ -13,7 +13,8 @@ from typing import Final
 import numpy as np
 
 from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
-from deltachain.codec import Change, EncodedPart, Part, encode_part
+from deltachain.codec import ENCODINGS, Change, EncodedPart, Part, encode_part
+from deltachain.codec.encodings import Encoding
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import BaseMismatchError, ConfigError, TensorMismatchError
 from deltachain.filebits import FileBits
@@ -61,20 +62,21 @@ def compare(old: Path, new: Path, encoding: str) -> CheckpointDiff:
     """Encode the difference from ``old`` to ``new``.
 
     Raises:
+        ConfigError: No encoding of changed elements has that name.
         TensorMismatchError: Names, shapes or dtypes of the tensors differ.
     """
-    before, after = Checkpoint(old), Checkpoint(new)
+    chosen, before, after = ENCODINGS.chosen(encoding), Checkpoint(old), Checkpoint(new)
     for name in sorted(before.specs.keys() | after.specs.keys()):
         _check_spec(name, before.specs.get(name), old, after.specs.get(name), new)
     found: list[Change] = []
     nnz = 0
     for name, spec in after.specs.items():
-        changed = _change(spec, before.bits(name), after.bits(name), encoding)
+        changed = _change(spec, before.bits(name), after.bits(name), chosen)
         if changed is not None:
             found.append(changed[0])
             nnz += changed[1]
     return CheckpointDiff(
-        part=encode_part(found, raw=encoding == "raw"),
+        part=encode_part(found, raw=chosen.own_arrays),
         tensors=len(found),
         nnz=nnz,
         numel=sum(spec.numel for spec in after.specs.values()),
@@ -82,7 +84,9 @@ def compare(old: Path, new: Path, encoding: str) -> CheckpointDiff:
     )
 
 
-def _change(spec: TensorSpec, old: Bits, new: Bits, encoding: str) -> tuple[Change, int] | None:
+def _change(
+    spec: TensorSpec, old: Bits, new: Bits, encoding: Encoding
+) -> tuple[Change, int] | None:
     """Encode one tensor, sparse or dense by size; return it with its number of changes."""
     changes = host.diff_(np.array(old), new)
     if not changes.indices.size:
@@ -93,13 +97,13 @@ def _change(spec: TensorSpec, old: Bits, new: Bits, encoding: str) -> tuple[Chan
     sparse = TensorDelta(
         spec=spec,
         indices=changes.indices,
-        values=changes.new - changes.old if encoding == "step" else changes.new,
-        absolute=STEP if encoding == "step" else ABSOLUTE,
+        values=changes.new if encoding.absolute else changes.new - changes.old,
+        absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    change, nnz = Change(sparse, added - removed), changes.indices.size
+    change, nnz = Change(sparse, added - removed, encoding=encoding), changes.indices.size
     if MAYBE_DENSE * nnz >= spec.numel:
         whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(key, new))
-        raw = encoding == "raw"
+        raw = encoding.own_arrays
         if len(encode_part([whole], raw=raw).data) < len(encode_part([change], raw=raw).data):
             change = whole
     return change, nnz

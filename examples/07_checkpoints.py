@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from deltachain import Chain, open_store
-from deltachain.cli.options import Encoding
 from deltachain.cli.pull import pull
 from deltachain.cli.push import push
 
@@ -40,7 +39,7 @@ def main() -> None:
         for step in range(3):
             # `raw` opens in any safetensors reader; `step`, the default, has a fifth of its size.
             folder = checkpoint(Path(scratch) / f"step-{step}", step)
-            push(folder, url, encoding=Encoding.RAW, step=step)
+            push(folder, url, encoding="raw", step=step)
 
         chain = Chain.open(open_store(url))
         head = chain.head()

@@ -22,6 +22,7 @@ from deltachain.bench.layouts import LAYOUTS, ChangedTensors, bits_per_change, c
 from deltachain.bench.limits import entropy_limits
 from deltachain.bench.timing import Candidate, one_core, round_robin, say
 from deltachain.chain.recent_edges import WINDOW
+from deltachain.codec import ENCODINGS as REGISTRY
 from deltachain.codec import Change, EncodedPart, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.digest import digest_key
@@ -90,7 +91,7 @@ class ChainRow:
 
 def encode(specs: Specs, changes: ChangedTensors, encoding: str) -> EncodedPart:
     """One part of an update, the state digest of its changes included."""
-    return encode_part(_parts(specs, changes, encoding), raw=encoding == "raw")
+    return encode_part(_parts(specs, changes, encoding), raw=REGISTRY.get(encoding).own_arrays)
 
 
 def decode(data: bytes) -> list[TensorDelta]:
@@ -226,12 +227,12 @@ def _parts(specs: Specs, changes: ChangedTensors, encoding: str) -> Iterator[Cha
     for name, change in changes.items():
         if not change.indices.size:
             continue
-        step = encoding == "step"
+        absolute = REGISTRY.get(encoding).absolute
         delta = TensorDelta(
             spec=specs[name],
             indices=change.indices,
-            values=change.new - change.old if step else change.new,
-            absolute=STEP if step else ABSOLUTE,
+            values=change.new if absolute else change.new - change.old,
+            absolute=ABSOLUTE if absolute else STEP,
         )
         key = digest_key(specs[name])
         digest = host.digest_at(key, change.indices, change.new)

@@ -334,7 +334,11 @@ class Chain:
             BrokenChainError: No plan exists.
         """
         own = target.manifest.summary()
-        if own.base == held and own not in avoid and set(own.encodings) <= ENCODINGS:
+        if (
+            own.base == held
+            and own not in avoid
+            and all(name in ENCODINGS for name in own.encodings)
+        ):
             return Plan(held=held, target=own.version, edges=(own,))  # no plan is cheaper
         return self._past.plan(held, target, encodings=ENCODINGS, avoid=avoid)
 

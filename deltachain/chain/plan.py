@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +19,12 @@ _NOTHING: Final = -1
 
 _BEFORE: Final = -2
 """Node of the graph: holding some version older than all with known edges."""
+
+
+_UNKNOWN: Final = (
+    "install the package that provides this encoding, or upgrade deltachain; or publish an anchor"
+)
+"""Hint for edges that were ignored for their encoding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +86,7 @@ def make_plan(
     Raises:
         BrokenChainError: No plan exists.
     """
+    edges = tuple(edges)
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in _usable(edges, encodings):
         outgoing.setdefault(_NOTHING if edge.base is None else edge.base, []).append(edge)
@@ -89,10 +96,21 @@ def make_plan(
     came_by = _shortest(start, target, outgoing)
     if target != start and target not in came_by:
         origin = "nothing" if held is None else f"version {held}"
+        unknown = sorted({n for edge in edges for n in edge.encodings if n not in encodings})
         raise BrokenChainError(
-            f"no known edges lead from {origin} to version {target}", version=target
+            f"no known edges lead from {origin} to version {target}{_left_out(unknown)}",
+            version=target,
+            hint=_UNKNOWN if unknown else "",
         )
     return Plan(held=held, target=target, edges=tuple(_walk_back(start, target, came_by)))
+
+
+def _left_out(unknown: Sequence[str]) -> str:
+    """Which edges a plan could not use, for an error."""
+    if not unknown:
+        return ""
+    more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+    return f"; edges in the unknown encoding {unknown[0][:80]!r}{more} were left out"
 
 
 def least_from_before(
@@ -120,7 +138,7 @@ def least_from_before(
 
 
 def _usable(edges: Iterable[EdgeSummary], encodings: Collection[str]) -> Iterator[EdgeSummary]:
-    return (edge for edge in edges if set(edge.encodings) <= set(encodings))
+    return (edge for edge in edges if all(name in encodings for name in edge.encodings))
 
 
 def _shortest(

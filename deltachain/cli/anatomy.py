@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.cli.console import bits_per_change
-from deltachain.codec import Part
+from deltachain.codec import ENCODINGS, Part
 from deltachain.codec import directory as d
-from deltachain.codec.encode import SEGMENT
 from deltachain.types import Bits
 
 DENSITIES: Final = (
@@ -106,9 +105,9 @@ def _streams(parts: Iterable[Part], nnz: int) -> dict[str, dict[str, Any]]:
 def _kind(stream: str, part: Part) -> str:
     if part.compressed:
         return stream.partition(".")[2]
-    plain = part.rows.get(stream)
-    if plain is not None and plain.encoding == d.PLAIN:
-        return "plain"
+    whole = part.rows.get(stream)
+    if whole is not None and not ENCODINGS.get(whole.encoding).sparse:
+        return whole.encoding
     return stream.rpartition(".")[2]
 
 
@@ -117,7 +116,7 @@ def _densities(rows: Iterable[d.TensorRow]) -> dict[str, int]:
     found = dict.fromkeys(("whole", *(label for _, label in DENSITIES)), 0)
     for row in rows:
         share = row.nnz / row.spec.numel if row.spec.numel else 0.0
-        sparse = row.encoding in d.SPARSE
+        sparse = ENCODINGS.get(row.encoding).sparse
         label = next(label for bound, label in DENSITIES if share >= bound) if sparse else "whole"
         found[label] += 1
     return found
@@ -129,7 +128,7 @@ def _magnitudes(parts: Iterable[Part]) -> dict[str, int]:
     counts = np.zeros(len(labels), np.int64)
     for part in parts:
         for name, row in part.rows.items():
-            if row.encoding == d.STEP:
+            if not ENCODINGS.get(row.encoding).absolute:
                 counts += _classes(part.read(name).values, len(labels))
     return dict(zip(labels, counts.tolist(), strict=True)) if counts.any() else {}
 
@@ -138,8 +137,8 @@ def _classes(steps: Bits, classes: int) -> npt.NDArray[np.int64]:
     """Count the steps of a segment by class."""
     bounds = np.array([bound for bound, _ in MAGNITUDES], np.uint64)
     counts = np.zeros(classes, np.int64)
-    for at in range(0, steps.size, SEGMENT):
-        piece = steps[at : at + SEGMENT]
+    for at in range(0, steps.size, d.SEGMENT):
+        piece = steps[at : at + d.SEGMENT]
         magnitudes = np.minimum(piece, -piece).astype(np.uint64)
         counts += np.bincount(np.searchsorted(bounds, magnitudes), minlength=classes)
     return counts

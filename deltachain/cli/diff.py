@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Encode, Encoding
+from deltachain.cli.options import AsJson, Encode
 
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder, or one safetensors file.")]
 
@@ -21,7 +21,7 @@ def diff(
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The delta file to write.")
     ],
-    encoding: Encode = Encoding.STEP,
+    encoding: Encode = "step",
     as_json: AsJson = False,
 ) -> None:
     """Write the difference of two checkpoints to a delta file.
@@ -33,7 +33,7 @@ def diff(
     from deltachain.checkpoint import write_atomic
     from deltachain.offline import compare
 
-    difference = compare(old, new, encoding.value)
+    difference = compare(old, new, encoding)
     write_atomic(out, difference.part.data)
     nnz, nbytes = difference.nnz, len(difference.part.data)
     report: dict[str, Any] = {

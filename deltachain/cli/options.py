@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -36,14 +35,6 @@ def secret(name: str, file: Path | None) -> str:
     return lines[0]
 
 
-class Encoding(StrEnum):
-    """How changes are written."""
-
-    STEP = "step"
-    OVERWRITE = "overwrite"
-    RAW = "raw"
-
-
 Url: TypeAlias = Annotated[
     str,
     typer.Argument(
@@ -55,10 +46,11 @@ AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")
 ]
 Encode: TypeAlias = Annotated[
-    Encoding,
+    str,
     typer.Option(
+        metavar="step|overwrite|raw",
         help="**step** is the smallest; **overwrite** carries new bits instead of steps; **raw** "
-        "opens in any safetensors reader."
+        "opens in any safetensors reader. Installed packages add more.",
     ),
 ]
 Base: TypeAlias = Annotated[

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Encode, Encoding, TrustRemoteCode, Url
+from deltachain.cli.options import AsJson, Encode, TrustRemoteCode, Url
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Committed
@@ -27,7 +27,7 @@ def push(  # noqa: PLR0913 - one argument an option
     step: Annotated[
         int | None, typer.Option(metavar="N", help="The trainer's step, recorded in the manifest.")
     ] = None,
-    encoding: Encode = Encoding.STEP,
+    encoding: Encode = "step",
     base: Annotated[
         Path | None,
         typer.Option(
@@ -54,7 +54,7 @@ def push(  # noqa: PLR0913 - one argument an option
 
     start = time.perf_counter()
     config = PublishConfig(
-        url=url, encoding=encoding.value, base=base, trust_remote_code=trust_remote_code
+        url=url, encoding=encoding, base=base, trust_remote_code=trust_remote_code
     )
     with watching(open_store(url), f"pushing {checkpoint.name}") as store:
         pushed = publish(store, checkpoint, config, step=step)

@@ -1,4 +1,4 @@
-"""The safetensors container: canonical headers out, hostile headers in.
+"""The safetensors file format, read and written here: canonical headers out, hostile headers in.
 
 The safetensors library writes its metadata in random order, so the same delta would have another
 digest in each process; and it copies what it reads. Both matter here, and the format is small.
@@ -47,7 +47,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says about itself.
+    """The parsed header of a safetensors file.
 
     Attributes:
         metadata: The ``__metadata__`` strings.
@@ -61,7 +61,7 @@ class Header:
 
     @property
     def file_nbytes(self) -> int:
-        """What the whole file must measure."""
+        """Length of the whole file."""
         return max((entry.stop for entry in self.entries.values()), default=self.nbytes)
 
 
@@ -93,11 +93,11 @@ def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
     """Parse and check the header of a safetensors file of ``nbytes`` bytes.
 
     Raises:
-        MalformedError: It is not one: too short, not JSON, an unknown dtype, a hole, an overlap, a
+        MalformedError: It is too short, not JSON, has an unknown dtype, a hole, an overlap, a
             shape that disagrees with its bytes, or a length that disagrees with the file's.
     """
     if nbytes < 8:
-        raise MalformedError(f"{key}: {nbytes} bytes are no safetensors file", key=key)
+        raise MalformedError(f"{key}: not a safetensors file: {nbytes} bytes", key=key)
     length = int.from_bytes(read_at(0, 8), "little")
     if length > min(MAX_HEADER, nbytes - 8):
         raise MalformedError(f"{key}: header of {length} bytes in a file of {nbytes}", key=key)
@@ -110,7 +110,8 @@ def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
     header = Header(metadata, _entries(raw, 8 + length, key), 8 + length)
     if header.file_nbytes != nbytes:
         raise MalformedError(
-            f"{key}: the header describes {header.file_nbytes} bytes, there are {nbytes}", key=key
+            f"{key}: the header describes {header.file_nbytes} bytes, the file has {nbytes}",
+            key=key,
         )
     return header
 
@@ -138,6 +139,6 @@ def _entries(raw: Mapping[str, _Raw], base: int, key: str) -> dict[str, Entry]:
 
 
 def reader_of(data: Buffer) -> ReadAt:
-    """Read an object that is in memory, or a memory map, without copying it."""
+    """Return a reader of an object in memory or in a memory map; nothing is copied."""
     view = memoryview(data)
     return lambda start, length: view[start : start + length]

@@ -1,4 +1,4 @@
-"""The directory of a part: which tensors, where their streams lie, what each frame must be.
+"""The directory of a part: its tensors, its streams, and the digest of each frame.
 
 It is a small JSON document, stored first in the file, so that one read of the front of an object
 tells which other bytes of it are wanted.
@@ -13,15 +13,10 @@ from typing import Final
 import msgspec
 
 from deltachain.codec.container import ArrayShape, Size
-from deltachain.errors import ConfigError, MalformedError, UnsupportedFormatError
-from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
+from deltachain.types import StateDigest, TensorSpec
 
-STEP, OVERWRITE, DENSE, RAW, PLAIN = "step", "overwrite", "dense", "raw", "plain"
-ENCODINGS: Final = frozenset((STEP, OVERWRITE, DENSE, RAW, PLAIN))
-"""Every encoding of a tensor that this version reads (FORMAT.md 4)."""
-
-SPARSE: Final = frozenset((STEP, OVERWRITE, RAW))
-UNCOMPRESSED: Final = frozenset((RAW, PLAIN))
+SEGMENT: Final = 1 << 20
+"""Most elements that a segment spans: what a reader must decode to get at one element."""
 
 MAX_DIRECTORY: Final = 1 << 26
 """Bytes a directory may inflate to: a part of a trillion elements fits."""
@@ -93,7 +88,7 @@ class StreamRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Directory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything in the file but the streams themselves."""
+    """Everything in the file except the streams themselves."""
 
     tensors: tuple[TensorRow, ...]
     segments: SegmentColumns
@@ -113,7 +108,7 @@ class Segment:
 
 
 def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
-    """The rows of the columns, made as they are asked for.
+    """Iterate over the rows of the columns; each is made when it is asked for.
 
     Raises:
         ValueError: The columns differ in length.
@@ -132,92 +127,16 @@ def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
 
 
 def columns_of(segments: list[Segment]) -> SegmentColumns:
-    """The columns of the rows."""
+    """Turn rows into columns."""
     fields = ("start", "length", "nnz", "gaps", "exceptions", "wide")
     return SegmentColumns(**{f: tuple(getattr(s, f) for s in segments) for f in fields})
 
 
-def stream_lengths(row: TensorRow, segments: tuple[Segment, ...]) -> dict[str, int]:
-    """How far a tensor advances each stream of its bucket, in the stream's units.
-
-    The unit is one byte, and one bit for ``sign`` and ``exception``.
-    """
-    nnz = sum(s.nnz for s in segments)
-    width = WIRE_DTYPES[row.dtype]
-    if row.encoding == DENSE:
-        return {f"dense.{k}": nnz for k in range(width)}
-    gaps = sum(s.gaps for s in segments)
-    names = ["gap8"] if row.gap == 1 else ["gap16.0", "gap16.1"]
-    lengths = dict.fromkeys(names, gaps)
-    if row.encoding == OVERWRITE:
-        return lengths | {f"value.{k}": nnz for k in range(width)}
-    lengths |= {"sign": nnz, "exception": nnz, "magnitude": sum(s.exceptions for s in segments)}
-    return lengths | {f"wide.{k}": sum(s.wide for s in segments) for k in range(width)}
-
-
-def arrays_of(row: TensorRow) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, dtype and shape of each array that a raw or plain tensor has for itself."""
-    if row.encoding == PLAIN:
-        yield row.name, row.dtype, row.shape
-    elif row.encoding == RAW:
-        yield f"{row.name}.indices", "I32" if row.spec.numel < 1 << 31 else "I64", (row.nnz,)
-        yield f"{row.name}.values", row.dtype, (row.nnz,)
-
-
 def in_bits(stream: str) -> bool:
-    """Whether the unit of a stream is a bit; with or without its bucket."""
-    return stream.rpartition(".")[2] in ("sign", "exception")
+    """Whether the unit of a bucket's stream is a bit, not a byte."""
+    return stream in ("sign", "exception")
 
 
 def stream_name(bucket: int, stream: str) -> str:
-    """Name of a bucket's stream in the file; ``#`` starts no tensor name we know of."""
+    """Name of a bucket's stream in the file; no known tensor name starts with ``#``."""
     return f"#{bucket}.{stream}"
-
-
-def take_segments(row: TensorRow, segments: Iterator[Segment], key: str) -> tuple[Segment, ...]:
-    """Check one tensor row, and take the next segments, as many as are its own.
-
-    Each is checked before the next is made, so that columns of nonsense take no memory.
-
-    Raises:
-        UnsupportedFormatError: An encoding that this version does not know.
-        MalformedError: Anything FORMAT.md 3 forbids.
-    """
-    if row.encoding not in ENCODINGS:
-        raise UnsupportedFormatError(f"{key}: {row.name!r} is encoded as {row.encoding!r}", key=key)
-    try:
-        numel = row.spec.numel
-        StateDigest.parse(row.digest)
-    except ConfigError as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
-    mine: list[Segment] = []
-    if row.encoding in UNCOMPRESSED:
-        fits = row.nnz == numel if row.encoding == PLAIN else row.nnz <= numel
-        fits = fits and row.gap == row.bucket == row.segments == 0
-    else:
-        fits = row.gap in ((1, 2) if row.encoding in SPARSE else (0,))
-        at = 0
-        while fits and len(mine) < row.segments:
-            segment = next(segments, None)
-            fits = segment is not None and segment.start >= at and _fits(segment, row, numel)
-            if fits and segment is not None:
-                mine.append(segment)
-                at = segment.start + segment.length
-        fits = fits and row.nnz == sum(s.nnz for s in mine)
-    if not fits:
-        raise MalformedError(f"{key}: the row of {row.name!r} contradicts itself", key=key)
-    return tuple(mine)
-
-
-def _fits(s: Segment, row: TensorRow, numel: int) -> bool:
-    """Inside the tensor, and no count beyond what the segment can hold."""
-    limit = (1 << 8 * row.gap) - 1
-    if not 0 < s.nnz <= s.length <= 1 << 20:
-        return False
-    if s.start + s.length > numel or s.wide > s.exceptions:
-        return False
-    if row.encoding == DENSE and (s.nnz != s.length or s.gaps or s.exceptions):
-        return False
-    if row.encoding in SPARSE and not s.nnz <= s.gaps <= s.nnz + s.length // limit:
-        return False
-    return s.exceptions <= (s.nnz if row.encoding == STEP else 0)

@@ -1,10 +1,11 @@
-"""Deltas to the bytes of one part (FORMAT.md 3 and 4)."""
+"""Encode deltas as the bytes of one part (FORMAT.md 3 and 4)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -12,41 +13,43 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.codec import directory as d
+from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import write_header
+from deltachain.codec.encodings import EncodedTensor, Encoding
+from deltachain.codec.encodings.dense import DenseEncoding
+from deltachain.codec.encodings.overwrite import OverwriteEncoding
+from deltachain.codec.encodings.plain import PlainEncoding
+from deltachain.codec.encodings.raw import RawEncoding
+from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.frames import cut, deflate
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.digest import object_digest
-from deltachain.kernels import host
 from deltachain.threads import Pool
-from deltachain.types import WIRE_DTYPES, Bits, Buffer, Indices, StateDigest
-
-SEGMENT: Final = 1 << 20
-"""Elements a segment spans: what a reader must decode to get at one element."""
+from deltachain.types import WIRE_DTYPES, Buffer, StateDigest
 
 BUCKET: Final = 1 << 26
 """Elements of consecutive tensors that share streams; a larger tensor is a bucket of its own."""
-
-WIDE_GAPS_BELOW: Final = 0.003
-"""Density below which 2-byte gaps in planes are smaller than 1-byte gaps (codec study 3d)."""
 
 FORMAT: Final = "1"
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What goes into a part for one tensor.
+    """One tensor's change, as input of a part.
 
     Attributes:
-        delta: The elements that are given.
-        digest: What they add to the state digest; for a sparse delta, less what they added before.
+        delta: Its elements.
+        digest: Of these elements; for a sparse delta, less that of the same elements before it.
         windows: Whether a delta with indices is not sparse: it gives bits to windows of a tensor,
             whatever was there.
+        encoding: How it is written; not given: the encoding that fits the delta.
     """
 
     delta: TensorDelta
     digest: StateDigest
     windows: bool = False
+    encoding: Encoding | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +71,6 @@ class EncodedPart:
     encodings: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Bucket:
-    """Rows and streams under construction."""
-
-    number: int
-    rows: list[d.TensorRow] = field(default_factory=list)
-    segments: list[d.Segment] = field(default_factory=list)
-    pieces: dict[str, list[Any]] = field(default_factory=dict)
-
-    def put(self, stream: str, piece: Any) -> None:  # noqa: ANN401 - any flat array
-        self.pieces.setdefault(stream, []).append(piece)
-
-
 @dataclass(frozen=True, slots=True)
 class _Stream:
     row: d.StreamRow
@@ -99,20 +89,24 @@ class _Encoded:
 def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
     """Encode tensor deltas, in the order of the tensor table, as one part.
 
-    Steps become ``step``, absolute bits ``overwrite`` and dense deltas ``dense``; with ``raw``,
-    absolute bits become ``raw`` and dense deltas ``plain``, which any safetensors reader can open.
+    Where a change names no encoding, steps become ``step``, absolute bits ``overwrite`` and dense
+    deltas ``dense``.
+
+    Args:
+        changes: In that order.
+        raw: Compress nothing. Absolute bits then become ``raw`` and dense deltas ``plain``, which
+            any safetensors reader can open.
 
     Raises:
-        ConfigError: A delta mixes steps and absolute bits, or steps were to be written ``raw``.
+        ConfigError: A delta mixes steps and absolute bits, or its encoding cannot store it.
     """
     groups = list(_buckets(changes))
-    if raw:
-        encoded = [_encode_raw(group) for group in groups]
-    elif len(groups) > 1:
+    encode = partial(_encode_bucket, raw=raw)
+    if len(groups) > 1 and not raw:
         with Pool(min(len(groups), os.cpu_count() or 1)) as pool:
-            encoded = list(pool.map(_encode_bucket, range(len(groups)), groups))
+            encoded = list(pool.map(encode, range(len(groups)), groups))
     else:
-        encoded = [_encode_bucket(number, group) for number, group in enumerate(groups)]
+        encoded = list(map(encode, range(len(groups)), groups))
     return _assemble(encoded, compress=not raw)
 
 
@@ -132,107 +126,52 @@ def _buckets(changes: Iterable[Change]) -> Iterator[list[Change]]:
         yield group
 
 
-def _encode_bucket(number: int, group: Sequence[Change]) -> _Encoded:
-    bucket = _Bucket(number)
+def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encoded:
+    out, encoded = BucketWriter(), _Encoded([], [], [])
     for change in group:
-        _add_tensor(bucket, change)
-    streams = []
-    for stream in sorted(bucket.pieces):
-        data = np.concatenate(bucket.pieces[stream])
-        if d.in_bits(stream):
+        encoding = change.encoding or _fitting(change, raw=raw)
+        if encoding.own_arrays and not raw:
+            raise ConfigError(f"{change.delta.spec.name}: {encoding.name} is never compressed")
+        tensor = encoding.encode(change.delta, out)
+        bucket = 0 if encoding.own_arrays else number
+        encoded.rows.append(_row(change, encoding, bucket, tensor))
+        encoded.segments.extend(tensor.segments)
+    for array in out.arrays:
+        stream = _stream(array.name, array.dtype, array.shape, array.data, compress=False)
+        encoded.streams.append(stream)
+    for name in sorted(out.pieces):
+        data = np.concatenate(out.pieces[name])
+        if d.in_bits(name):
             data = np.packbits(data, bitorder="little")
         if data.size:
-            streams.append(_stream(d.stream_name(number, stream), "U8", (), data, compress=True))
-    return _Encoded(bucket.rows, bucket.segments, streams)
+            full = d.stream_name(number, name)
+            encoded.streams.append(_stream(full, "U8", data.shape, data, compress=not raw))
+    return encoded
 
 
-def _add_tensor(bucket: _Bucket, change: Change) -> None:
+def _fitting(change: Change, *, raw: bool) -> Encoding:
+    """The encoding that fits a delta."""
     delta = change.delta
     if delta.indices is None or change.windows:
-        segments, encoding, gap = _add_dense(bucket, delta), d.DENSE, 0
-    elif delta.absolute.ndim:
-        raise ConfigError(f"{delta.spec.name}: steps and absolute bits do not mix in one part")
-    else:
-        gap = 2 if delta.nnz < WIDE_GAPS_BELOW * delta.spec.numel else 1
-        encoding = d.OVERWRITE if delta.absolute else d.STEP
-        segments = _add_sparse(bucket, delta, delta.indices, gap)
-    bucket.rows.append(_row(change, encoding, bucket.number, gap, len(segments)))
-    bucket.segments += segments
+        return PlainEncoding() if raw else DenseEncoding()
+    if raw:
+        return RawEncoding()
+    return OverwriteEncoding() if delta.absolute.any() else StepEncoding()
 
 
-def _row(change: Change, encoding: str, bucket: int, gap: int, segments: int) -> d.TensorRow:
+def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor) -> d.TensorRow:
     spec = change.delta.spec
     return d.TensorRow(
         name=spec.name,
         dtype=spec.dtype,
         shape=spec.shape,
-        encoding=encoding,
+        encoding=encoding.name,
         bucket=bucket,
-        gap=gap,
+        gap=tensor.gap,
         nnz=change.delta.nnz,
-        segments=segments,
+        segments=len(tensor.segments),
         digest=str(change.digest),
     )
-
-
-def _add_dense(bucket: _Bucket, delta: TensorDelta) -> list[d.Segment]:
-    _put_planes(bucket, "dense", delta.values)
-    segments = []
-    for start, stop in _runs(delta):
-        lengths = (min(SEGMENT, stop - at) for at in range(start, stop, SEGMENT))
-        segments += [d.Segment(start + SEGMENT * i, n, n) for i, n in enumerate(lengths)]
-    return segments
-
-
-def _runs(delta: TensorDelta) -> Iterator[tuple[int, int]]:
-    """Where consecutive elements begin and end."""
-    if delta.indices is None:
-        yield 0, delta.spec.numel
-    elif delta.nnz:
-        cuts = np.flatnonzero(np.diff(delta.indices) != 1) + 1
-        for run in np.split(delta.indices, cuts):
-            yield int(run[0]), int(run[-1]) + 1
-
-
-def _add_sparse(bucket: _Bucket, delta: TensorDelta, indices: Indices, gap: int) -> list[d.Segment]:
-    numel = delta.spec.numel
-    bounds = np.searchsorted(indices, np.arange(0, numel + SEGMENT, SEGMENT))
-    segments = []
-    for number in range(len(bounds) - 1):
-        low, high = int(bounds[number]), int(bounds[number + 1])
-        if low == high:
-            continue
-        start = number * SEGMENT
-        gaps = host.encode_gaps(indices[low:high] - start, gap)
-        if gap == 1:
-            bucket.put("gap8", gaps)
-        else:
-            _put_planes(bucket, "gap16", gaps)
-        exceptions, wide = _put_values(
-            bucket, delta.values[low:high], absolute=bool(delta.absolute)
-        )
-        length = min(SEGMENT, numel - start)
-        segments.append(d.Segment(start, length, high - low, gaps.size, exceptions, wide))
-    return segments
-
-
-def _put_values(bucket: _Bucket, values: Bits, *, absolute: bool) -> tuple[int, int]:
-    if absolute:
-        _put_planes(bucket, "value", values)
-        return 0, 0
-    split = host.split_steps(values)
-    bucket.put("sign", split.negative)
-    bucket.put("exception", split.exception)
-    bucket.put("magnitude", split.magnitude)
-    _put_planes(bucket, "wide", split.wide)
-    return split.magnitude.size, split.wide.size
-
-
-def _put_planes(bucket: _Bucket, stream: str, values: Bits) -> None:
-    """Byte ``k`` of every element goes to plane ``k``: alike bytes side by side compress better."""
-    planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
-    for k in range(values.itemsize):
-        bucket.put(f"{stream}.{k}", planes[:, k])
 
 
 def _stream(
@@ -247,38 +186,11 @@ def _stream(
     stored = tuple(len(frame) for frame in frames)
     digests = tuple(object_digest(frame) for frame in frames)
     row = d.StreamRow(name=name, stored=stored, raw=tuple(sizes), digests=digests)
-    return _Stream(row, dtype, shape or (sum(stored),), frames)
-
-
-def _encode_raw(group: Sequence[Change]) -> _Encoded:
-    encoded = _Encoded([], [], [])
-    for change in group:
-        delta, spec = change.delta, change.delta.spec
-        if change.windows:
-            raise ConfigError(f"{spec.name}: windows are not written raw")
-        if delta.indices is None:
-            encoded.rows.append(_row(change, d.PLAIN, 0, 0, 0))
-            encoded.streams.append(_plain(spec.name, spec.dtype, spec.shape, delta.values))
-            continue
-        if delta.absolute.ndim or not delta.absolute:
-            raise ConfigError(f"{spec.name}: raw deltas carry absolute bits, not steps")
-        encoded.rows.append(_row(change, d.RAW, 0, 0, 0))
-        dtype = "I32" if spec.numel < 1 << 31 else "I64"
-        indices = delta.indices.astype("<i4" if dtype == "I32" else "<i8")
-        encoded.streams.append(_plain(f"{spec.name}.indices", dtype, indices.shape, indices))
-        encoded.streams.append(
-            _plain(f"{spec.name}.values", spec.dtype, delta.values.shape, delta.values)
-        )
-    return encoded
-
-
-def _plain(name: str, dtype: str, shape: tuple[int, ...], values: Any) -> _Stream:  # noqa: ANN401
-    stream = _stream(name, dtype, shape, values.view(np.uint8), compress=False)
-    return _Stream(stream.row, dtype, shape, stream.frames)
+    return _Stream(row, dtype, (sum(stored),) if compress else shape, frames)
 
 
 def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
-    """Directory, digest of all in front of the streams, streams."""
+    """Join directory, digest of everything in front of the streams, and streams."""
     rows = [row for item in encoded for row in item.rows]
     streams = [stream for item in encoded for stream in item.streams]
     if not compress:  # arrays of wide elements first: then every one is aligned for a reader
@@ -305,13 +217,13 @@ def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
 def _directory(
     rows: Sequence[d.TensorRow], segments: list[d.Segment], streams: Sequence[_Stream]
 ) -> bytes:
-    """The directory as it is written, once every name in the file is known to be the only one."""
+    """Serialise the directory; refuse names that repeat in the file."""
     names = [row.name for row in rows]
     entries = ["__metadata__", "directory", "digest", *(stream.row.name for stream in streams)]
     for group in (names, entries):
         if len(set(group)) < len(group):
             repeated = next(name for name in group if group.count(name) > 1)
-            raise ConfigError(f"{repeated!r} would be in the part twice")
+            raise ConfigError(f"duplicate name {repeated!r} in one part")
     document = msgspec.json.encode(
         d.Directory(
             tensors=tuple(rows),

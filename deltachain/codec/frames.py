@@ -35,7 +35,7 @@ _ids = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Where the frames of one stream lie and what they must be.
+    """Offsets, sizes and digests of the frames of one stream.
 
     Attributes:
         start: Offset of the first frame in the object.
@@ -51,7 +51,7 @@ class Frames:
 
 
 def cut(data: Buffer, *, compress: bool) -> tuple[list[Buffer], list[int]]:
-    """Cut a stream into frames as stored, and give the inflated size of each."""
+    """Cut a stream into frames; return them as stored, and the inflated size of each."""
     view = memoryview(data).cast("B")
     pieces = [view[at : at + FRAME] for at in range(0, len(view), FRAME)]
     stored: list[Buffer] = [deflate(piece) for piece in pieces] if compress else list(pieces)
@@ -59,7 +59,7 @@ def cut(data: Buffer, *, compress: bool) -> tuple[list[Buffer], list[int]]:
 
 
 def deflate(data: Buffer) -> bytes:
-    """One zstd frame that states the size of its content."""
+    """Compress to one zstd frame that states the size of its content."""
     return _compressor().compress(data)
 
 
@@ -69,7 +69,7 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
     The size that the frame itself claims is checked before any memory is taken for it.
 
     Raises:
-        MalformedError: It is no zstd frame, or gives another number of bytes.
+        MalformedError: It is not a zstd frame, or inflates to another number of bytes.
     """
     try:
         claimed = zstandard.frame_content_size(frame)
@@ -88,8 +88,8 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
 class StreamReader:
     """Reads ranges of one inflated stream, from any thread.
 
-    Neighbouring tensors share frames. Each thread keeps the few it inflated last, of all streams,
-    so that reading tensors one after another inflates each frame once.
+    Neighbouring tensors share frames. Each thread caches the frames that it inflated last, of all
+    streams, so that reading tensors in order inflates each frame once.
     """
 
     def __init__(self, frames: Frames, read_at: ReadAt, *, compressed: bool, key: str) -> None:
@@ -107,7 +107,7 @@ class StreamReader:
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Inflated bytes ``start:stop`` of the stream.
+        """Return the inflated bytes ``start:stop`` of the stream.
 
         Raises:
             DigestMismatchError: A frame is not the one the directory names.
@@ -124,7 +124,7 @@ class StreamReader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The range ``start:stop`` cut where frames end."""
+        """Cut the range ``start:stop`` at the ends of frames."""
         number = bisect_right(self._raw_at, start) - 1
         while start < stop:
             end = min(stop, self._raw_at[number + 1])
@@ -132,7 +132,7 @@ class StreamReader:
             start, number = end, number + 1
 
     def frame(self, number: int) -> Buffer:
-        """One frame, verified and inflated."""
+        """Return one frame, verified and inflated."""
         held = _held_frames()
         data = held.get((self._id, number))
         if data is None:
@@ -147,7 +147,7 @@ class StreamReader:
         return data
 
     def check(self, number: int) -> Buffer:
-        """One frame as stored, once its digest is proven."""
+        """Verify one frame; return it as stored."""
         stored = self._read_at(self._stored_at[number], self._frames.stored[number])
         expected, actual = self._frames.digests[number], object_digest(stored)
         if actual != expected:
@@ -172,7 +172,7 @@ def _held_frames() -> OrderedDict[tuple[int, int], Buffer]:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """One a thread: a context is costly to make and not for sharing."""
+    """Return this thread's compressor: a context is costly to make and not thread-safe."""
     if not hasattr(_local, "compressor"):
         _local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
     compressor: zstandard.ZstdCompressor = _local.compressor

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
 
 
@@ -25,8 +26,9 @@ class PublishConfig:
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """What the library behind the store needs to know beyond the URL and the environment."""
 
-    encoding: Literal["step", "overwrite", "raw"] = "step"
-    """How deltas are written: ``step`` is the smallest, ``raw`` opens in any safetensors reader."""
+    encoding: str = "step"
+    """How deltas are written: ``step`` is the smallest, ``overwrite`` carries new bits instead of
+    steps, ``raw`` opens in any safetensors reader; or an encoding of an installed package."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``). Not given: each
@@ -69,8 +71,8 @@ class PublishConfig:
     """Words of your own for every manifest."""
 
     def __post_init__(self) -> None:
+        ENCODINGS.chosen(self.encoding)
         allowed = {
-            "encoding": ("step", "overwrite", "raw"),
             "when_busy": ("cover", "wait"),
             "on_error": ("raise", "warn"),
         }

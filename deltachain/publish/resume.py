@@ -13,6 +13,7 @@ import numpy as np
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.checkpoint import Checkpoint
+from deltachain.codec import ENCODINGS
 from deltachain.errors import BrokenChainError, ConfigError, FormatError, ObjectNotFoundError
 from deltachain.format.documents import BaseRef, Edge
 from deltachain.kernels import host
@@ -25,7 +26,6 @@ from deltachain.publish.ranks.collectives import all_gather, all_reduce
 from deltachain.publish.ranks.sharing import share
 from deltachain.publish.session import EdgeShare, Session
 from deltachain.publish.snapshot import WINDOW, Diff, Snapshot
-from deltachain.publish.upload import sparse_nbytes
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest
@@ -192,9 +192,9 @@ def _weigh(session: Session, diff: Diff | None) -> RankDifference:
     """What the others need to know of this rank's difference."""
     if diff is None:
         return RankDifference(session.snapshot.state)
-    absolute = session.config.encoding != "step"
+    encoding = ENCODINGS.chosen(session.config.encoding)
     routed = session.snapshot.routed(diff)
-    nbytes = sum(sparse_nbytes(spec, changes, absolute=absolute) for _, spec, changes in routed)
+    nbytes = sum(encoding.estimate(spec, changes) for _, spec, changes in routed)
     return RankDifference(session.snapshot.state, session.snapshot.change(diff), nbytes)
 
 

@@ -10,7 +10,7 @@ from functools import cached_property
 import msgspec
 
 from deltachain.chain.plan import REQUEST_NBYTES
-from deltachain.codec import Change
+from deltachain.codec import ENCODINGS, Change
 from deltachain.errors import ChainError, ConfigError
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
@@ -218,14 +218,14 @@ class Session:
         return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
 
     def _changes(self, diff: Diff) -> Iterator[Change]:
-        absolute = self.config.encoding != "step"
+        encoding = ENCODINGS.chosen(self.config.encoding)
         for weight, spec, changes in self.snapshot.routed(diff):
             there = weight.route.all_of(spec)
             bits = None if there is None else self.snapshot.bits(weight)[there]
-            yield sparse_change(spec, changes, bits, absolute=absolute)
+            yield sparse_change(spec, changes, bits, encoding=encoding)
 
     def _upload(self, slot: EdgeKeys, changes: Iterator[Change]) -> Edge:
-        raw = self.config.encoding == "raw"
+        raw = ENCODINGS.chosen(self.config.encoding).own_arrays
         part_nbytes = self.config.part_nbytes
         return upload(self.writer.chain, slot, changes, raw=raw, part_nbytes=part_nbytes)
 

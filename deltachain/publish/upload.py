@@ -10,6 +10,8 @@ import numpy as np
 
 from deltachain.chain.chain import Chain
 from deltachain.codec import Change, encode_part
+from deltachain.codec.encodings import Encoding
+from deltachain.codec.encodings.overwrite import OverwriteEncoding
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, ObjectRef
@@ -80,7 +82,7 @@ def _parts(changes: Iterable[Change], part_nbytes: int) -> Iterator[list[Change]
 
 
 def sparse_change(
-    spec: TensorSpec, changes: Changes, bits: Bits | None, *, absolute: bool
+    spec: TensorSpec, changes: Changes, bits: Bits | None, *, encoding: Encoding
 ) -> Change:
     """What goes on the wire for one tensor, the smaller: its changes, or all its bits.
 
@@ -88,33 +90,20 @@ def sparse_change(
         spec: The tensor.
         changes: What changed.
         bits: All its bits after the change; ``None`` if other ranks hold some of them.
-        absolute: Whether sparse deltas carry bits rather than steps.
+        encoding: How changes are written; steps give way to ``overwrite`` where it is smaller.
     """
-    nbytes = sparse_nbytes(spec, changes, absolute=absolute)
+    nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
         return dense_change(spec, bits)
-    absolute = absolute or nbytes > sparse_nbytes(spec, changes, absolute=True)
+    if not encoding.absolute and nbytes > overwrite.estimate(spec, changes):
+        encoding = overwrite
     delta = TensorDelta(
         spec=spec,
         indices=changes.indices,
-        values=changes.new if absolute else changes.new - changes.old,
-        absolute=ABSOLUTE if absolute else STEP,
+        values=changes.new if encoding.absolute else changes.new - changes.old,
+        absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    return Change(delta, digest_change(spec, changes))
-
-
-def sparse_nbytes(spec: TensorSpec, changes: Changes, *, absolute: bool) -> int:
-    """About the bytes of a sparse delta: what its streams take before compression."""
-    nnz = changes.indices.size
-    if absolute:
-        return nnz * (1 + spec.itemsize)
-    if 4 * nnz < spec.numel:  # even if every step were wide, dense would be larger
-        return nnz
-    steps = changes.new - changes.old
-    magnitude = np.minimum(steps, -steps)
-    exceptions = int(np.count_nonzero(magnitude != 1))
-    wide = int(np.count_nonzero(magnitude >= 255)) if spec.itemsize > 1 else 0
-    return nnz + nnz // 4 + exceptions + wide * spec.itemsize
+    return Change(delta, digest_change(spec, changes), encoding=encoding)
 
 
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
 
 from deltachain.chain.fetch import Fetched
-from deltachain.codec.directory import DENSE, PLAIN
+from deltachain.codec import ENCODINGS
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest
-
-WHOLE: Final = (DENSE, PLAIN)
-"""Encodings whose rows have the digest of the new bits alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ def _after(fetched: Fetched, name: str, held: StateDigest | None) -> StateDigest
         row = part.rows.get(name)
         if row is None:
             continue
-        if row.encoding not in WHOLE:
+        if ENCODINGS.get(row.encoding).sparse:
             held = None if held is None else held + row.change
         else:
             held = row.change if row.nnz == spec.numel else None

@@ -9,7 +9,8 @@ from typing import TypeAlias
 import numpy as np
 
 from deltachain.chain.fetch import Fetched
-from deltachain.codec.directory import SPARSE, TensorRow
+from deltachain.codec import ENCODINGS
+from deltachain.codec.directory import TensorRow
 from deltachain.delta import TensorDelta, fold_all
 from deltachain.errors import BrokenChainError, MalformedError
 from deltachain.format import keys
@@ -43,7 +44,8 @@ class Move:
 
     def matches(self, row: TensorRow) -> bool:
         """Whether this is what the writer of the row saw."""
-        return row.change == (self.change if row.encoding in SPARSE else self.added)
+        sparse = ENCODINGS.get(row.encoding).sparse
+        return row.change == (self.change if sparse else self.added)
 
 
 def move(old: Bits, delta: TensorDelta) -> Move:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltachain.codec import Change, Part, encode_part
-from deltachain.codec.encode import SEGMENT
+from deltachain.codec.directory import SEGMENT
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
 

@@ -1,0 +1,25 @@
+"""One class an encoding, and the registry that finds them by name.
+
+To write an encoding in a package of your own, subclass :class:`SparseEncoding` and name an instance
+in the entry point group ``deltachain.encodings``; see CONTRIBUTING.md.
+"""
+
+from deltachain.codec.bucket_writer import BucketWriter
+from deltachain.codec.directory import Segment, TensorRow
+from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.encodings.registry import ENCODINGS, GROUP, EncodingRegistry
+from deltachain.codec.encodings.sparse import SparseEncoding
+from deltachain.codec.tensor_reader import TensorReader
+
+__all__ = [
+    "ENCODINGS",
+    "GROUP",
+    "BucketWriter",
+    "EncodedTensor",
+    "Encoding",
+    "EncodingRegistry",
+    "Segment",
+    "SparseEncoding",
+    "TensorReader",
+    "TensorRow",
+]

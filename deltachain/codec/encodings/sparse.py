@@ -1,0 +1,128 @@
+"""Changed elements by their gaps: what ``step`` and ``overwrite`` have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Final
+
+import numpy as np
+from typing_extensions import override
+
+from deltachain.codec.bucket_writer import BucketWriter
+from deltachain.codec.directory import SEGMENT, Segment, TensorRow
+from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.tensor_reader import TensorReader
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.errors import ConfigError
+from deltachain.kernels import host
+from deltachain.types import Bits, Indices
+
+WIDE_GAPS_BELOW: Final = 0.003
+"""Density below which 2-byte gaps in planes are smaller than 1-byte gaps (codec study 3d)."""
+
+
+class SparseEncoding(Encoding):
+    """Stores indices as gaps; a subclass stores the values.
+
+    ``gap8``, or ``gap16.0`` and ``gap16.1``, hold the distances between changed elements.
+
+    Attributes:
+        has_exceptions: Whether a segment counts ``exceptions`` and ``wide``; else both are 0.
+    """
+
+    sparse: ClassVar[bool] = True
+    has_exceptions: ClassVar[bool] = False
+
+    @abstractmethod
+    def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
+        """How far the values advance each stream; see :meth:`Encoding.streams`."""
+
+    @abstractmethod
+    def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:
+        """Append the values of one segment.
+
+        Returns:
+            ``exceptions`` and ``wide`` of the segment; 0 and 0 without such things.
+        """
+
+    @abstractmethod
+    def read_values(self, tensor: TensorReader) -> Bits:
+        """Read the values of all segments.
+
+        Raises:
+            MalformedError: They contradict the row, or are not written the one way.
+        """
+
+    @override
+    def fits_row(self, row: TensorRow) -> bool:
+        return row.gap in (1, 2)
+
+    @override
+    def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
+        limit = (1 << 8 * row.gap) - 1
+        fits = segment.nnz <= segment.gaps <= segment.nnz + segment.length // limit
+        return fits and segment.exceptions <= (segment.nnz if self.has_exceptions else 0)
+
+    @override
+    def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
+        names = ("gap8",) if row.gap == 1 else ("gap16.0", "gap16.1")
+        gaps = dict.fromkeys(names, sum(s.gaps for s in segments))
+        return {**gaps, **self.value_streams(row, segments)}
+
+    @override
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+        indices, numel = delta.indices, delta.spec.numel
+        if delta.absolute.ndim:
+            raise ConfigError(f"{delta.spec.name}: steps and absolute bits do not mix in one part")
+        if indices is None or bool(delta.absolute) != self.absolute:
+            kind = "absolute bits" if self.absolute else "steps"
+            raise ConfigError(f"{delta.spec.name}: {self.name} deltas carry indices and {kind}")
+        gap = 2 if delta.nnz < WIDE_GAPS_BELOW * numel else 1
+        bounds = np.searchsorted(indices, np.arange(0, numel + SEGMENT, SEGMENT))
+        segments = []
+        for number in range(len(bounds) - 1):
+            low, high = int(bounds[number]), int(bounds[number + 1])
+            if low == high:
+                continue
+            start = number * SEGMENT
+            gaps = _put_gaps(indices[low:high] - start, gap, out)
+            exceptions, wide = self.put_values(delta.values[low:high], out)
+            length = min(SEGMENT, numel - start)
+            segments.append(Segment(start, length, high - low, gaps, exceptions, wide))
+        return EncodedTensor(gap, segments)
+
+    @override
+    def decode(self, tensor: TensorReader) -> TensorDelta:
+        return TensorDelta(
+            spec=tensor.spec,
+            indices=_read_indices(tensor),
+            values=self.read_values(tensor),
+            absolute=ABSOLUTE if self.absolute else STEP,
+        )
+
+
+def _put_gaps(offsets: Indices, width: int, out: BucketWriter) -> int:
+    """Append the gaps of one segment; how many there are."""
+    gaps = host.encode_gaps(offsets, width)
+    if width == 1:
+        out.put("gap8", gaps)
+    else:
+        out.put_planes("gap16", gaps)
+    return int(gaps.size)
+
+
+def _read_indices(tensor: TensorReader) -> Indices:
+    gaps = tensor.units("gap8") if tensor.row.gap == 1 else tensor.planes("gap16", 2)
+    out = np.empty(tensor.row.nnz, np.int64)
+    at, filled = 0, 0
+    for segment in tensor.segments:
+        mine = gaps[at : at + segment.gaps]
+        offsets = host.decode_gaps(mine)
+        fits = offsets.size == segment.nnz and offsets[-1] < segment.length
+        if not fits or mine[-1] == np.iinfo(mine.dtype).max:
+            raise tensor.malformed("gaps leave the segment")
+        out[filled : filled + segment.nnz] = offsets
+        out[filled : filled + segment.nnz] += segment.start
+        at, filled = at + segment.gaps, filled + segment.nnz
+    return out

@@ -1,0 +1,108 @@
+"""One tensor's share of the streams of a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.codec.directory import Segment, TensorRow, in_bits, stream_name
+from deltachain.codec.frames import StreamReader
+from deltachain.errors import MalformedError
+from deltachain.types import BITS_DTYPES, Bits, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReader:
+    """Reads what one tensor has in a part; what it reads is proven, and still hostile.
+
+    Attributes:
+        row: Its row in the directory.
+        segments: Its segments.
+        key: Names the part in errors.
+        starts: Where it begins in each stream of its bucket, in the stream's unit.
+        lengths: How far it goes in each.
+        ends: Length of each stream of the part, by full name, in the stream's unit.
+        streams: Every stream of the part, by full name.
+    """
+
+    row: TensorRow
+    segments: tuple[Segment, ...]
+    key: str
+    starts: Mapping[str, int]
+    lengths: Mapping[str, int]
+    ends: Mapping[str, int]
+    streams: Mapping[str, StreamReader]
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor."""
+        return self.row.spec
+
+    def units(self, stream: str) -> npt.NDArray[np.uint8]:
+        """Its share of one stream: bytes, or one byte of 0 or 1 for each bit.
+
+        Raises:
+            DigestMismatchError: A frame differs from the one the directory names.
+            MalformedError: The bits behind the last one are not zero.
+        """
+        count, at = self.lengths[stream], self.starts[stream]
+        name = stream_name(self.row.bucket, stream)
+        if not count:
+            return np.empty(0, np.uint8)
+        if not in_bits(stream):
+            return np.frombuffer(self.streams[name].read(at, at + count), np.uint8)
+        packed = self.streams[name].read(at // 8, (at + count + 7) // 8)
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")[at % 8 :]
+        if at + count == self.ends[name] and np.any(bits[count:]):
+            raise MalformedError(f"{self.key}: {name!r} is not filled up with zeros", key=self.key)
+        return bits[:count]
+
+    def planes(self, stream: str, width: int) -> Bits:
+        """Elements of ``width`` bytes from the planes ``stream.0``, ``stream.1``, ...
+
+        They are joined frame by frame, while the frames are in cache.
+
+        Raises:
+            DigestMismatchError: A frame differs from the one the directory names.
+        """
+        names = [f"{stream}.{k}" for k in range(width)]
+        if width == 1:
+            return self.units(names[0])
+        readers = [self.streams.get(stream_name(self.row.bucket, name)) for name in names]
+        begins = [self.starts[name] for name in names]
+        elements = np.empty(self.lengths[names[0]], BITS_DTYPES[width])
+        first = readers[0]
+        for start, stop in first.cuts(begins[0], begins[0] + elements.size) if first else ():
+            at, end = start - begins[0], stop - begins[0]
+            planes = [
+                np.frombuffer(reader.read(begin + at, begin + end), np.uint8)
+                for reader, begin in zip(readers, begins, strict=True)
+                if reader is not None
+            ]
+            _join_planes(planes, elements[at:end])
+        return elements
+
+    def array(self, name: str) -> npt.NDArray[np.uint8]:
+        """Bytes of an array of its own.
+
+        Raises:
+            DigestMismatchError: A frame differs from the one the directory names.
+        """
+        reader = self.streams[name]
+        return np.frombuffer(bytes(reader.read(0, reader.nbytes)), np.uint8)
+
+    def malformed(self, why: str) -> MalformedError:
+        """The error that refuses this tensor."""
+        return MalformedError(f"{self.key}: {self.row.name!r}: {why}", key=self.key)
+
+
+def _join_planes(planes: list[npt.NDArray[np.uint8]], out: Bits) -> None:
+    """Join little-endian elements from their bytes, plane by plane, into ``out``."""
+    top = len(planes) - 1
+    np.multiply(planes[top], out.dtype.type(1 << (8 * top)), out=out, dtype=out.dtype)
+    np.bitwise_or(out, planes[0], out=out)
+    for k in range(1, top):
+        np.bitwise_or(out, planes[k].astype(out.dtype) << out.dtype.type(8 * k), out=out)
