@@ -19,9 +19,10 @@ from deltachain.errors import BaseMismatchError, ConfigError, TensorMismatchErro
 from deltachain.filebits import FileBits
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
+from deltachain.kernels.move import digest_change, move
 from deltachain.mapped import map_file
 from deltachain.types import Bits, TensorSpec
-from deltachain.verify import move
+from deltachain.verify import matches
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
 """What a folder that follows a chain says of itself; not true of a copy with other weights."""
@@ -87,18 +88,15 @@ def _change(spec: TensorSpec, old: Bits, new: Bits, encoding: str) -> tuple[Chan
     changes = host.diff_(np.array(old), new)
     if not changes.indices.size:
         return None
-    key = digest_key(spec)
-    added = host.digest_at(key, changes.indices, changes.new)
-    removed = host.digest_at(key, changes.indices, changes.old)
     sparse = TensorDelta(
         spec=spec,
         indices=changes.indices,
         values=changes.new - changes.old if encoding == "step" else changes.new,
         absolute=STEP if encoding == "step" else ABSOLUTE,
     )
-    change, nnz = Change(sparse, added - removed), changes.indices.size
+    change, nnz = Change(sparse, digest_change(spec, *changes)), changes.indices.size
     if MAYBE_DENSE * nnz >= spec.numel:
-        whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(key, new))
+        whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(digest_key(spec), new))
         raw = encoding == "raw"
         if len(encode_part([whole], raw=raw).data) < len(encode_part([change], raw=raw).data):
             change = whole
@@ -129,7 +127,7 @@ def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> 
     """Write one tensor into the copy, once it is proven."""
     delta, row = part.read(name), part.rows[name]
     moved = move(checkpoint.bits(name), delta)
-    if not moved.matches(row):
+    if not matches(moved, row):
         raise BaseMismatchError(
             f"{checkpoint.path}: {name!r} does not hold the bits that {part.key} was made from: "
             f"expected a change of {row.digest}, found {moved.change}; nothing was written",
