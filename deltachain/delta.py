@@ -88,9 +88,21 @@ class TensorDelta:
 
     def new_bits(self, old: Bits) -> Bits:
         """Compute the new bits of the changed elements from the old (same shape as ``values``)."""
-        if self.absolute.ndim == 0:
-            return self.values if self.absolute else old + self.values
-        return np.where(self.absolute, self.values, old + self.values)
+        found: Bits = new_bits(old, self.values, self.absolute)
+        return found
+
+
+def new_bits(old: Any, values: Any, absolute: Any) -> Any:  # noqa: ANN401 - numpy's or torch's arrays
+    """Bits after a delta, in numpy or torch.
+
+    Args:
+        old: ``(nnz,)`` bits before.
+        values: ``(nnz,)`` new bits or wrapping steps.
+        absolute: Bool of shape ``()`` or ``(nnz,)``: whether a value is the new bits, or a step.
+    """
+    if absolute.ndim == 0:
+        return values if absolute else old + values
+    return values + old * ~absolute
 
 
 def _check_order(name: str, indices: Indices, numel: int) -> None:

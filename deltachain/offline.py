@@ -20,9 +20,10 @@ from deltachain.errors import BaseMismatchError, ConfigError, TensorMismatchErro
 from deltachain.filebits import FileBits
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
+from deltachain.kernels.move import digest_change, move
 from deltachain.mapped import map_file
 from deltachain.types import Bits, TensorSpec
-from deltachain.verify import move
+from deltachain.verify import matches
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
 """Status files of a folder that follows a chain; not copied, since a copy has other weights."""
@@ -91,18 +92,16 @@ def _change(
     changes = host.diff_(np.array(old), new)
     if not changes.indices.size:
         return None
-    key = digest_key(spec)
-    added = host.digest_at(key, changes.indices, changes.new)
-    removed = host.digest_at(key, changes.indices, changes.old)
     sparse = TensorDelta(
         spec=spec,
         indices=changes.indices,
         values=changes.new if encoding.absolute else changes.new - changes.old,
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    change, nnz = Change(sparse, added - removed, encoding=encoding), changes.indices.size
+    change = Change(sparse, digest_change(spec, *changes), encoding=encoding)
+    nnz = changes.indices.size
     if MAYBE_DENSE * nnz >= spec.numel:
-        whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(key, new))
+        whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(digest_key(spec), new))
         raw = encoding.own_arrays
         if len(encode_part([whole], raw=raw).data) < len(encode_part([change], raw=raw).data):
             change = whole
@@ -133,7 +132,7 @@ def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> 
     """Verify one tensor's change, then write it into the copy."""
     delta, row = part.read(name), part.rows[name]
     moved = move(checkpoint.bits(name), delta)
-    if not moved.matches(row):
+    if not matches(moved, row):
         raise BaseMismatchError(
             f"{checkpoint.path}: {name!r} does not hold the bits that {part.key} was made from: "
             f"expected a change of {row.digest}, found {moved.change}; nothing was written",

@@ -26,6 +26,7 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.device import bits_of
 from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.subscribe.targets.live import WholeTensor
 from deltachain.subscribe.targets.patch import Patch, write
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec
@@ -187,7 +188,7 @@ def measure(scene: Scene, rounds: int) -> Timings:
 
         def patch_write() -> None:
             for tensor, patch in zip(scene.tensors, patches, strict=True):
-                write(tensor.bits, patch)
+                write(WholeTensor(tensor.bits), patch)
 
         candidates = [
             Candidate(BARE, bare, scene.put_old),

@@ -8,13 +8,16 @@ torch and numpy. Writes are ``index_copy_``: ``scatter_`` costs as much as its w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.reference import MIX_A, MIX_B, PHI
-from deltachain.types import StateDigest
+from deltachain.types import BITS_DTYPES, StateDigest
 
 CHUNK: Final = 1 << 24
 """Elements a chunk: 16 M of them keep a GPU busy and temporaries below 1 GiB."""
@@ -39,6 +42,70 @@ class DeviceChanges(NamedTuple):
 def bits_of(tensor: Tensor) -> Tensor:
     """Flat integer view of a contiguous tensor's bits; shares its memory."""
     return tensor.detach().view(-1).view(INT_DTYPES[tensor.element_size()])
+
+
+def storage_bits(tensor: Tensor) -> Tensor:
+    """Flat integer view of the whole storage behind a tensor; shares its memory."""
+    width = tensor.element_size()
+    numel = tensor.untyped_storage().nbytes() // width
+    return torch.as_strided(tensor.detach(), (numel,), (1,), 0).view(INT_DTYPES[width])
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether numpy works on a tensor's bits; torch does wherever a device has them."""
+    return tensor.device.type == "cpu"
+
+
+def live_bits(bits: Tensor) -> LiveBits:
+    """Integer bits for the kernels of where they are: numpy on the host, torch on a device."""
+    return bits.numpy().view(BITS_DTYPES[bits.element_size()]) if on_host(bits) else bits
+
+
+def receive(array: LiveBits, live: Tensor) -> Tensor:
+    """An array on the device of ``live``; unsigned bits become signed ones of the same width."""
+    if isinstance(array, Tensor):
+        return array.to(live.device)
+    signed = np.ascontiguousarray(array)
+    if array.dtype.kind == "u" and array.itemsize > 1:
+        signed = signed.view(f"<i{array.itemsize}")
+    return torch.from_numpy(np.require(signed, requirements="W")).to(live.device)
+
+
+def overwrite_(weights: Tensor, bits: Tensor) -> None:
+    """Write all bits, in any shape and strides."""
+    weights.copy_(bits)
+
+
+def copy(bits: Tensor) -> Tensor:
+    """The same bits in new memory."""
+    return bits.clone()
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    return one.equal(other)
+
+
+def flat(bits: Tensor) -> Tensor:
+    """Bits of any shape as a contiguous tensor of one dimension."""
+    return bits.reshape(-1)
+
+
+def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """A view in another shape; offset and strides count elements."""
+    return flat.as_strided(shape, stride, flat.storage_offset() + offset)
+
+
+def bounds(indices: Tensor, low: int, high: int) -> tuple[int, int]:
+    """The range of increasing indices that lie in ``[low, high)``."""
+    edges = torch.tensor([low, high], device=indices.device)
+    first, last = torch.searchsorted(indices, edges).tolist()
+    return first, last
+
+
+def address(bits: Tensor) -> int:
+    """Address of the first element."""
+    return bits.data_ptr()
 
 
 def diff(snapshot: Tensor, current: Tensor) -> DeviceChanges:
@@ -94,13 +161,6 @@ def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Ten
     beyond[magnitude == 255] = wide.to(torch.int64)
     steps[at] = beyond
     return steps.to(wide.dtype)
-
-
-def new_bits(old: Tensor, values: Tensor, absolute: Tensor | bool) -> Tensor:
-    """Absolute bits after a delta: ``values`` where it is absolute, ``old + values`` elsewhere."""
-    if isinstance(absolute, bool):
-        return values if absolute else old + values
-    return torch.where(absolute, values, old + values)
 
 
 def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:

@@ -12,37 +12,21 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.kernels import reference
-from deltachain.kernels.reference import (
-    Changes,
-    decode_gaps,
-    digest,
-    digest_at,
-    encode_gaps,
-    gather,
-    join_steps,
-    scatter_,
-    split_steps,
-)
+from deltachain.kernels.reference import Changes
 from deltachain.types import Bits
-
-__all__ = [
-    "NAME",
-    "cast_bf16",
-    "cast_diff_",
-    "decode_gaps",
-    "diff_",
-    "digest",
-    "digest_at",
-    "encode_gaps",
-    "gather",
-    "join_steps",
-    "scatter_",
-    "split_steps",
-]
 
 NAME: Final = "numpy"
 CHUNK: Final = 1 << 20
 """Bytes of the snapshot compared at a time, so that the second look finds them in cache."""
+
+decode_gaps = reference.decode_gaps
+digest = reference.digest
+digest_at = reference.digest_at
+encode_gaps = reference.encode_gaps
+gather = reference.gather
+join_steps = reference.join_steps
+scatter_ = reference.scatter_
+split_steps = reference.split_steps
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:

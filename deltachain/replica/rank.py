@@ -27,6 +27,7 @@ from deltachain.errors import (
 )
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
+from deltachain.kernels.protocol import same_bits
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.discover import attach, attach_again
 from deltachain.replica.layout.members import SavedBits, undisturbed
@@ -36,13 +37,13 @@ from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.unused import find_unused
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
 from deltachain.replica.layout.ways import bring
-from deltachain.replica.shard_patch import Placed, copy_delta, place_delta, state_at, warm_up
 from deltachain.replica.spool import SpoolReader
 from deltachain.replica.streams import own_stream, settle, settled
-from deltachain.replica.windows import Placement, Window, on_device_of
+from deltachain.replica.windows import Placement, Window
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import Write, take_back, write_all
-from deltachain.subscribe.targets.patch import same_bits
+from deltachain.subscribe.targets.live import WholeTensor, state_of
+from deltachain.subscribe.targets.patch import prepare, warm_up
 from deltachain.types import StateDigest, TensorSpec, Version
 
 HolderKey: TypeAlias = tuple[str, int]
@@ -67,7 +68,7 @@ class RankStaged:
         effects: What it does.
     """
 
-    placed: tuple[Placed, ...]
+    placed: tuple[Write, ...]
     deferred: tuple[str, ...]
     spool: SpoolReader
     effects: Effects
@@ -80,7 +81,7 @@ class RankStaged:
     @property
     def nbytes(self) -> int:
         """Bytes that are kept."""
-        return sum(placed.nbytes for placed in self.placed)
+        return sum(placed.patch.own_nbytes for placed in self.placed)
 
 
 class Rank:
@@ -189,11 +190,11 @@ class Rank:
         total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
             if name in self._copies:
-                digest = host.digest(digest_key(spec), self._copies[name])
-                total[self._holders[name][0], 0] += digest
+                copy = WholeTensor(self._copies[name])
+                total[self._holders[name][0], 0] += state_of(spec, copy)
                 continue
             for place, slot in self._places(name):
-                total[slot] += state_at(place, spec)
+                total[slot] += state_of(spec, place)
         return dict(total)
 
     def stage(self, ticket: int, folder: Path, budget: int) -> RankStaged:
@@ -221,19 +222,19 @@ class Rank:
         return staged
 
     def _stage(self, reader: SpoolReader, budget: int) -> RankStaged:
-        kept: list[Placed] = []
+        kept: list[Write] = []
         deferred: list[str] = []
         effects: Effects = defaultdict(Effect)
         nbytes = 0
         for delta in reader:
             placed = list(self._prepare(delta))
-            nbytes += sum(one.nbytes for _, one in placed)
+            nbytes += sum(one.patch.own_nbytes for _, one in placed)
             if nbytes <= budget:
                 kept += [one for _, one in placed]
             elif placed:
                 deferred.append(delta.spec.name)
             for slot, one in placed:
-                effects[slot] += one.effect
+                effects[slot] += one.patch.effect
         return RankStaged(tuple(kept), tuple(deferred), reader, dict(effects))
 
     def keep(self, tickets: Iterable[int]) -> None:
@@ -285,16 +286,17 @@ class Rank:
         settle()  # it has been written when the time is taken
         return time.perf_counter() - start
 
-    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[HolderKey, Placed]]:
+    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[HolderKey, Write]]:
         """What a delta writes at every place of this rank, and who else holds it."""
         name = delta.spec.name
         if self._classes[name] == "refused":
             raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
         if name in self._copies:
-            yield (self._holders[name][0], 0), copy_delta(self._copies[name], delta)
+            copy = WholeTensor(self._copies[name])
+            yield (self._holders[name][0], 0), Write(prepare(copy, delta), [copy])
             return
         for place, slot in self._places(name):
-            yield slot, place_delta(place, delta)
+            yield slot, Write(prepare(place, delta), [place])
 
     def _places(self, name: str) -> Iterator[tuple[Placement, HolderKey]]:
         if self._classes[name] != "in_place":
@@ -307,15 +309,14 @@ class Rank:
 
     def _writes(self, staged: RankStaged) -> Iterator[Write]:
         """Every patch, the deferred ones made as they are asked for."""
-        for placed in staged.placed:
-            yield Write(placed.patch, [placed.live])
+        yield from staged.placed
         for name in staged.deferred:
             for _, placed in self._prepare(staged.spool.read(name)):
-                yield Write(replace(placed.patch, old=None), [placed.live])
+                yield replace(placed, patch=replace(placed.patch, old=None))
 
     def _undoes(self, staged: RankStaged) -> Iterator[Write]:
         for placed in reversed(staged.placed):
-            yield Write(placed.patch.undo(), [placed.live])
+            yield replace(placed, patch=placed.patch.undo())
 
     def _load(self, names: set[str]) -> None:
         """Let the engine load host copies that changed, with the groups that they belong to."""
@@ -336,8 +337,7 @@ class Rank:
         """
         for name in names & self._attached.readable.keys():
             for place in self._attached.readable[name]:
-                loaded = on_device_of(place.live, place.cut(self._copies[name]))
-                if not same_bits(place.view, loaded):
+                if not same_bits(place.view, place.take(self._copies[name])):
                     raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
 
     def loads_the_same(self) -> bool:

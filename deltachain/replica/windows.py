@@ -14,14 +14,13 @@ from math import prod
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
+from typing_extensions import override
 
-from deltachain.kernels.device import INT_DTYPES
-from deltachain.subscribe.targets.patch import LiveBits
-from deltachain.types import BITS_DTYPES
+from deltachain.kernels.device import live_bits, storage_bits
+from deltachain.kernels.protocol import LiveBits, kernels_for
+from deltachain.subscribe.targets.live import LiveElements
+from deltachain.types import StateDigest
 
 BLOCK: Final = 1 << 20
 """Elements of a strided window that are numbered at a time."""
@@ -57,7 +56,7 @@ class Window:
         return prod(self.size)
 
 
-class Placement:
+class Placement(LiveElements):
     """A window, and the live view that holds its elements.
 
     Args:
@@ -94,42 +93,50 @@ class Placement:
         return self.live.numel()
 
     @cached_property
+    @override
     def storage(self) -> LiveBits:
-        """Flat bits of the whole storage that the view is in."""
-        return storage_bits(self.live)
+        return live_bits(storage_bits(self.live))
 
     @cached_property
+    @override
     def view(self) -> LiveBits:
-        """Bits of the view itself, in the dimensions of :attr:`dims`; in one if there are none."""
-        shape, strides = [d.size for d in self.dims] or [1], [d.live for d in self.dims] or [1]
-        storage = self.storage
-        if isinstance(storage, Tensor):
-            return storage.as_strided(shape, strides, self.at)
-        return _strided(storage, self.at, shape, strides)
+        return self._strided(self.storage, self.at, [d.live for d in self.dims])
+
+    @override
+    def take(self, full: LiveBits) -> LiveBits:
+        return kernels_for(self.storage).receive(self.cut(full), self.storage)
 
     def cut(self, full: LiveBits) -> LiveBits:
-        """The window's elements of a full, flat tensor, in the dimensions of :attr:`view`."""
-        shape, strides = [d.size for d in self.dims] or [1], [d.there for d in self.dims] or [1]
-        if isinstance(full, Tensor):
-            return full.as_strided(shape, strides, full.storage_offset() + self.offset)
-        return _strided(full, self.offset, shape, strides)
+        """The window's elements of a full, flat tensor, in the shape of the view."""
+        return self._strided(full, self.offset, [d.there for d in self.dims])
 
+    def _strided(self, flat: LiveBits, offset: int, stride: list[int]) -> LiveBits:
+        shape = [d.size for d in self.dims] or [1]
+        return kernels_for(flat).strided(flat, offset, shape, stride or [1])
+
+    @override
+    def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
+        kernels, found = kernels_for(bits), StateDigest()
+        if self._is_run:
+            return kernels.digest(key, kernels.flat(bits), self.offset)
+        for block, numbers in self.numbers():
+            indices = kernels.receive(numbers, bits)
+            found += kernels.digest_at(key, indices, kernels.flat(bits[block]))
+        return found
+
+    @property
+    def _is_run(self) -> bool:
+        """Whether the elements follow one another in the checkpoint tensor."""
+        return len(self.dims) <= 1 and all(d.there == 1 for d in self.dims)
+
+    @override
     def route(self, indices: LiveBits) -> tuple[Any, LiveBits]:
-        """Find which indices lie in the window, and where their elements live.
-
-        Args:
-            indices: ``(nnz,)`` int64 flat indices into the full tensor, increasing.
-
-        Returns:
-            What selects them from ``indices`` (a slice or a mask), and ``(selected,)`` int64
-            positions in :attr:`storage`.
-        """
         span = 1 + sum((d.size - 1) * d.there for d in self.dims)
-        first, last = _bounds(indices, self.offset, self.offset + span)
-        near = indices[first:last]
-        if len(self.dims) <= 1 and all(d.there == 1 for d in self.dims):
+        first, last = kernels_for(indices).bounds(indices, self.offset, self.offset + span)
+        near: Any = indices[first:last]
+        if self._is_run:
             scale = self.dims[0].live if self.dims else 1
-            scaled: Any = near if scale == 1 else near * scale
+            scaled = near if scale == 1 else near * scale
             return slice(first, last), scaled + (self.at - self.offset * scale)
         rest: Any = near - self.offset
         position: Any = self.at
@@ -141,7 +148,9 @@ class Placement:
             inside = fits if inside is None else inside & fits
             position = position + coordinate * dim.live
         inside = inside & (rest == 0)
-        return _mask(indices, first, last, inside), position[inside]
+        mask: Any = indices < 0  # none is
+        mask[first:last] = inside
+        return mask, position[inside]
 
     def numbers(self) -> Iterator[tuple[Any, LiveBits]]:
         """Flat indices of all elements, block by block, with what selects them from ``view``."""
@@ -169,29 +178,6 @@ def nested(dims: Iterable[tuple[int, int]]) -> bool:
     return True
 
 
-def on_host(live: Tensor) -> bool:
-    """Whether numpy works on a tensor's bits; torch does wherever a device has them."""
-    return live.device.type == "cpu"
-
-
-def storage_bits(tensor: Tensor) -> LiveBits:
-    """Flat bits of the whole storage behind a tensor; shares its memory."""
-    width = tensor.element_size()
-    numel = tensor.untyped_storage().nbytes() // width
-    bits = torch.as_strided(tensor.detach(), (numel,), (1,), 0).view(INT_DTYPES[width])
-    return bits.numpy().view(BITS_DTYPES[width]) if on_host(bits) else bits
-
-
-def on_device_of(live: Tensor, bits: LiveBits) -> LiveBits:
-    """Bits where a live tensor's are: numpy on the host, torch on a device."""
-    if on_host(live) or isinstance(bits, Tensor):
-        return bits
-    signed = np.ascontiguousarray(bits)
-    if bits.dtype.kind == "u" and bits.itemsize > 1:
-        signed = signed.view(f"<i{bits.itemsize}")
-    return torch.from_numpy(np.require(signed, requirements="W")).to(live.device)
-
-
 def _joined(dims: list[Dim]) -> tuple[Dim, ...]:
     """Dimensions that follow one another without a gap, on both sides, as one."""
     out: list[Dim] = []
@@ -202,30 +188,3 @@ def _joined(dims: list[Dim]) -> tuple[Dim, ...]:
         else:
             out.append(dim)
     return tuple(out)
-
-
-def _strided(flat: npt.NDArray[Any], offset: int, shape: list[int], strides: list[int]) -> LiveBits:
-    if not prod(shape):
-        return np.empty(shape, flat.dtype)
-    steps = [stride * flat.itemsize for stride in strides]
-    view: LiveBits = as_strided(flat[offset:], shape, steps, writeable=flat.flags.writeable)
-    return view
-
-
-def _bounds(indices: LiveBits, low: int, high: int) -> tuple[int, int]:
-    if isinstance(indices, Tensor):
-        edges = torch.tensor([low, high], device=indices.device)
-        first, last = torch.searchsorted(indices, edges).tolist()
-    else:
-        first, last = np.searchsorted(indices, [low, high]).tolist()
-    return first, last
-
-
-def _mask(indices: LiveBits, first: int, last: int, inside: Any) -> LiveBits:  # noqa: ANN401
-    if isinstance(indices, Tensor):
-        mask: Any = torch.zeros(indices.shape, dtype=torch.bool, device=indices.device)
-    else:
-        mask = np.zeros(indices.shape, np.bool_)
-    mask[first:last] = inside
-    found: LiveBits = mask
-    return found

@@ -13,7 +13,8 @@ from unittest import mock
 from deltachain.errors import ApplyError, DeltaChainError
 from deltachain.replica.rpc import RankReply, RankVerbs
 from deltachain.subscribe.targets import base as target
-from deltachain.subscribe.targets.patch import LiveBits, Patch, write
+from deltachain.subscribe.targets.live import LiveElements
+from deltachain.subscribe.targets.patch import Patch, write
 from deltachain.testing.engine import FakeModel, bytes_of
 from deltachain.testing.sharding import Full, Sharding
 
@@ -105,7 +106,7 @@ class FakeEngine:
     def _failing_writes(self, rank: int) -> Iterator[None]:
         number = 0
 
-        def write_or_fail(live: LiveBits, patch: Patch) -> None:
+        def write_or_fail(live: LiveElements, patch: Patch) -> None:
             nonlocal number
             number += 1
             failure = self.faults.writes.pop((rank, self.events[-1], number), None)
@@ -113,7 +114,8 @@ class FakeEngine:
                 write(live, patch)
                 return
             if patch.indices is not None and len(patch.indices):
-                live[patch.indices[0]] = patch.new[0]  # half done
+                storage: Any = live.storage
+                storage[patch.indices[0]] = patch.new[0]  # half done
             raise failure
 
         with mock.patch.object(target, "write_patch", write_or_fail):

@@ -7,14 +7,13 @@ version.
 
 from deltachain.verify.documents import edge_records, newest
 from deltachain.verify.walk import EdgeProof, VersionProof, verify
-from deltachain.verify.weights import Move, move
+from deltachain.verify.weights import matches
 
 __all__ = [
     "EdgeProof",
-    "Move",
     "VersionProof",
     "edge_records",
-    "move",
+    "matches",
     "newest",
     "verify",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from deltachain.codec.directory import TensorRow
 from deltachain.delta import TensorDelta, fold_all
 from deltachain.errors import BrokenChainError, MalformedError
 from deltachain.format import keys
-from deltachain.format.digest import digest_key
-from deltachain.kernels import host
+from deltachain.kernels.move import Move, move, write_
 from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.documents import another
 
@@ -23,48 +22,10 @@ _Row: TypeAlias = tuple[TensorRow | None, TensorDelta]
 """What a part says of a tensor, and gives of it; a base checkpoint says nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """What one row of a part does to one tensor.
-
-    Attributes:
-        new: New bits of the elements it gives.
-        added: Their contribution to the state digest.
-        removed: What the same elements contributed before; nothing when the row gives all of them.
-    """
-
-    new: Bits
-    added: StateDigest
-    removed: StateDigest
-
-    @property
-    def change(self) -> StateDigest:
-        """What it does to the state digest."""
-        return self.added - self.removed
-
-    def matches(self, row: TensorRow) -> bool:
-        """Whether this is what the writer of the row saw."""
-        sparse = ENCODINGS.get(row.encoding).sparse
-        return row.change == (self.change if sparse else self.added)
-
-
-def move(old: Bits, delta: TensorDelta) -> Move:
-    """Compute what a delta does to the bits of its tensor; writes nothing."""
-    key = digest_key(delta.spec)
-    if delta.indices is None:
-        return Move(delta.values, host.digest(key, delta.values), StateDigest())
-    before = host.gather(old, delta.indices)
-    new = delta.new_bits(before)
-    added = host.digest_at(key, delta.indices, new)
-    return Move(new, added, host.digest_at(key, delta.indices, before))
-
-
-def write_(bits: Bits, delta: TensorDelta, moved: Move) -> None:
-    """Write into the bits of the tensor what :func:`move` computed from them."""
-    if delta.indices is None:
-        bits[:] = moved.new
-    else:
-        host.scatter_(bits, delta.indices, moved.new)
+def matches(moved: Move[Any], row: TensorRow) -> bool:
+    """Whether a move has the digest that the writer of a row gave it."""
+    sparse = ENCODINGS.get(row.encoding).sparse
+    return row.change == (moved.change if sparse else moved.added)
 
 
 @dataclass(slots=True)
@@ -115,18 +76,18 @@ class Weights:
         if write:
             self.digests = after
 
-    def _write(self, delta: TensorDelta, moved: Move) -> None:
+    def _write(self, delta: TensorDelta, moved: Move[Any]) -> None:
         if delta.is_dense:
             self.bits[delta.spec.name] = np.array(delta.values)
         else:
-            write_(self.bits[delta.spec.name], delta, moved)
+            write_(self.bits[delta.spec.name], delta.indices, moved.new)
 
 
-def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move:
-    """What an edge does to a tensor, once each row is what its writer saw."""
+def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move[Any]:
+    """Compute what an edge does to a tensor, and compare each row with what its writer saw."""
     moved = [move(old, given) for _, given in rows]
     for (row, _), one in zip(rows, moved, strict=True):
-        if row is not None and not one.matches(row):
+        if row is not None and not matches(one, row):
             raise another(f"{key}: {row.name!r}", row.change, one.change, key=key)
     return moved[0] if len(rows) == 1 else move(old, delta)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deltachain.delta import STEP, new_bits
 from deltachain.kernels import crossing, device
 from deltachain.kernels.reference import encode_gaps
 
@@ -68,7 +69,7 @@ def _apply(weights: Tensor, found: device.DeviceChanges) -> dict[str, float]:
 
     def stage() -> None:
         old = device.gather(live, found.indices)
-        new = device.new_bits(old, steps, absolute=False)
+        new = new_bits(old, steps, STEP)
         device.digest_at(KEY, found.indices, new)
         device.digest_at(KEY, found.indices, old)
 

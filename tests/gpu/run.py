@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from tests.contract.arms import CrossingArm, DeviceArm
+from tests.contract.bits import BIT_CHECKS
 from tests.contract.kernels import CHECKS
 from tests.gpu.bench import bench
 
@@ -56,6 +57,8 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for arm in (DeviceArm("cuda"), CrossingArm("cuda")):
         for check in CHECKS:
             yield f"{type(arm).__name__}.{check.__name__}", partial(check, arm)
+    for bit_check in BIT_CHECKS:
+        yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device="cuda"))
     try:
         from tests.gpu.ranks import checks  # noqa: PLC0415
     except ModuleNotFoundError as exc:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.replica import windows
+from deltachain.kernels import device
 from tests.gpu.bench import bench
 from tests.gpu.ranks import checks
 
@@ -30,7 +30,7 @@ def test_a_rank_is_checked_on_any_torch_device(
 ) -> None:
     """As a card would have it: no numpy, all of its bits in torch's hands."""
     if not on_host:
-        monkeypatch.setattr(windows, "on_host", lambda _: False)
+        monkeypatch.setattr(device, "on_host", lambda _: False)
     RANKS[name]()
 
 

@@ -7,10 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from deltachain.kernels import host, jit, reference, twolevel
-from deltachain.types import BITS_DTYPES
+from deltachain.delta import TensorDelta
+from deltachain.kernels import device, host, jit, reference, twolevel
+from deltachain.kernels.move import digest_change, move, move_at, write_
+from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
+from deltachain.types import BITS_DTYPES, TensorSpec
 from tests.contract.arms import CrossingArm, DeviceArm
+from tests.contract.bits import BIT_CHECKS
 from tests.contract.kernels import CHECKS, Arm, pairs
 
 ARMS: dict[str, Any] = {
@@ -25,6 +30,71 @@ ARMS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ARMS)
 def test_implementation_keeps_the_contract(name: str, check: Callable[[Arm], None]) -> None:
     check(ARMS[name])
+
+
+LIVE: dict[str, LiveBits] = {
+    "host": np.empty(0, np.uint16),
+    "device": torch.empty(0, dtype=torch.int16),
+}
+
+
+@pytest.mark.parametrize("check", BIT_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("where", LIVE)
+def test_kernels_of_live_bits_do_what_numpy_does(
+    where: str, check: Callable[[LiveBits], None]
+) -> None:
+    check(LIVE[where])
+
+
+def test_live_bits_choose_their_kernels() -> None:
+    chosen: list[Any] = [kernels_for(bits) for bits in LIVE.values()]
+    assert chosen == [host, device]
+    assert not same_bits(LIVE["host"], LIVE["device"])
+
+
+@pytest.mark.parametrize("name", ["BLOCK", "CHUNK", "mix_", "__wrapped__"])
+def test_the_host_offers_kernels_of_the_reference_alone(name: str) -> None:
+    with pytest.raises(AttributeError, match=name):
+        getattr(host, name)
+
+
+@pytest.mark.parametrize("kind", ["step", "absolute", "mixed"])
+@pytest.mark.parametrize("where", LIVE)
+def test_a_move_is_what_the_delta_and_the_reference_say(where: str, kind: str) -> None:
+    live, key, rng = LIVE[where], (3, 5), np.random.default_rng(9)
+    kernels = kernels_for(live)
+    for dtype in BITS_DTYPES.values():
+        bits, values = rng.integers(0, 256, 90, dtype), rng.integers(1, 256, 20, dtype)
+        indices = np.sort(rng.choice(90, 20, replace=False)) + 1000
+        masks = {"step": np.array(False), "absolute": np.array(True), "mixed": values % 2 == 0}
+        mask = masks[kind]
+        old = bits[indices - 1000]
+        new = np.where(mask, values, old + values)
+        weights = kernels.copy(kernels.receive(bits, live))
+        at, given, positions = (
+            kernels.receive(array, live) for array in (indices, values, indices - 1000)
+        )
+        absolute = kernels.receive(mask, live) if mask.ndim else mask
+        moved = move_at(weights, positions, key, at, given, absolute)
+        assert moved.added == reference.digest_at(key, indices, new)
+        assert moved.removed == reference.digest_at(key, indices, old)
+        write_(weights, positions, moved.new)
+        bits[indices - 1000] = new
+        np.testing.assert_array_equal(host.receive(weights, bits), bits)
+        write_(weights, positions, moved.old)
+        bits[indices - 1000] = old
+        np.testing.assert_array_equal(host.receive(weights, bits), bits)
+
+
+def test_a_move_of_a_whole_tensor_changes_the_digest_by_what_it_says() -> None:
+    spec = TensorSpec("w", "BF16", (9,))
+    old, indices = np.arange(9, dtype=np.uint16), np.array([2, 5])
+    steps = np.array([7, 65535], np.uint16)
+    moved = move(old, TensorDelta(spec=spec, indices=indices, values=steps))
+    assert moved.change == digest_change(spec, indices, old[indices], old[indices] + steps)
+    whole = move(old, TensorDelta.dense(spec, old + steps[0]))
+    assert (whole.new == old + steps[0]).all()
+    assert whole.change == whole.added, "what it replaces need not be known"
 
 
 @pytest.mark.parametrize("kernels", [jit, twolevel])

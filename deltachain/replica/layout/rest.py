@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from deltachain.kernels.protocol import LiveBits, same_bits
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.other_bits import mixed
 from deltachain.replica.layout.source import LoadedCheckpoint
 from deltachain.replica.layout.ways import Group, Way, bring
-from deltachain.replica.windows import Placement, on_device_of
-from deltachain.subscribe.targets.patch import LiveBits, same_bits
+from deltachain.replica.windows import Placement
 
 TURN: Final = 1
 """Of its other bits: tensors that were alike have others in a trial."""
@@ -58,10 +58,10 @@ class Rest:
 def write(places: Sequence[Placement], bits: LiveBits) -> None:
     """Write a whole tensor in place."""
     for place in places:
-        new: Any = on_device_of(place.live, place.cut(bits))
+        new: Any = place.take(bits)
         place.view[...] = new
 
 
 def lies(places: Sequence[Placement], bits: LiveBits) -> bool:
     """Whether a whole tensor lies in its places, bit for bit."""
-    return all(same_bits(place.view, on_device_of(place.live, place.cut(bits))) for place in places)
+    return all(same_bits(place.view, place.take(bits)) for place in places)

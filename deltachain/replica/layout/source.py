@@ -11,9 +11,9 @@ from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
+from deltachain.kernels.device import bits_of, live_bits
+from deltachain.kernels.protocol import LiveBits
 from deltachain.replica.layout.other_bits import other_bits
-from deltachain.replica.windows import storage_bits
-from deltachain.subscribe.targets.patch import LiveBits
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
@@ -70,7 +70,7 @@ class LoadedCheckpoint:
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
         """Other bits of a tensor, flat."""
-        return storage_bits(other_bits(tensor_of(self.specs[name], self.bits(name)), turn))
+        return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
         """Flat bits of a tensor, for keeping and changing."""

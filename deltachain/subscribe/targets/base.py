@@ -9,7 +9,8 @@ from typing import Protocol
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import PartialApplyError, PoisonedError
 from deltachain.format.documents import Struct
-from deltachain.subscribe.targets.patch import LiveBits, Patch
+from deltachain.subscribe.targets.live import LiveElements
+from deltachain.subscribe.targets.patch import Patch
 from deltachain.subscribe.targets.patch import write as write_patch
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -121,7 +122,7 @@ class Write:
     """A patch, and every place it goes to."""
 
     patch: Patch
-    places: Sequence[LiveBits]
+    places: Sequence[LiveElements]
 
 
 def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
@@ -143,8 +144,8 @@ def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
     try:
         for write in writes:
             begun.append(write)
-            for bits in write.places:
-                write_patch(bits, write.patch)
+            for live in write.places:
+                write_patch(live, write.patch)
     except BaseException as exc:
         take_back(begun, version, exc)
         if not isinstance(exc, Exception):
@@ -172,8 +173,8 @@ def take_back(begun: Sequence[Write], version: Version, cause: BaseException) ->
         ) from cause
     try:
         for write in reversed(begun):
-            for bits in write.places:
-                write_patch(bits, write.patch.undo())
+            for live in write.places:
+                write_patch(live, write.patch.undo())
     except BaseException as exc:
         raise PoisonedError(
             f"swap to version {version} failed ({cause}), and so did taking it back: {exc}",

@@ -41,11 +41,13 @@ from deltachain.errors import (
 )
 from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, dump, parse
+from deltachain.kernels.protocol import same_bits
 from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.journal import Journal, Seal
+from deltachain.subscribe.targets.live import WholeTensor, state_of
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
-from deltachain.subscribe.targets.patch import Patch, prepare, same_bits, state_of
+from deltachain.subscribe.targets.patch import Patch, prepare
 from deltachain.types import StateDigest, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -155,7 +157,7 @@ class FolderTarget(PatchedTarget):
             for name, live in self._live.items():
                 if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
                     return None
-                total += state_of(self._specs[name], live[0].bits)
+                total += state_of(self._specs[name], WholeTensor(live[0].bits))
         return total
 
     def stage(
@@ -173,8 +175,8 @@ class FolderTarget(PatchedTarget):
         live = self._live.get(delta.spec.name)
         with explained(self.folder):
             if live is not None:
-                return prepare(live[0].bits, delta)
-        return prepare(np.zeros(delta.spec.numel, delta.spec.bits_dtype), delta)
+                return prepare(WholeTensor(live[0].bits), delta)
+        return prepare(WholeTensor(np.zeros(delta.spec.numel, delta.spec.bits_dtype)), delta)
 
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """See :class:`PatchedTarget`."""

@@ -11,8 +11,6 @@ from functools import partial
 from deltachain.chain.fetch import Fetched
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
-from deltachain.format.digest import digest_key
-from deltachain.kernels import host
 from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.patch import Patch
@@ -94,10 +92,7 @@ class PatchedTarget(ABC):
                 patches.append(patch)
             else:
                 deferred.append(name)
-            written = StateDigest()
-            if fetched.from_nothing:
-                written = host.digest(digest_key(delta.spec), delta.values)
-            effect += Effect(patch.change, written, patch.nnz)
+            effect += patch.effect
         check_whole(fetched)
         base_too = judge(
             fetched, effect, base=base, state=state, suspect=partial(_suspect, fetched, patches)

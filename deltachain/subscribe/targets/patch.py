@@ -1,32 +1,27 @@
-"""What a swap writes into one tensor, and what takes it back.
+"""New bits for elements of one tensor, and the old ones that undo the write.
 
-A patch is computed from live bits while the target is in use, and writes nothing. It exists for
-bits on the host (numpy) and for tensors (torch, in :mod:`.scatter`); what the bits are decides
-which. Folders are followed without torch: only tensors import it.
+A patch is computed from live bits while the target is in use, and writes nothing. Where the
+elements live, :class:`.live.LiveElements` says: a whole tensor, or a window of it in an engine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from deltachain.delta import TensorDelta
 from deltachain.format.digest import digest_key
-from deltachain.kernels import host
+from deltachain.kernels.move import move_at, write_
+from deltachain.kernels.protocol import LiveBits, kernels_for
+from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.targets.live import LiveElements, WholeTensor
 from deltachain.types import StateDigest, TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PEEK: Final = 4096
 """Elements that are looked at first for two that differ; they nearly always tell."""
-
-LiveBits: TypeAlias = "npt.NDArray[Any] | Tensor"
-"""Flat bits of a live tensor: unsigned in numpy, signed of the same width in torch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,10 +30,12 @@ class Patch:
 
     Attributes:
         spec: The tensor.
-        indices: ``(nnz,)`` int64 flat indices; ``None`` when every element is written.
-        old: Bits before, for taking the patch back; ``None`` where there was no room to keep them.
+        indices: ``(nnz,)`` int64 positions in the live storage, which for a whole tensor are its
+            flat indices; ``None`` when every element of the view is written.
+        old: Bits before, for undoing the write; ``None`` where there was no room to keep them.
         new: Bits after.
-        change: What it does to the state digest.
+        change: Change of the state digest.
+        written: State digest of the new bits when every element is written; zero otherwise.
     """
 
     spec: TensorSpec
@@ -46,6 +43,7 @@ class Patch:
     old: LiveBits | None
     new: LiveBits
     change: StateDigest
+    written: StateDigest = field(default_factory=StateDigest)
 
     @property
     def nnz(self) -> int:
@@ -58,6 +56,17 @@ class Patch:
         arrays = (self.indices, self.old, self.new)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
+    @property
+    def own_nbytes(self) -> int:
+        """As :attr:`nbytes`, without new bits that are a read-only view, as of a mapped file."""
+        borrowed = isinstance(self.new, np.ndarray) and not self.new.flags.writeable
+        return self.nbytes - (int(self.new.nbytes) if borrowed else 0)
+
+    @property
+    def effect(self) -> Effect:
+        """What writing it does to the state digest."""
+        return Effect(self.change, self.written, self.nnz)
+
     def undo(self) -> Patch:
         """The patch that takes this one back.
 
@@ -67,62 +76,54 @@ class Patch:
         if self.old is None:
             raise ValueError(f"{self.spec.name}: the old bits were not kept")
         change = StateDigest() - self.change
-        return replace(self, old=self.new, new=self.old, change=change)
+        return replace(self, old=self.new, new=self.old, change=change, written=StateDigest())
 
 
-def prepare(live: LiveBits, delta: TensorDelta) -> Patch:
-    """Compute a patch from live bits and a delta; nothing is written."""
-    return _on_host(live, delta) if isinstance(live, np.ndarray) else _torch().prepare(live, delta)
+def prepare(live: LiveElements, delta: TensorDelta) -> Patch:
+    """Compute a patch from live elements and a delta of their tensor; nothing is written."""
+    storage, key = live.storage, digest_key(delta.spec)
+    kernels = kernels_for(storage)
+    if delta.indices is None:
+        old, new = kernels.copy(live.view), live.take(delta.values)
+        written = live.digest(key, new)
+        change = written - live.digest(key, old)
+        return Patch(
+            spec=delta.spec, indices=None, old=old, new=new, change=change, written=written
+        )
+    indices: Any = kernels.receive(delta.indices, storage)
+    values: Any = kernels.receive(delta.values, storage)
+    selected, positions = live.route(indices)
+    absolute: Any = delta.absolute
+    if absolute.ndim:
+        absolute = kernels.receive(absolute, storage)[selected]
+    moved = move_at(storage, positions, key, indices[selected], values[selected], absolute)
+    return Patch(
+        spec=delta.spec, indices=positions, old=moved.old, new=moved.new, change=moved.change
+    )
 
 
-def write(live: LiveBits, patch: Patch) -> None:
-    """Write a patch into live bits, in place."""
-    if not isinstance(live, np.ndarray):
-        _torch().write(live, patch)
-    elif patch.indices is None:
-        live[:] = patch.new
+def write(live: LiveElements, patch: Patch) -> None:
+    """Write a patch in place into the live elements that it was prepared for, or a copy of them."""
+    storage = live.storage
+    receive = kernels_for(storage).receive
+    if patch.indices is None:
+        write_(live.view, None, receive(patch.new, storage))
     else:
-        host.scatter_(live, np.asarray(patch.indices), np.asarray(patch.new))
-
-
-def state_of(spec: TensorSpec, live: LiveBits) -> StateDigest:
-    """Contribution of live bits to the state digest."""
-    if isinstance(live, np.ndarray):
-        return host.digest(digest_key(spec), live)
-    found: StateDigest = _torch().state_of(spec, live)
-    return found
+        write_(storage, receive(patch.indices, storage), receive(patch.new, storage))
 
 
 def varied(bits: LiveBits) -> bool:
-    """Whether they are not all alike: only such bits show where each of them went."""
+    """Whether two elements differ: only such bits show where each of them went."""
     flat: Any = bits.reshape(-1)
     return any(bool((part != flat[:1]).any()) for part in (flat[:PEEK], flat))
 
 
-def same_bits(one: LiveBits, other: LiveBits) -> bool:
-    """Whether two live tensors hold the same bits."""
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return bool((one == other).all())
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return False
-    return one.equal(other)
-
-
-def _on_host(live: npt.NDArray[Any], delta: TensorDelta) -> Patch:
-    key = digest_key(delta.spec)
-    if delta.indices is None:
-        old, new = live.copy(), delta.values
-        change = host.digest(key, new) - host.digest(key, old)
-    else:
-        old = host.gather(live, delta.indices)
-        new = delta.new_bits(old)
-        before = host.digest_at(key, delta.indices, old)
-        change = host.digest_at(key, delta.indices, new) - before
-    return Patch(spec=delta.spec, indices=delta.indices, old=old, new=new, change=change)
-
-
-def _torch() -> ModuleType:
-    """What does the same for tensors; imported where the first tensor comes."""
-    from deltachain.subscribe.targets import scatter  # noqa: PLC0415
-
-    return scatter
+def warm_up(specs: Iterable[TensorSpec]) -> None:
+    """Compile the kernels of the host for the widths of some tensors, ahead of the first pause."""
+    for dtype in {spec.dtype for spec in specs}:
+        spec = TensorSpec("", dtype, (2,))
+        bits = np.zeros(2, spec.bits_dtype)
+        live, indices = WholeTensor(bits), np.arange(2)
+        delta = TensorDelta(spec=spec, indices=indices, values=np.ones(2, spec.bits_dtype))
+        write(live, prepare(live, delta))
+        write(live, prepare(live, TensorDelta.dense(spec, bits.copy())))

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from deltachain.delta import TensorDelta
 from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismatchError
-from deltachain.kernels.device import bits_of
+from deltachain.kernels.device import bits_of, live_bits
+from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
+from deltachain.subscribe.targets.live import WholeTensor, state_of
 from deltachain.subscribe.targets.local import PatchedTarget
-from deltachain.subscribe.targets.patch import LiveBits, Patch, prepare, same_bits, state_of
+from deltachain.subscribe.targets.patch import Patch, prepare
 from deltachain.torch_names import WIRE_NAMES, named_tensors
 from deltachain.types import StateDigest, TensorSpec
 
@@ -28,7 +30,7 @@ class TensorTarget(PatchedTarget):
     def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
         self._source = tensors
         self._tensors = self._current()
-        self._live: dict[str, list[LiveBits]] = {}
+        self._live: dict[str, list[WholeTensor]] = {}
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
         self._held: HeldVersion | None = None
@@ -77,7 +79,7 @@ class TensorTarget(PatchedTarget):
         self._has_moved()
         total = StateDigest()
         for name, live in self._live.items():
-            if any(not same_bits(live[0], other) for other in live[1:]):
+            if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
                 return None
             total += state_of(self._specs[name], live[0])
         return total
@@ -107,15 +109,15 @@ class TensorTarget(PatchedTarget):
         """Two tensors of the chain in the same memory would overwrite one another."""
         owner: dict[int, str] = {}
         for name, live in self._live.items():
-            for bits in live:
-                at = bits.data_ptr() if isinstance(bits, Tensor) else bits.ctypes.data
+            for bits in (place.bits for place in live):
+                at = kernels_for(bits).address(bits)
                 if len(bits) and owner.setdefault(at, name) != name:
                     raise TensorMismatchError(
                         f"{owner[at]!r} and {name!r} are tied in the target, not in the chain",
                         tensor=name,
                     )
 
-    def _places(self, spec: TensorSpec, names: list[str]) -> list[LiveBits]:
+    def _places(self, spec: TensorSpec, names: list[str]) -> list[WholeTensor]:
         """Every distinct piece of memory that holds a tensor."""
         found = {self._tensors[n].data_ptr(): n for n in reversed(names) if n in self._tensors}
         if not found:
@@ -123,7 +125,7 @@ class TensorTarget(PatchedTarget):
         return [_flat(self._tensors[name], name, spec) for name in reversed(found.values())]
 
 
-def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> LiveBits:
+def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
     """Flat live bits of a tensor, once it is what the chain says."""
     dtype = WIRE_NAMES.get(tensor.dtype)
     if dtype != spec.dtype or tuple(tensor.shape) != spec.shape or not tensor.is_contiguous():
@@ -133,8 +135,4 @@ def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> LiveBits:
             tensor=name,
             hint="load the target in the dtype of the chain (`deltachain log URL` shows it)",
         )
-    bits = bits_of(tensor)
-    if bits.device.type != "cpu":
-        return bits
-    array = bits.numpy()
-    return array.view(f"<u{array.itemsize}")
+    return WholeTensor(live_bits(bits_of(tensor)))

@@ -136,7 +136,8 @@ class _Bench:
         rank = self.live.rank()
         for placed in rank.staged[max(rank.staged)].placed:
             bits: Any = placed.patch.new if new else placed.patch.old
-            writes.append((torch_of(placed.live), torch_of(placed.patch.indices), torch_of(bits)))
+            live = placed.places[0].storage
+            writes.append((torch_of(live), torch_of(placed.patch.indices), torch_of(bits)))
 
         def run() -> None:
             for live, indices, bits in writes:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.replica import windows
+from deltachain.kernels import device
 from deltachain.replica.layout.discover import Attached, attach, attach_again
 from deltachain.replica.layout.source import LoadedCheckpoint
 from deltachain.testing.engine import FakeModel
@@ -192,7 +192,7 @@ def test_a_reload_that_fails_its_trial_is_refused_and_undone(
 ) -> None:
     model, source = one_layer(PLANNED["copy"])
     if not on_host:
-        monkeypatch.setattr(windows, "on_host", lambda _: False)
+        monkeypatch.setattr(device, "on_host", lambda _: False)
     model.pack()
     model.reloader = reloader
     attached = untouched(model, source)
@@ -291,7 +291,7 @@ def test_every_awkward_tensor_gets_the_class_it_should(
     shape: Sharding, tmp_path: Path, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not on_host:
-        monkeypatch.setattr(windows, "on_host", lambda _: False)
+        monkeypatch.setattr(device, "on_host", lambda _: False)
     model = trained(shape)
     folder = save(model, tmp_path)
     checkpoint = Checkpoint(folder)

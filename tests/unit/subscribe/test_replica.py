@@ -15,7 +15,7 @@ from deltachain.errors import (
     DigestMismatchError,
     TensorMismatchError,
 )
-from deltachain.replica import windows
+from deltachain.kernels import device
 from deltachain.replica.ticket import Ticket
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.faults import Fault
@@ -147,7 +147,7 @@ def test_bits_of_a_device_take_the_same_way(
     followed: Build, shape: Sharding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits of a device are torch tensors: the same ranks, forced onto that path."""
-    monkeypatch.setattr(windows, "on_host", lambda _: False)
+    monkeypatch.setattr(device, "on_host", lambda _: False)
     here = followed(shape)
     here.publish(1, 2, 3)
     here.subscriber.update(1)

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from deltachain.delta import TensorDelta
 from deltachain.format.digest import digest_key
-from deltachain.kernels import reference
+from deltachain.kernels import device, reference
+from deltachain.kernels.device import live_bits, storage_bits
 from deltachain.replica import windows
-from deltachain.replica.shard_patch import place_delta, state_at
-from deltachain.replica.windows import Placement, Window, nested, on_device_of, storage_bits
-from deltachain.subscribe.targets.patch import write
+from deltachain.replica.windows import Placement, Window, nested
+from deltachain.subscribe.targets.live import state_of
+from deltachain.subscribe.targets.patch import prepare, write
 from deltachain.types import BITS_DTYPES, StateDigest, TensorSpec
 
 ON_HOST = [True, False]
@@ -35,7 +36,7 @@ def numpy_of(bits: Any) -> Any:
 def forced(patch: pytest.MonkeyPatch, on_host: bool) -> None:
     """Let torch work on bits of the host, as it does on those of a device."""
     if not on_host:
-        patch.setattr(windows, "on_host", lambda _: False)
+        patch.setattr(device, "on_host", lambda _: False)
 
 
 @st.composite
@@ -133,10 +134,10 @@ def test_view_cut_and_numbers_are_of_the_same_elements_in_the_same_order(
         numbers = np.full(place.view.shape, -1)
         for which, found in place.numbers():
             numbers[which] = np.asarray(found).reshape(numbers[which].shape)
-        cut = numpy_of(place.cut(on_device_of(live, flat)))
+        taken = numpy_of(place.take(flat))
         held, storage = numpy_of(place.view), numpy_of(place.storage)
     assert sorted(numbers.ravel().tolist()) == sorted(truth)
-    assert (cut == numbers.astype(cut.dtype)).all()
+    assert (taken == numbers.astype(taken.dtype)).all()
     expected = [storage[truth[index]] for index in numbers.ravel().tolist()]
     assert held.ravel().tolist() == expected
 
@@ -199,7 +200,7 @@ def test_a_delta_is_written_and_taken_back_and_its_digest_is_told(
     with pytest.MonkeyPatch.context() as patch:
         forced(patch, on_host)
         place = place_of(view, live)
-        bits = numpy_of(storage_bits(live))
+        bits = numpy_of(live_bits(storage_bits(live)))
         before, expected = bits.copy(), bits.copy()
         indices = range(spec.numel) if delta.indices is None else delta.indices.tolist()
         absolute = np.broadcast_to(delta.absolute, delta.values.shape)
@@ -207,17 +208,17 @@ def test_a_delta_is_written_and_taken_back_and_its_digest_is_told(
             if index in truth:
                 old = expected[truth[index] : truth[index] + 1]
                 old[:] = value if whole else old + value
-        state = state_at(place, spec)
-        placed = place_delta(place, delta)
+        state = state_of(spec, place)
+        made = prepare(place, delta)
         assert (bits == before).all(), "staging wrote"
-        write(placed.live, placed.patch)
+        write(place, made)
         assert (bits == expected).all()
-        assert state_at(place, spec) == state + placed.effect.change
-        write(placed.live, placed.patch.undo())
+        assert state_of(spec, place) == state + made.change
+        write(place, made.undo())
         assert (bits == before).all()
-    assert placed.effect.nnz == sum(index in truth for index in indices)
+    assert made.effect.nnz == sum(index in truth for index in indices)
     if kind == "dense":
-        assert placed.effect.written == state + placed.effect.change
+        assert made.effect.written == state + made.effect.change
     held = np.array(sorted(truth))
     old_bits = before[[truth[index] for index in held.tolist()]]
     assert state == reference.digest_at(digest_key(spec), held, old_bits)
@@ -234,7 +235,7 @@ def test_places_of_all_ranks_add_up_to_the_tensor(
         total = StateDigest()
         for part in full.chunk(4, axis):
             live = part.clone()
-            total += state_at(Placement(live, int(part.storage_offset()), part.stride()), spec)
+            total += state_of(spec, Placement(live, int(part.storage_offset()), part.stride()))
         assert total == reference.digest(digest_key(spec), full.view(-1).numpy().view("<u2"))
 
 
@@ -275,13 +276,13 @@ def test_one_element_and_none() -> None:
         assert np.asarray(positions).tolist() == [0] * size
         held = np.array([3] * size, dtype=np.int64)
         bits = np.array([5] * size, "<u2")
-        assert state_at(place, spec) == reference.digest_at(digest_key(spec), held, bits)
+        assert state_of(spec, place) == reference.digest_at(digest_key(spec), held, bits)
     assert Placement(torch.zeros(1), 3, (7,)).window == Window(3, (), ())
 
 
 def test_bits_of_a_storage_are_all_of_it_and_share_its_memory() -> None:
     whole = torch.zeros(6, 4, dtype=torch.bfloat16)
-    bits = storage_bits(whole[2:, 1:3])
+    bits = live_bits(storage_bits(whole[2:, 1:3]))
     assert bits.shape == (24,)
     whole[5, 3] = 1.0
     assert int(bits[23]) == 0x3F80

@@ -1,0 +1,82 @@
+"""Where the elements of a tensor live: all of them in one array, or in a view of a larger one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from deltachain.format.digest import digest_key
+from deltachain.kernels.protocol import LiveBits, kernels_for
+from deltachain.types import StateDigest, TensorSpec
+
+
+class LiveElements(Protocol):
+    """Elements of a checkpoint tensor, and the live bits that hold them.
+
+    ``n`` of the elements are here; ``numel`` are in the tensor.
+    """
+
+    @property
+    def storage(self) -> LiveBits:
+        """Flat live bits that the elements lie in, and possibly others between them."""
+
+    @property
+    def view(self) -> LiveBits:
+        """The ``n`` elements in :attr:`storage`, in one shape of any dimensions and strides."""
+
+    def route(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+        """Find which indices are of elements here, and where these lie.
+
+        Args:
+            indices: ``(nnz,)`` int64 flat indices into the full tensor, increasing.
+
+        Returns:
+            A slice or a mask that selects them from ``indices``, and ``(selected,)`` int64
+            positions in :attr:`storage`.
+        """
+
+    def take(self, full: LiveBits) -> LiveBits:
+        """The ``n`` elements of a full, flat tensor, on this device, in the shape of the view."""
+
+    def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
+        """State digest of bits in the shape of the view, if the elements held those."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeTensor(LiveElements):
+    """All elements of a tensor, in order.
+
+    Attributes:
+        bits: ``(numel,)`` live bits.
+    """
+
+    bits: LiveBits
+
+    @property
+    @override
+    def storage(self) -> LiveBits:
+        return self.bits
+
+    @property
+    @override
+    def view(self) -> LiveBits:
+        return self.bits
+
+    @override
+    def route(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+        return slice(None), indices
+
+    @override
+    def take(self, full: LiveBits) -> LiveBits:
+        return kernels_for(self.bits).receive(full, self.bits)
+
+    @override
+    def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
+        return kernels_for(bits).digest(key, bits)
+
+
+def state_of(spec: TensorSpec, live: LiveElements) -> StateDigest:
+    """State digest of live elements of a tensor."""
+    return live.digest(digest_key(spec), live.view)
