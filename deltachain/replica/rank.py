@@ -28,7 +28,7 @@ from deltachain.errors import (
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.discover import attach, attach_again
+from deltachain.replica.layout.discover import discover, rediscover
 from deltachain.replica.layout.members import SavedBits, undisturbed
 from deltachain.replica.layout.running import Tables
 from deltachain.replica.layout.source import LoadedCheckpoint, tensor_of
@@ -86,7 +86,7 @@ class RankStaged:
 class Rank:
     """A rank's share of the model.
 
-    Making one finds the ways into it, which blocks the engine; see :func:`attach.attach`.
+    Making one finds the ways into it, which blocks the engine; see :func:`discover.discover`.
 
     Args:
         model: The engine's.
@@ -105,7 +105,7 @@ class Rank:
         self._specs = {spec.name: spec for spec in specs}
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
-            self._attached = attach(model, self._source)
+            self._attached = discover(model, self._source)
         self._tables = Tables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
@@ -152,7 +152,7 @@ class Rank:
         if not other:
             return
         with settled():
-            found = attach(self.model, self._source, other)
+            found = discover(self.model, self._source, other)
         for name, kind in other.items():
             if found.classes[name] != kind:
                 raise TensorMismatchError(
@@ -391,7 +391,7 @@ class Rank:
         if self._addresses(self._identity) == self._identity:
             return
         with settled():
-            found = attach_again(self.model, self._source, self._attached)
+            found = rediscover(self.model, self._source, self._attached)
         with self._changing:
             self._attached = found
             self._identity = self._addresses(self._identity)

@@ -8,62 +8,70 @@ time, from its own module outwards.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.replica.layout.components import components
-from deltachain.replica.layout.finding import Finding
+from deltachain.replica.layout.findings import Findings
 from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.links import Links, all_layers, links_of
 from deltachain.replica.layout.members import digest_of
 from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.state import layer_of
+from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.state import ModelState, layer_of
 from deltachain.replica.layout.ways import RELOADS, Way, bring
 
 NEAR: Final = 512
 """Tensors of one scope that are tried one by one."""
 
 
-def find_derived(finding: Finding) -> None:
-    """Tell constants from derived tensors, and break what derived tensors are made from.
+def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+    """Tell constants from derived tensors; what those are made from must be reloaded.
 
     Raises:
         TensorMismatchError: A live tensor follows the checkpoint, and it cannot be found out which
             tensors; or it cannot be tried.
     """
-    search = _Search(finding)
-    left = _uncovered(finding) | search.left_behind()
+    search = _Search(state, source, findings)
+    left = search.uncovered | search.left_behind()
     if not left:
-        return
-    derived = search.affected(finding.source.present) & left
+        return findings
+    derived = search.affected(source.present) & left
     if derived:
         search.ignore_unstable()
-        derived = search.affected(finding.source.present) & left
+        derived = search.affected(source.present) & left
     search.expect_made(left - derived)
     search.expect_stable(left - derived)
     search.expect_loaded(left - derived)
-    made = _made_from(finding, search, derived)
+    return _with_derived(state, findings, _made_from(search, derived))
+
+
+def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[str]]) -> Findings:
+    """Note what live tensors are made from: their modules must follow that too."""
+    layers, derived = dict(findings.loaded_into), dict(findings.derived)
+    reasons: dict[str, str] = {}
     for live, names in made.items():
         for name in names:
-            finding.layers[name] = finding.layers.get(name, frozenset()) | {_module(finding, live)}
+            layers[name] = layers.get(name, frozenset()) | {_module(state, live)}
             if not live.endswith("()"):
-                finding.made[name] = finding.made.get(name, frozenset()) | {live}
-            finding.break_(name, f"the engine derives {live} from it")
+                derived[name] = derived.get(name, frozenset()) | {live}
+            reasons.setdefault(name, f"the engine derives {live} from it")
+    return replace(findings.only_reloaded(reasons), loaded_into=layers, derived=derived)
 
 
-def _made_from(
-    finding: Finding, search: _Search, derived: frozenset[str]
-) -> Mapping[str, set[str]]:
+def _made_from(search: _Search, derived: frozenset[str]) -> Mapping[str, set[str]]:
     """The checkpoint tensors that each derived one is made from."""
     made: dict[str, set[str]] = {live: set() for live in derived}
-    for scopes in _outwards(finding, derived):
+    for scopes in _outwards(search, derived):
         wanted = [scopes[live] for live in scopes if not made[live]]
         for picked in zip_longest(*wanted):
             tried = {name for name in picked if name is not None}
             for live in search.affected(tried) & scopes.keys():
                 made[live] |= tried.intersection(scopes[live])
-    others = set(finding.source.present).difference(*made.values())
+    others = set(search.source.present).difference(*made.values())
     missed = [live for live in derived if not made[live]]
     if derived and not missed:
         missed += sorted(search.affected(others, whole=True) & derived)
@@ -78,15 +86,17 @@ def _made_from(
 class _Search:
     """What follows when the engine loads other bits of some tensors, in any way it has."""
 
-    def __init__(self, finding: Finding) -> None:
-        self.finding = finding
-        self.links = {name: finding.links(name) for name in finding.source.present}
-        self.groups = components(self.links, self.links, finding.together)
+    def __init__(self, state: ModelState, source: LoadedCheckpoint, findings: Findings) -> None:
+        self.state, self.source, self.findings = state, source, findings
+        self.all_links = links_of(state, source, findings, source.specs)
+        self.links = {name: self.all_links[name] for name in source.present}
+        self.groups = components(self.links, self.links, findings.joined)
         self.unstable: dict[Way, frozenset[str]] = {}
         self.missing: set[Way] = set()
         self.ignoring = False
         self.made_anew: frozenset[str] = frozenset()
-        self.beyond = _beyond(finding)
+        self.beyond = _beyond(state, self.all_links)
+        self.uncovered = _uncovered(state, findings, self.all_links)
 
     def ignore_unstable(self) -> None:
         """From now on, ignore what changes also when the engine loads the same bits again."""
@@ -117,8 +127,8 @@ class _Search:
         """
         linked = frozenset().union(*self.links.values())
         linked |= {layer.rpartition(".")[0] for layer in linked}
-        for live in sorted(constants & self.finding.model.made_by_running()):
-            if _module(self.finding, live) in linked:
+        for live in sorted(constants & self.state.model.made_by_running()):
+            if _module(self.state, live) in linked:
                 raise TensorMismatchError(
                     f"the engine made {live} when it ran, beside weights that it may be made of; "
                     "it does not make it again when they change"
@@ -130,7 +140,7 @@ class _Search:
         One may be in a module that other tensors are loaded into: that these change it proves
         nothing of this one.
         """
-        broken = self.finding.broken
+        broken = self.findings.reload_only
         groups = [group for group in self.groups if not broken.isdisjoint(group)]
         found = self._left_behind(groups)
         if found is None and "repacked" not in self.missing:
@@ -163,7 +173,7 @@ class _Search:
         packing = [self._follow(way, groups, changed) for way in RELOADS]
         seen = [found for found in packing if found is not None]
         plain = self._follow("loaded", groups, changed)
-        untried = _uncovered(self.finding) if plain is None else self._packed()
+        untried = self.uncovered if plain is None else self._packed()
         if untried and not seen:
             raise TensorMismatchError(
                 f"the engine's {min(untried)} comes from no tensor of the chain, "
@@ -191,11 +201,11 @@ class _Search:
                 cannot be seen, was not processed again in any load.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
-        doubtful = (linked & self.finding.state.processed) - self.made_anew
-        doubts = sorted(live for live in constants if _module(self.finding, live) in doubtful)
+        doubtful = (linked & self.state.processed) - self.made_anew
+        doubts = sorted(live for live in constants if _module(self.state, live) in doubtful)
         layers = self._processed() if doubts else frozenset()
         for live in doubts:
-            if _module(self.finding, live) not in layers:
+            if _module(self.state, live) not in layers:
                 raise TensorMismatchError(
                     f"the engine's {live} comes from no tensor of the chain, and it cannot be "
                     "tried whether it is a constant: no load makes it again"
@@ -208,7 +218,7 @@ class _Search:
         """
         loaded, reloaded = self._left_by("loaded"), self._left_by("reloaded")
         return frozenset(
-            self.finding.state.owner[name]
+            self.state.owner[name]
             for name, digest in reloaded.items()
             if loaded.get(name) != digest
         )
@@ -218,7 +228,7 @@ class _Search:
 
         None where the engine cannot.
         """
-        state, source = self.finding.state, self.finding.source
+        state, source = self.state, self.source
         load = partial(bring, state.model, way, frozenset())
         try:
             load(mixed(source.clones, source.present, source.present))
@@ -231,16 +241,15 @@ class _Search:
 
     def _packed(self) -> frozenset[str]:
         """What no known way leads to, in layers that a load alone does not make anew."""
-        processed = self.finding.model.processed()
-        left = _uncovered(self.finding)
-        return frozenset(live for live in left if _module(self.finding, live) in processed)
+        processed = self.state.model.processed()
+        return frozenset(n for n in self.uncovered if _module(self.state, n) in processed)
 
     def _load(
         self, way: Way, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        state, source = self.finding.state, self.finding.source
+        state, source = self.state, self.source
         names = [name for group in groups for name in group]
-        layers = self.finding.tied(frozenset().union(*(self.links[name] for name in names)))
+        layers = self.state.holders.tied(all_layers(self.links, names))
         if way == "repacked":
             layers |= self.beyond
         try:
@@ -259,41 +268,38 @@ class _Search:
             state.put_back(partial(bring, state.model, way, layers, source.clones(names)))
 
 
-def _beyond(finding: Finding) -> frozenset[str]:
+def _beyond(state: ModelState, links: Links) -> frozenset[str]:
     """Processed layers that compute something, and that no tensor is known to be loaded into."""
-    reached = frozenset().union(*(finding.links(name) for name in finding.source.specs))
-    return (frozenset(finding.state.outputs) & finding.state.processed) - reached
+    return (frozenset(state.outputs) & state.processed) - all_layers(links, links)
 
 
-def _uncovered(finding: Finding) -> frozenset[str]:
+def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:
     """Live tensors and outputs that no known way leads to."""
-    names = [name for name in finding.source.specs if name in finding.broken]
-    filled = finding.tied(frozenset().union(*(finding.links(name) for name in names)))
-    holders = Holders(finding.state.tensors.items())
-    places = [place for name in finding.in_place() for place in finding.places[name]]
+    filled = state.holders.tied(all_layers(links, findings.reload_only))
+    holders = Holders(state.tensors.items())
+    places = [place for name in findings.in_place() for place in findings.placements[name]]
     covered = frozenset().union(*(holders.of(place.live) for place in places))
-    reached = filled.union(*(finding.links(name) for name in finding.source.specs))
-    state = finding.state
+    reached = filled | all_layers(links, links)
     live = frozenset(
         name for name in state.tensors if name not in covered and state.owner[name] not in filled
     )
     numbers = {name for name in state.numbers if layer_of(name, state.modules) not in filled}
     outputs = {f"{layer}()" for layer in state.outputs.keys() - reached}
-    return (live | numbers | outputs) - finding.touched
+    return (live | numbers | outputs) - findings.touched
 
 
-def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
+def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
     """Checkpoint tensors that may be what derived ones are made from, the nearest first."""
-    scope = {live: _module(finding, live) for live in derived}
+    scope = {live: _module(search.state, live) for live in derived}
     tried: dict[str, set[str]] = {live: set() for live in derived}
     while scope:
         found: dict[str, list[str]] = {}
         for live, prefix in scope.items():
             inside = [
                 name
-                for name in finding.source.specs
+                for name in search.source.specs
                 if name not in tried[live]
-                and (not prefix or any(_is_in(layer, prefix) for layer in finding.links(name)))
+                and (not prefix or any(_is_in(layer, prefix) for layer in search.all_links[name]))
             ]
             tried[live].update(inside)
             if inside and len(inside) <= NEAR:
@@ -302,11 +308,11 @@ def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str
         scope = {live: prefix.rpartition(".")[0] for live, prefix in scope.items() if prefix}
 
 
-def _module(finding: Finding, live: str) -> str:
+def _module(state: ModelState, live: str) -> str:
     """The module that a live tensor, a number or an output is of."""
     if live.endswith("()"):
         return live.removesuffix("()")
-    return layer_of(live, finding.state.modules)
+    return layer_of(live, state.modules)
 
 
 def _is_in(layer: str, prefix: str) -> bool:

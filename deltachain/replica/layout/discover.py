@@ -16,20 +16,23 @@ from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.components import distinct
 from deltachain.replica.layout.derived import find_derived
-from deltachain.replica.layout.finding import Finding
+from deltachain.replica.layout.engine_loads import decide_rest, try_loading, try_reloading
+from deltachain.replica.layout.findings import Findings, from_recording, require_classes
 from deltachain.replica.layout.healing import heal
-from deltachain.replica.layout.in_place import expect_loaded, refuse_alike, try_in_place
+from deltachain.replica.layout.in_place import refuse_unverifiable, verify_in_place, verify_uniform
 from deltachain.replica.layout.members import undisturbed
+from deltachain.replica.layout.read_back import compare_bits, find_overlapping, find_transformed
 from deltachain.replica.layout.recorder import record
 from deltachain.replica.layout.source import LoadedCheckpoint
 from deltachain.replica.layout.state import ModelState
+from deltachain.replica.layout.untestable import find_untestable
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
 from deltachain.replica.layout.ways import Group, Way
 from deltachain.replica.windows import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
+class Layout:
     """The ways into one rank.
 
     Attributes:
@@ -67,9 +70,9 @@ class Attached:
         }
 
 
-def attach(
+def discover(
     model: EngineModel, source: LoadedCheckpoint, required: Mapping[str, TensorClass] | None = None
-) -> Attached:
+) -> Layout:
     """Find a way for every tensor of a chain into a rank that holds the checkpoint it loaded.
 
     Args:
@@ -86,26 +89,34 @@ def attach(
         recording = record(model.load, source.loaded.values(), model.modules())
         state = ModelState(model, bits)
         try:
-            return _find(Finding(model, source, recording, state), required or {})
+            findings = _steps(state, source, from_recording(state, source, recording), required)
         finally:
             heal(state, source)
+    return _layout(findings)
 
 
-def _find(finding: Finding, required: Mapping[str, TensorClass]) -> Attached:
-    finding.require(required)
-    finding.read_back()
-    finding.find_hidden()
-    expect_loaded(finding)
-    try_in_place(finding)
-    refuse_alike(finding)
-    finding.try_loading()
-    find_derived(finding)
-    finding.try_reloading()
-    finding.conclude()
-    return _attached(finding)
+def _steps(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    findings: Findings,
+    required: Mapping[str, TensorClass] | None,
+) -> Findings:
+    """Decide one thing after another. Steps that take the state load, write or compute."""
+    findings = require_classes(findings, required or {})
+    findings = compare_bits(source, findings)
+    findings = find_overlapping(findings)
+    findings = find_transformed(source, findings)
+    findings = find_untestable(state, source, findings)
+    findings = verify_uniform(state, source, findings)
+    findings = verify_in_place(state, source, findings)
+    findings = refuse_unverifiable(state, source, findings)
+    findings = try_loading(state, source, findings)
+    findings = find_derived(state, source, findings)
+    findings = try_reloading(state, source, findings)
+    return decide_rest(findings)
 
 
-def attach_again(model: EngineModel, source: LoadedCheckpoint, before: Attached) -> Attached:
+def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:
     """Find places again in an engine that replaced its tensors, whatever they hold now.
 
     Raises:
@@ -127,9 +138,12 @@ def attach_again(model: EngineModel, source: LoadedCheckpoint, before: Attached)
     return after
 
 
-def _attached(finding: Finding) -> Attached:
-    classes = finding.classes
-    kept = {n: tuple(p) for n, p in finding.places.items() if classes[n] == "in_place"}
-    reasons = {n: r for n, r in finding.reasons.items() if classes[n] != "in_place"}
-    readable = {n: tuple(finding.places[n]) for n in finding.read if classes[n] in ON_HOST}
-    return Attached(classes, reasons, kept, tuple(finding.groups), readable)
+def _layout(findings: Findings) -> Layout:
+    classes, placements = findings.classes, findings.placements
+    return Layout(
+        classes=classes,
+        reasons={n: r for n, r in findings.reasons.items() if classes[n] != "in_place"},
+        places={n: found for n, found in placements.items() if classes[n] == "in_place"},
+        groups=findings.groups,
+        readable={n: placements[n] for n in findings.readable if classes[n] in ON_HOST},
+    )

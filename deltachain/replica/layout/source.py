@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
@@ -13,7 +14,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.other_bits import other_bits
 from deltachain.replica.windows import storage_bits
-from deltachain.subscribe.targets.patch import LiveBits
+from deltachain.subscribe.targets.patch import LiveBits, varied
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
@@ -63,6 +64,11 @@ class LoadedCheckpoint:
             raise TensorMismatchError(
                 f"{checkpoint.path} has no {name!r}: the engine loaded another model", tensor=name
             )
+
+    @cached_property
+    def uniform(self) -> frozenset[str]:
+        """Tensors in the checkpoint all elements of which are equal."""
+        return frozenset(name for name in self.present if not varied(self.bits(name)))
 
     def bits(self, name: str) -> LiveBits:
         """Flat bits of a tensor of the chain, as the checkpoint has it."""

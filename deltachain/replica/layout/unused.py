@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.discover import Attached
+from deltachain.replica.layout.discover import Layout
 from deltachain.replica.layout.healing import heal
 from deltachain.replica.layout.members import SavedBits
 from deltachain.replica.layout.other_bits import mixed
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 def find_unused(
-    state: ModelState, source: LoadedCheckpoint, attached: Attached, names: Iterable[str]
+    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
 ) -> dict[str, str]:
     """Load the whole checkpoint with other bits in some tensors alone; nothing may follow.
 
     Args:
         state: Of the model, which holds it again afterwards.
         source: The checkpoint that it loaded.
-        attached: The ways into its weights that were proven.
+        layout: The ways into its weights that were proven.
         names: Tensors that no rank holds.
 
     Returns:
@@ -37,12 +37,12 @@ def find_unused(
     Raises:
         EngineDamagedError: The model computes something else, and nothing leads back.
     """
-    wanted, groups = list(names), attached.groups
+    wanted, groups = list(names), layout.groups
     if state.opaque:
         why = f"{min(state.opaque)} may use it: what that computes from cannot be seen"
         return dict.fromkeys(wanted, why)
     try:
-        held = _held(state, source, attached, wanted)
+        held = _held(state, source, layout, wanted)
         left = [name for name in wanted if name not in held]
         if not left or not _followed(state, source, groups, left):
             return dict.fromkeys(left, "") | held
@@ -52,17 +52,17 @@ def find_unused(
 
 
 def _held(
-    state: ModelState, source: LoadedCheckpoint, attached: Attached, names: Iterable[str]
+    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
 ) -> dict[str, str]:
     """Tensors whose bits lie in a parameter that no way leads to: a loader may write it once."""
-    places = [place for places in attached.places.values() for place in places]
+    places = [place for places in layout.places.values() for place in places]
     reached = {place.live.untyped_storage().data_ptr() for place in places}
     unreached = [
         (live, tensor)
         for live, tensor in state.tensors.items()
         if isinstance(tensor, nn.Parameter)
         and tensor.untyped_storage().data_ptr() not in reached
-        and state.owner[live] not in attached.layers
+        and state.owner[live] not in layout.layers
     ]
     found: dict[str, str] = {}
     for name in names if unreached else ():

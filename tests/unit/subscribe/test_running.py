@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.discover import attach
+from deltachain.replica.layout.discover import discover
 from deltachain.replica.layout.running import Tables, made_by_running, remember
 from deltachain.replica.layout.source import LoadedCheckpoint
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
@@ -73,7 +73,7 @@ def rotary(tmp_path: Path) -> Make:
 def test_what_did_not_run_is_followed(rotary: Make) -> None:
     model, source = rotary()
     assert made_by_running(model) == frozenset()
-    assert attach(model, source).classes == {"w": "in_place"}
+    assert discover(model, source).classes == {"w": "in_place"}
 
 
 def test_a_table_that_was_made_by_running_is_refused(rotary: Make) -> None:
@@ -81,7 +81,7 @@ def test_a_table_that_was_made_by_running_is_refused(rotary: Make) -> None:
     model.run()
     assert made_by_running(model) == {"table", "late", "parts.1"}
     with pytest.raises(TensorMismatchError, match="late when it ran"):
-        attach(model, source)
+        discover(model, source)
 
 
 def test_a_cast_is_no_other_table(rotary: Make) -> None:
