@@ -29,13 +29,13 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.discover import discover, rediscover
+from deltachain.replica.layout.load_methods import load_with
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from deltachain.replica.layout.members import SavedBits, undisturbed
-from deltachain.replica.layout.running import Tables
-from deltachain.replica.layout.source import LoadedCheckpoint, tensor_of
-from deltachain.replica.layout.state import ModelState
+from deltachain.replica.layout.model_state import ModelState
+from deltachain.replica.layout.runtime_tables import RuntimeTables
 from deltachain.replica.layout.unused import find_unused
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
-from deltachain.replica.layout.ways import bring
 from deltachain.replica.shard_patch import Placed, copy_delta, place_delta, state_at, warm_up
 from deltachain.replica.spool import SpoolReader
 from deltachain.replica.streams import own_stream, settle, settled
@@ -106,7 +106,7 @@ class Rank:
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
             self._attached = discover(model, self._source)
-        self._tables = Tables(model.modules())
+        self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
         self._copies: dict[str, npt.NDArray[Any]] = {}
@@ -326,7 +326,7 @@ class Rank:
             if not all(group.layers for group in groups):
                 layers = frozenset()
             wanted = [name for group in groups for name in group.names if name in self._copies]
-            bring(self.model, way, layers, self._clones(wanted))
+            load_with(self.model, way, layers, self._clones(wanted))
 
     def _read_back(self, names: set[str]) -> None:
         """Prove that the engine has put what it loaded where it can be read.

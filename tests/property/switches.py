@@ -23,13 +23,13 @@ from deltachain.replica.layout import (
 )
 from deltachain.replica.layout.derived import _Search, find_derived
 from deltachain.replica.layout.findings import Findings
-from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.load_methods import LoadGroup
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import Members
-from deltachain.replica.layout.rest import Rest
-from deltachain.replica.layout.source import LoadedCheckpoint
-from deltachain.replica.layout.state import ModelState
+from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.trial import Trial, _Seen
-from deltachain.replica.layout.ways import Group
+from deltachain.replica.layout.untouched import Untouched
 from tests.property.check import KINDS
 from tests.property.generate import OPAQUE
 from tests.property.recipe import Recipe, Unit
@@ -66,7 +66,7 @@ def _empty(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 def _own_change(patch: pytest.MonkeyPatch) -> None:
     """A tensor that nothing follows is loaded all the same."""
 
-    def judge(seen: _Seen, name: str, group: Group, changed: frozenset[str]) -> str:
+    def judge(seen: _Seen, name: str, group: LoadGroup, changed: frozenset[str]) -> str:
         del name, changed
         seen.left.discard(group.names[0])
         return ""
@@ -78,7 +78,9 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
     """What follows a tensor's neighbours is taken to follow the tensor."""
     load = Trial._load
 
-    def together(trial: Trial, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
+    def together(
+        trial: Trial, groups: Iterable[LoadGroup], others: Mapping[str, LoadGroup]
+    ) -> None:
         groups = list(groups)
         load(trial, groups, {n: g for g in groups for n in g.names} if others else others)
 
@@ -103,7 +105,7 @@ def _where(patch: pytest.MonkeyPatch) -> None:
 def _alike(patch: pytest.MonkeyPatch) -> None:
     """What is all alike is not looked after: neither that it arrives, nor that it stays."""
     _skip("verify_uniform", patch)
-    patch.setattr(Rest, "lost", _none)
+    patch.setattr(Untouched, "lost", _none)
 
 
 def _halves(patch: pytest.MonkeyPatch) -> None:
@@ -118,20 +120,20 @@ def _turns(patch: pytest.MonkeyPatch) -> None:
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
     """What is not loaded holds what it held."""
-    patch.setattr(Rest, "write", _nothing)
-    patch.setattr(Rest, "lost", _none)
+    patch.setattr(Untouched, "write", _nothing)
+    patch.setattr(Untouched, "lost", _none)
 
 
 def _ties(patch: pytest.MonkeyPatch) -> None:
     """Layers that share elements are not known to."""
-    patch.setattr(Holders, "of", _none)
-    patch.setattr(Holders, "tied", lambda _, names: names)
+    patch.setattr(MemoryIndex, "overlapping", _none)
+    patch.setattr(MemoryIndex, "tied", lambda _, names: names)
 
 
 def _read_back(patch: pytest.MonkeyPatch) -> None:
     """Live bits are not compared with those of the checkpoint."""
-    patch.setattr(read_back, "lies", lambda *_: True)
-    patch.setattr(engine_loads, "lies", lambda *_: True)
+    patch.setattr(read_back, "holds_bits", lambda *_: True)
+    patch.setattr(engine_loads, "holds_bits", lambda *_: True)
 
 
 def _made(patch: pytest.MonkeyPatch) -> None:
@@ -206,7 +208,10 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
         loaders(207),
     ),
     "what a reload leaves out is confirmed": (_confirmed, modules(994)),
-    "what is read after a swap can be": (partial(_empty, engine_loads, "_moved"), loaders(10501)),
+    "what is read after a swap can be": (
+        partial(_empty, engine_loads, "_displaced"),
+        loaders(10501),
+    ),
     "what is opaque is left alone": (_opaque, INTO),
     "what a load changes beside is followed": (
         partial(_off, _Seen, "_expect_followed"),
@@ -218,7 +223,7 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     ),
     "everything is loaded once": (_nearby, modules(1041)),
     "other bits arrive where they were recorded": (partial(_empty, engine_loads, "_stray"), ROWS),
-    "what hides is healed": (partial(_off, discover, "heal"), modules(1798)),
+    "what hides is healed": (partial(_off, discover, "restore_outputs"), modules(1798)),
 }
 """The same of those that take longer."""
 

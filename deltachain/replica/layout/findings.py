@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deltachain.replica.layout.components import distinct
+from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import restoring
+from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.recorder import Recording
-from deltachain.replica.layout.source import LoadedCheckpoint
-from deltachain.replica.layout.state import ModelState
 from deltachain.replica.layout.update_path import ON_HOST, TensorClass
-from deltachain.replica.layout.ways import RELOADS, Group, Way
 from deltachain.replica.windows import Placement
 
 
@@ -35,7 +35,7 @@ class Findings:
         derived: Live tensors and numbers that are derived from each tensor.
         touched: Live tensors that the engine's own loader was seen to change.
         classes: Of the tensors that are decided.
-        groups: Tensors that the engine loads, with the way it does.
+        groups: Tensors that the engine loads, with the method.
     """
 
     placements: Mapping[str, tuple[Placement, ...]]
@@ -51,7 +51,7 @@ class Findings:
     derived: Mapping[str, frozenset[str]] = field(default_factory=dict)
     touched: frozenset[str] = frozenset()
     classes: Mapping[str, TensorClass] = field(default_factory=dict)
-    groups: tuple[tuple[Way, Group], ...] = ()
+    groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
 
     def in_place(self) -> list[str]:
         """Tensors that may be written in place, as far as is known."""

@@ -1,4 +1,4 @@
-"""Proof that tensors can be written in place; the others are updated in another way."""
+"""Prove that tensors can be written in place, and find those that cannot."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Final
 
 from deltachain.replica.layout.components import components
 from deltachain.replica.layout.findings import Findings
 from deltachain.replica.layout.links import Links, all_layers, links_of
+from deltachain.replica.layout.load_methods import load_with
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.rest import lies, write
-from deltachain.replica.layout.source import LoadedCheckpoint
-from deltachain.replica.layout.state import ModelState
-from deltachain.replica.layout.ways import bring
+from deltachain.replica.layout.untouched import holds_bits, write_bits
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import varied
 
-UNIFORM = "all elements are equal, so their placement cannot be verified"
+UNIFORM: Final = "all elements are equal, so their placement cannot be verified"
+STRAYED: Final = "other values loaded into it do not arrive where it was recorded"
 
 
 def verify_uniform(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
     """Load other values of uniform tensors: they must arrive where these were recorded.
 
-    Equal elements read back well wherever they are, also where another tensor overlies them.
+    Equal elements read back well wherever they are, also where another tensor overlaps them.
     """
     links = links_of(state, source, findings, source.present)
     uniform = [
@@ -37,12 +39,10 @@ def verify_uniform(state: ModelState, source: LoadedCheckpoint, findings: Findin
     names = [name for name in links if links[name] & layers]
     with suppress(Exception):
         if uniform:
-            bring(state.model, "loaded", layers, mixed(source.clones, names, uniform))
-    lost = [n for n in uniform if not lies(findings.placements[n], source.other(n))]
+            load_with(state.model, "loaded", layers, mixed(source.clones, names, uniform))
+    lost = [n for n in uniform if not holds_bits(findings.placements[n], source.other(n))]
     state.put_back()
-    return findings.only_reloaded(
-        dict.fromkeys(lost, "other bits of it do not arrive at its place")
-    )
+    return findings.only_reloaded(dict.fromkeys(lost, STRAYED))
 
 
 def verify_in_place(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
@@ -67,10 +67,10 @@ def _write_others(
     """Write tensors that have no layer in common, and write them back; why some cannot be."""
     layers = all_layers(links, names)
     for name in names:
-        write(findings.placements[name], source.other(name))
+        write_bits(findings.placements[name], source.other(name))
     followed = state.follows(layers)
     for name in names:
-        write(findings.placements[name], source.bits(name))
+        write_bits(findings.placements[name], source.bits(name))
     left = state.follows(layers)
     reasons: dict[str, str] = {}
     for name in names:
@@ -78,7 +78,7 @@ def _write_others(
         if packed:
             reasons[name] = f"{min(packed)} computes from a packed copy"
         elif unstable:
-            reasons[name] = f"{min(unstable)} does not compute the same again"
+            reasons[name] = f"{min(unstable)} does not restore its output"
     return reasons
 
 
@@ -88,7 +88,7 @@ def refuse_unverifiable(
     """Refuse uniform tensors where the engine may have rearranged them.
 
     They read back well however they are stored, and loading them again leads back to them. Other
-    bits in the same live storage show what became of it; so does a layer that multiplies by a
+    bits in the same live storage show how it was rearranged; so does a layer that multiplies by a
     pattern as it should.
     """
     transformed = _uniform_matrices(state, source, findings)
@@ -135,7 +135,7 @@ def _uniform_storages(state: ModelState, source: LoadedCheckpoint, findings: Fin
     )
     found: list[str] = []
     for sharing in stored.values():
-        layers = state.holders.of_storage(sharing[0][1].live)
+        layers = state.memory.in_storage_of(sharing[0][1].live)
         if layers.isdisjoint(state.processed):
             continue
         if any(varied(place.cut(source.bits(name))) for name, place in sharing):

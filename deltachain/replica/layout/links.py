@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from deltachain.replica.layout.findings import Findings
-from deltachain.replica.layout.source import LoadedCheckpoint
-from deltachain.replica.layout.state import ModelState
-from deltachain.replica.layout.ways import Group
+from deltachain.replica.layout.load_methods import LoadGroup
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.model_state import ModelState
 
 Links = Mapping[str, frozenset[str]]
 """The layers that each tensor is loaded into or shares memory with."""
@@ -26,7 +26,7 @@ def _layers(
     found = findings.loaded_into.get(name, frozenset())
     placements = findings.placements[name]
     for place in placements:
-        found |= state.holders.of(place.live)
+        found |= state.memory.overlapping(place.live)
     return found if placements else _with_sharers(state, source.specs[name].shape, found)
 
 
@@ -41,7 +41,7 @@ def _with_sharers(
     for layer in layers:
         held = [t for n, t in state.tensors.items() if state.owner[n] == layer]
         if len(held) == 1 and (len(shape) < 2 or held[0].numel() > max(shape)):
-            found |= state.holders.of(held[0])
+            found |= state.memory.overlapping(held[0])
     return frozenset(found)
 
 
@@ -50,8 +50,8 @@ def all_layers(links: Links, names: Iterable[str]) -> frozenset[str]:
     return frozenset().union(*(links[name] for name in names))
 
 
-def group_of(state: ModelState, links: Links, names: Sequence[str]) -> Group:
+def group_of(state: ModelState, links: Links, names: Sequence[str]) -> LoadGroup:
     """A group of tensors; without layers where those of one of them are not known."""
     is_known = all(links[name] for name in names)
-    layers = state.holders.tied(all_layers(links, names)) if is_known else frozenset()
-    return Group(tuple(names), layers)
+    layers = state.memory.tied(all_layers(links, names)) if is_known else frozenset()
+    return LoadGroup(tuple(names), layers)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from deltachain.replica.layout.findings import Findings
-from deltachain.replica.layout.rest import lies
-from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.untouched import holds_bits
 from deltachain.replica.windows import Placement
 from deltachain.torch_names import WIRE_NAMES
 
@@ -23,7 +23,7 @@ def compare_bits(source: LoadedCheckpoint, findings: Findings) -> Findings:
             dtype = WIRE_NAMES.get(place.live.dtype)
             if dtype != spec.dtype:
                 reasons.setdefault(name, f"the engine serves it as {dtype}")
-            elif not lies([place], source.bits(name)):
+            elif not holds_bits([place], source.bits(name)):
                 reasons.setdefault(name, "the engine changed its bits after loading")
                 changed.add(name)
     placed = {name for name, found in findings.placements.items() if found}
@@ -64,7 +64,7 @@ def _overlapping(sharing: list[tuple[str, Placement]]) -> list[str]:
 def find_transformed(source: LoadedCheckpoint, findings: Findings) -> Findings:
     """Find tensors that some layer takes, and that are nowhere as they were loaded."""
     reasons = {
-        name: f"{min(layers)} does not keep it as it was loaded"
+        name: f"{min(layers)} does not keep it in its loaded form"
         for name, layers in findings.loaded_into.items()
         if layers and source.specs[name].numel
         if not findings.placements[name] and name not in findings.reasons

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.findings import Findings
-from deltachain.replica.layout.hiding import may_hide
 from deltachain.replica.layout.links import Links, all_layers, links_of
+from deltachain.replica.layout.load_methods import RELOADS, load_with, modules_in
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import Members
-from deltachain.replica.layout.source import LoadedCheckpoint
-from deltachain.replica.layout.state import ModelState
-from deltachain.replica.layout.ways import RELOADS, bring, modules_in
+from deltachain.replica.layout.model_state import ModelState
+from deltachain.replica.layout.opaque import may_hide_tensors
 
 
 def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
@@ -23,8 +23,8 @@ def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findi
     shows it.
 
     Raises:
-        TensorMismatchError: One does already. Nothing is loaded then, since nobody could see that
-            it was put back.
+        TensorMismatchError: One does already. Nothing is loaded then, since
+            restoring it could not be verified.
     """
     links = links_of(state, source, findings, source.present)
     doubtful = (all_layers(links, links) & state.processed) - state.outputs.keys()
@@ -32,10 +32,10 @@ def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findi
         return findings
     _refuse_opaque(state, links, doubtful)
     names = [name for name in links if links[name] & doubtful]
-    scope = state.holders.tied(all_layers(links, names))
+    scope = state.memory.tied(all_layers(links, names))
     untestable = _opaque_after_reload(state, source, names, scope, doubtful)
     reasons = {
-        name: f"what {min(links[name] & untestable)} computes from cannot be seen"
+        name: f"the weights that {min(links[name] & untestable)} computes with cannot be inspected"
         for name in names
         if links[name] & untestable
     }
@@ -46,7 +46,7 @@ def _refuse_opaque(state: ModelState, links: Links, doubtful: frozenset[str]) ->
     for layer in sorted(doubtful & state.opaque):
         name = min(name for name in links if layer in links[name])
         raise TensorMismatchError(
-            f"{layer} keeps what it computes from where it can be neither seen nor tried: "
+            f"{layer} keeps its weights where they can be neither inspected nor tested: "
             f"{name!r} cannot be written",
             tensor=name,
             hint="set linear and MoE backends that keep weights in tensors",
@@ -63,11 +63,11 @@ def _opaque_after_reload(
     """Doubtful layers that processing replaced by what cannot be inspected, or did not process."""
     found: set[str] = set()
     processed: set[str] = set()
-    for way in RELOADS:
+    for method in RELOADS:
         members = {layer: Members(modules_in(state.model, {layer})) for layer in doubtful}
         with suppress(Exception):
-            bring(state.model, way, scope, source.clones(names))
+            load_with(state.model, method, scope, source.clones(names))
             processed |= doubtful
-            found |= {n for n, one in members.items() if any(map(may_hide, one.replaced()))}
+            found |= {n for n, one in members.items() if any(map(may_hide_tensors, one.replaced()))}
         state.put_back()
     return frozenset(found | (doubtful - processed))

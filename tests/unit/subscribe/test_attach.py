@@ -16,7 +16,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.replica import windows
 from deltachain.replica.layout.discover import Layout, discover, rediscover
-from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import ODD, Sharding, full_of, save, trained
 from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
@@ -184,7 +184,7 @@ def half_then_raise(model: OneLayer, w: Tensor) -> None:
     [
         (accumulate, "p changed"),
         (half_then_raise, "device lost"),
-        (lambda _, __: None, "nothing follows"),
+        (lambda _, __: None, "nothing changes with"),
     ],
 )
 def test_a_reload_that_fails_its_trial_is_refused_and_undone(
@@ -256,7 +256,7 @@ def test_a_packed_copy_is_no_constant_because_nothing_can_pack_again(one_layer: 
         raise ValueError("no layer is loaded twice")
 
     model.reloader = fails
-    with pytest.raises(TensorMismatchError, match=r"head\.packed .* cannot be tried"):
+    with pytest.raises(TensorMismatchError, match=r"head\.packed .* cannot be tested"):
         untouched(model, source)
 
 
@@ -378,5 +378,5 @@ def test_another_layout_is_not_followed(tmp_path: Path) -> None:
     checkpoint = Checkpoint(folder)
     source = LoadedCheckpoint(checkpoint, checkpoint.specs, {})
     before = discover(FakeModel(shape, 0, folder), source)
-    with pytest.raises(TensorMismatchError, match="laid its weights out anew"):
+    with pytest.raises(TensorMismatchError, match="changed the layout of its weights"):
         rediscover(FakeModel(shape, 1, folder), source, before)

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import EngineDamagedError
 from deltachain.replica.layout.discover import discover
-from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
 
 

@@ -79,11 +79,11 @@ class LoadedCheckpoint:
         return storage_bits(other_bits(tensor_of(self.specs[name], self.bits(name)), turn))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
-        """Flat bits of a tensor, for keeping and changing."""
+        """A copy of the flat bits of a tensor, which may be changed."""
         return self.checkpoint.bits(self.names[name][0]).copy()
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors for a loader, under every name the checkpoint has; made as asked for.
+        """Full tensors for a loader, under every name in the checkpoint, made one at a time.
 
         Those that the checkpoint has not are zeros.
         """
