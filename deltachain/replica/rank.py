@@ -29,14 +29,14 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.protocol import same_bits
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.discover import attach, attach_again
+from deltachain.replica.layout.discover import discover, rediscover
+from deltachain.replica.layout.load_methods import load_with
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from deltachain.replica.layout.members import SavedBits, undisturbed
-from deltachain.replica.layout.running import Tables
-from deltachain.replica.layout.source import LoadedCheckpoint, tensor_of
-from deltachain.replica.layout.state import ModelState
+from deltachain.replica.layout.model_state import ModelState
+from deltachain.replica.layout.runtime_tables import RuntimeTables
 from deltachain.replica.layout.unused import find_unused
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
-from deltachain.replica.layout.ways import bring
 from deltachain.replica.spool import SpoolReader
 from deltachain.replica.streams import own_stream, settle, settled
 from deltachain.replica.windows import Placement, Window
@@ -87,7 +87,7 @@ class RankStaged:
 class Rank:
     """A rank's share of the model.
 
-    Making one finds the ways into it, which blocks the engine; see :func:`attach.attach`.
+    Making one finds the ways into it, which blocks the engine; see :func:`discover.discover`.
 
     Args:
         model: The engine's.
@@ -106,8 +106,8 @@ class Rank:
         self._specs = {spec.name: spec for spec in specs}
         self._source = LoadedCheckpoint(Checkpoint(model.checkpoint), self._specs, aliases)
         with settled():
-            self._attached = attach(model, self._source)
-        self._tables = Tables(model.modules())
+            self._attached = discover(model, self._source)
+        self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
         self._copies: dict[str, npt.NDArray[Any]] = {}
@@ -153,7 +153,7 @@ class Rank:
         if not other:
             return
         with settled():
-            found = attach(self.model, self._source, other)
+            found = discover(self.model, self._source, other)
         for name, kind in other.items():
             if found.classes[name] != kind:
                 raise TensorMismatchError(
@@ -327,7 +327,7 @@ class Rank:
             if not all(group.layers for group in groups):
                 layers = frozenset()
             wanted = [name for group in groups for name in group.names if name in self._copies]
-            bring(self.model, way, layers, self._clones(wanted))
+            load_with(self.model, way, layers, self._clones(wanted))
 
     def _read_back(self, names: set[str]) -> None:
         """Prove that the engine has put what it loaded where it can be read.
@@ -391,7 +391,7 @@ class Rank:
         if self._addresses(self._identity) == self._identity:
             return
         with settled():
-            found = attach_again(self.model, self._source, self._attached)
+            found = rediscover(self.model, self._source, self._attached)
         with self._changing:
             self._attached = found
             self._identity = self._addresses(self._identity)

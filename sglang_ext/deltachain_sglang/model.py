@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.layer_probe import is_plain, processed
+from deltachain.replica.layout.loaded_layers import layers_of
 from deltachain.replica.layout.members import tensors_in
-from deltachain.replica.layout.probe import is_plain, layers_of, processed
+from deltachain.replica.layout.memory_index import MemoryIndex
 from deltachain.replica.layout.recorder import live_tensors
-from deltachain.replica.layout.running import made_by_running
+from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import compat, loading
 from deltachain_sglang.computing import computed
 from deltachain_sglang.shadow import Shadow
@@ -93,7 +94,7 @@ class SglangModel:
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        """See :mod:`deltachain.replica.layout.running`."""
+        """See :mod:`deltachain.replica.layout.runtime_tables`."""
         return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:
@@ -117,7 +118,7 @@ class SglangModel:
 
     def _layers_here(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         held = [(n, t) for n, module in self.modules().items() for _, t in tensors_in(module)]
-        return layers_of(self.load, names, Holders(held).of)
+        return layers_of(self.load, names, MemoryIndex(held).overlapping)
 
     @cached_property
     def _shadow(self) -> Shadow | None:

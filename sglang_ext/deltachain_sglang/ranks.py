@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from deltachain.replica.layout.running import remember
+from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rpc import RankReply, settle, verbs_of
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
@@ -36,7 +36,7 @@ def hook_schedulers() -> None:
 def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     """Around ``load_model``: what a model holds before it runs is recorded."""
     found = original(runner, *args, **kwargs)
-    remember(runner.model)
+    record_loaded_state(runner.model)
     return found
 
 

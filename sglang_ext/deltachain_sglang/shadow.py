@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.loaded_layers import layers_of
 from deltachain.replica.layout.members import Members, tensors_in
-from deltachain.replica.layout.probe import layers_of
+from deltachain.replica.layout.memory_index import MemoryIndex
 from deltachain_sglang import loading
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
@@ -41,8 +41,8 @@ class Shadow:
         self._modules: Modules = dict(raw.named_modules())
         self._live: Modules = dict(live.named_modules())
         held = [(n, path, t) for n, m in self._modules.items() for path, t in tensors_in(m)]
-        self._holders = Holders((name, tensor) for name, _, tensor in held)
-        self._paths = Holders((f"{name}.{path}", tensor) for name, path, tensor in held)
+        self._holders = MemoryIndex((name, tensor) for name, _, tensor in held)
+        self._paths = MemoryIndex((f"{name}.{path}", tensor) for name, path, tensor in held)
         self._owner = {f"{name}.{path}": name for name, path, _ in held}
         self._gone = {name: self._nearest(name) for name in self._modules.keys() - self._live}
         self._filled: set[str] = set()
@@ -58,7 +58,7 @@ class Shadow:
         """
         members = {name: Members([module]) for name, module in self._modules.items()}
         try:
-            found = layers_of(self._load, names, self._paths.of)
+            found = layers_of(self._load, names, self._paths.overlapping)
             self._edited |= {name for name, one in members.items() if one.have_changed()}
         finally:
             for one in members.values():

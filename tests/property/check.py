@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
+from tests.property.alternatives import Alternatives
 from tests.property.generate import loaders, modules, smaller
 from tests.property.recipe import Recipe
 from tests.property.refusals import unexplained
 from tests.property.trial_run import Outcome, run
-from tests.property.ways import Ways
 
 KINDS: Final[Mapping[str, Callable[[int], Recipe]]] = {"loaders": loaders, "modules": modules}
 
@@ -43,7 +43,7 @@ def needless(recipe: Recipe, outcome: Outcome, folder: Path) -> dict[str, str]:
     """Ways that were there for what was refused, and not for a reason that is known."""
     if outcome.is_fault or not unexplained(outcome.refused):
         return {}
-    return Ways(recipe, folder).needless(outcome.refused)
+    return Alternatives(recipe, folder).needless(outcome.refused)
 
 
 def _same_fault(outcome: Outcome, recipe: Recipe, folder: Path) -> bool:

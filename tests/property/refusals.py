@@ -6,27 +6,31 @@ from collections.abc import Mapping
 from typing import Final
 
 KNOWN: Final[Mapping[str, str]] = {
-    "the one that is loaded last would win": (
+    "the tensor loaded last would overwrite the other": (
         "two tensors are written to one place; they could be loaded as one group, in their order"
     ),
-    "nor would loading them again": (
-        "what is all alike in a layer that is rearranged shows not where its elements go"
+    "loading it again would not verify it either": (
+        "equal elements in a layer that is rearranged do not show where they go"
     ),
-    "which is all alike": "it may be left out by a reload that leaves the same bits there",
-    "nothing follows": (
+    "whose elements are all equal": (
+        "it may be left out by a reload that leaves the same bits there"
+    ),
+    "nothing changes with": (
         "a reload may have left it out, and there is no load from nothing that confirms it"
     ),
-    "does not follow": (
+    "does not change with": (
         "a layer that keeps a copy of it in an old kernel looks the same, where no load from "
         "nothing tells them apart"
     ),
     "no load makes it again": "a reload that does not process the layer again looks the same",
-    "it cannot be tried whether it is a constant": "no load of everything is possible",
-    "it is not known which tensors": (
+    "whether it is a constant cannot be tested": "no load of everything is possible",
+    "on which tensors is unknown": (
         "loading one tensor alone does not bring what is derived from several; the layers of a "
         "tensor that the loader registers or looks at are not known"
     ),
-    "no layer of it is known": "a loader that looks at bits, or registers what it loads into",
+    "the layers it is loaded into are unknown": (
+        "a loader that looks at bits, or registers what it loads into"
+    ),
     "the engine dropped its tensor": (
         "a tensor that the loader registers is gone when its layer is loaded without it"
     ),

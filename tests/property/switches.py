@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -11,10 +11,9 @@ import pytest
 from torch import Tensor
 
 from deltachain.replica.layout import (
-    discover as attach,
-)
-from deltachain.replica.layout import (
-    finding,
+    discover,
+    engine_loads,
+    read_back,
     source,
     trial,
     unused,
@@ -23,13 +22,14 @@ from deltachain.replica.layout import (
     other_bits as others,
 )
 from deltachain.replica.layout.derived import _Search, find_derived
-from deltachain.replica.layout.finding import Finding
-from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.findings import Findings
+from deltachain.replica.layout.load_methods import LoadGroup
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import Members
-from deltachain.replica.layout.rest import Rest
-from deltachain.replica.layout.state import ModelState
+from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.trial import Trial, _Seen
-from deltachain.replica.layout.ways import Group, Way
+from deltachain.replica.layout.untouched import Untouched
 from tests.property.check import KINDS
 from tests.property.generate import OPAQUE
 from tests.property.recipe import Recipe, Unit
@@ -46,6 +46,15 @@ def _none(*_: object, **__: object) -> frozenset[str]:
     return frozenset()
 
 
+def _unchanged(*context: object) -> object:
+    """In the place of a step: what was found before it, which is the last that it is given."""
+    return context[-1]
+
+
+def _skip(step: str, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(discover, step, _unchanged)
+
+
 def _off(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(owner, name, _nothing)
 
@@ -57,7 +66,7 @@ def _empty(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 def _own_change(patch: pytest.MonkeyPatch) -> None:
     """A tensor that nothing follows is loaded all the same."""
 
-    def judge(seen: _Seen, name: str, group: Group, changed: frozenset[str]) -> str:
+    def judge(seen: _Seen, name: str, group: LoadGroup, changed: frozenset[str]) -> str:
         del name, changed
         seen.left.discard(group.names[0])
         return ""
@@ -69,7 +78,9 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
     """What follows a tensor's neighbours is taken to follow the tensor."""
     load = Trial._load
 
-    def together(trial: Trial, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
+    def together(
+        trial: Trial, groups: Iterable[LoadGroup], others: Mapping[str, LoadGroup]
+    ) -> None:
         groups = list(groups)
         load(trial, groups, {n: g for g in groups for n in g.names} if others else others)
 
@@ -93,8 +104,8 @@ def _where(patch: pytest.MonkeyPatch) -> None:
 
 def _alike(patch: pytest.MonkeyPatch) -> None:
     """What is all alike is not looked after: neither that it arrives, nor that it stays."""
-    patch.setattr(attach, "expect_loaded", _nothing)
-    patch.setattr(Rest, "lost", _none)
+    _skip("verify_uniform", patch)
+    patch.setattr(Untouched, "lost", _none)
 
 
 def _halves(patch: pytest.MonkeyPatch) -> None:
@@ -109,54 +120,40 @@ def _turns(patch: pytest.MonkeyPatch) -> None:
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
     """What is not loaded holds what it held."""
-    patch.setattr(Rest, "write", _nothing)
-    patch.setattr(Rest, "lost", _none)
+    patch.setattr(Untouched, "write", _nothing)
+    patch.setattr(Untouched, "lost", _none)
 
 
 def _ties(patch: pytest.MonkeyPatch) -> None:
     """Layers that share elements are not known to."""
-    patch.setattr(Holders, "of", _none)
-    patch.setattr(Holders, "tied", lambda _, names: names)
+    patch.setattr(MemoryIndex, "overlapping", _none)
+    patch.setattr(MemoryIndex, "tied", lambda _, names: names)
 
 
 def _read_back(patch: pytest.MonkeyPatch) -> None:
     """Live bits are not compared with those of the checkpoint."""
-    patch.setattr(finding, "lies", lambda *_: True)
+    patch.setattr(read_back, "holds_bits", lambda *_: True)
+    patch.setattr(engine_loads, "holds_bits", lambda *_: True)
 
 
 def _made(patch: pytest.MonkeyPatch) -> None:
     """What is derived need not follow the way that is taken."""
 
-    def find(found: Finding) -> None:
-        find_derived(found)
-        found.made.clear()
+    def find(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+        return replace(find_derived(state, source, findings), derived={})
 
-    patch.setattr(attach, "find_derived", find)
+    patch.setattr(discover, "find_derived", find)
 
 
 def _confirmed(patch: pytest.MonkeyPatch) -> None:
     """What a reload leaves out is taken to be of no use."""
-    patch.setattr(Finding, "_confirm", lambda *_: {})
+    patch.setattr(engine_loads, "_unconfirmed", lambda *_: "")
 
 
 def _nearby(patch: pytest.MonkeyPatch) -> None:
     """Only what is tried is loaded with other bits, and with it what it is grouped with."""
     affected = _Search.affected
     patch.setattr(_Search, "affected", lambda search, names, **_: affected(search, names))
-
-
-def _arrives(patch: pytest.MonkeyPatch) -> None:
-    """That other bits do not lie where they were recorded only says that they cannot be read."""
-    tried = Finding._try_each
-
-    def each(found: Finding, way: Way, groups: Sequence[Group]) -> Mapping[str, str]:
-        found.flat, flat = frozenset(found.source.specs), found.flat
-        try:
-            return tried(found, way, groups)
-        finally:
-            found.flat = flat
-
-    patch.setattr(Finding, "_try_each", each)
 
 
 def loaders(seed: int) -> Recipe:
@@ -187,7 +184,7 @@ FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "its own change is followed": (_own_change, loaders(945)),
     "the change back is followed": (partial(_off, ModelState, "expect_same"), loaders(6)),
     "members are put back": (partial(_off, Members, "put_back"), loaders(0)),
-    "what is derived is found": (partial(_off, attach, "find_derived"), modules(76)),
+    "what is derived is found": (partial(_skip, "find_derived"), modules(76)),
 }
 """Switches, and an engine that is then followed wrong or damaged, by what they switch off."""
 
@@ -200,9 +197,9 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "what is not loaded keeps other bits": (_kept, loaders(3330)),
     "live bits are read back": (_read_back, modules(1065)),
     "what is alike keeps its place": (_alike, loaders(85)),
-    "layers compute from it": (partial(_off, attach, "try_in_place"), modules(219)),
-    "what is alike shows nothing": (partial(_off, attach, "refuse_alike"), modules(116)),
-    "what hides is refused": (partial(_off, Finding, "find_hidden"), HIDDEN),
+    "layers compute from it": (partial(_skip, "verify_in_place"), modules(219)),
+    "what is alike shows nothing": (partial(_skip, "refuse_unverifiable"), modules(116)),
+    "what hides is refused": (partial(_skip, "find_untestable"), HIDDEN),
     "ties are followed": (_ties, TIED),
     "what is derived follows": (_made, modules(194)),
     "a constant was made again": (partial(_off, _Search, "expect_made"), modules(255)),
@@ -211,7 +208,10 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
         loaders(207),
     ),
     "what a reload leaves out is confirmed": (_confirmed, modules(994)),
-    "what is read after a swap can be": (partial(_empty, Finding, "_moved"), loaders(10501)),
+    "what is read after a swap can be": (
+        partial(_empty, engine_loads, "_displaced"),
+        loaders(10501),
+    ),
     "what is opaque is left alone": (_opaque, INTO),
     "what a load changes beside is followed": (
         partial(_off, _Seen, "_expect_followed"),
@@ -222,8 +222,8 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
         loaders(19581),
     ),
     "everything is loaded once": (_nearby, modules(1041)),
-    "other bits arrive where they were recorded": (_arrives, ROWS),
-    "what hides is healed": (partial(_off, attach, "heal"), modules(1798)),
+    "other bits arrive where they were recorded": (partial(_empty, engine_loads, "_stray"), ROWS),
+    "what hides is healed": (partial(_off, discover, "restore_outputs"), modules(1798)),
 }
 """The same of those that take longer."""
 

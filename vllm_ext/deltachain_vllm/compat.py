@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, EngineVersionError
-from deltachain.replica.layout.running import remember
+from deltachain.replica.layout.runtime_tables import record_loaded_state
 
 FIRST: Final = (0, 32)
 BEYOND: Final = (0, 34)
@@ -100,7 +100,7 @@ def remember_loaded() -> None:
     @wraps(original)
     def load_model(*args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - vLLM's
         model: nn.Module = original(*args, **kwargs)
-        remember(model)
+        record_loaded_state(model)
         return model
 
     setattr(load_model, _REMEMBERS, True)

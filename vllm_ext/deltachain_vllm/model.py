@@ -14,10 +14,11 @@ from vllm.config import set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
+from deltachain.replica.layout.layer_probe import is_plain, processed
+from deltachain.replica.layout.loaded_layers import Owners, layers_of
 from deltachain.replica.layout.members import Members, tensors_in
-from deltachain.replica.layout.probe import Owners, is_plain, layers_of, processed
 from deltachain.replica.layout.provenance import storage_id
-from deltachain.replica.layout.running import made_by_running
+from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, taken_over

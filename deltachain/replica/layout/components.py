@@ -1,4 +1,4 @@
-"""Tensors sorted into groups that have nothing in common, and places without doubles."""
+"""Split tensors into groups that have no layer in common, and remove duplicate placements."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def components(
 
 
 def distinct(places: Iterable[Placement]) -> list[Placement]:
-    """Places without those that tied names have in common."""
+    """Placements without the duplicates of tied names."""
     found: dict[object, Placement] = {}
     for place in places:
         found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)

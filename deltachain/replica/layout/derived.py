@@ -1,136 +1,157 @@
-"""Live tensors that come from no checkpoint tensor: constants of the engine, or made from others.
+"""Classify live tensors that no checkpoint tensor is loaded into: constant, or derived from some.
 
-Which of the two is found by what they hold after another checkpoint was loaded, post-load
-processing included. What a derived tensor is made from is found in the same way, one tensor at a
+Loading other bits, post-load processing included, changes derived tensors and leaves constants as
+they are. What a derived tensor is made from is found in the same way, one checkpoint tensor at a
 time, from its own module outwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
 from typing import Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.replica.layout.components import components
-from deltachain.replica.layout.finding import Finding
-from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.findings import Findings
+from deltachain.replica.layout.links import Links, all_layers, links_of
+from deltachain.replica.layout.load_methods import RELOADS, LoadMethod, load_with
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import digest_of
+from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.model_state import ModelState, layer_of
 from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.state import layer_of
-from deltachain.replica.layout.ways import RELOADS, Way, bring
 
 NEAR: Final = 512
-"""Tensors of one scope that are tried one by one."""
+"""The most tensors of one scope that are tried one by one."""
 
 
-def find_derived(finding: Finding) -> None:
-    """Tell constants from derived tensors, and break what derived tensors are made from.
+def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+    """Tell constants from derived tensors; the sources of derived ones must be reloaded.
 
     Raises:
-        TensorMismatchError: A live tensor follows the checkpoint, and it cannot be found out which
-            tensors; or it cannot be tried.
+        TensorMismatchError: A live tensor depends on unknown tensors of the checkpoint; or whether
+            it is a constant cannot be tested.
     """
-    search = _Search(finding)
-    left = _uncovered(finding) | search.left_behind()
+    search = _Search(state, source, findings)
+    left = search.uncovered | search.left_behind()
     if not left:
-        return
-    derived = search.affected(finding.source.present) & left
+        return findings
+    derived = search.affected(source.present) & left
     if derived:
         search.ignore_unstable()
-        derived = search.affected(finding.source.present) & left
+        derived = search.affected(source.present) & left
     search.expect_made(left - derived)
     search.expect_stable(left - derived)
     search.expect_loaded(left - derived)
-    made = _made_from(finding, search, derived)
+    return _with_derived(state, findings, _sources_of(search, derived))
+
+
+def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[str]]) -> Findings:
+    """Note the sources of derived tensors: the modules of those must follow them as well."""
+    layers, derived = dict(findings.loaded_into), dict(findings.derived)
+    reasons: dict[str, str] = {}
     for live, names in made.items():
         for name in names:
-            finding.layers[name] = finding.layers.get(name, frozenset()) | {_module(finding, live)}
+            layers[name] = layers.get(name, frozenset()) | {_module(state, live)}
             if not live.endswith("()"):
-                finding.made[name] = finding.made.get(name, frozenset()) | {live}
-            finding.break_(name, f"the engine derives {live} from it")
+                derived[name] = derived.get(name, frozenset()) | {live}
+            reasons.setdefault(name, f"the engine derives {live} from it")
+    return replace(findings.only_reloaded(reasons), loaded_into=layers, derived=derived)
 
 
-def _made_from(
-    finding: Finding, search: _Search, derived: frozenset[str]
-) -> Mapping[str, set[str]]:
+def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[str]]:
     """The checkpoint tensors that each derived one is made from."""
     made: dict[str, set[str]] = {live: set() for live in derived}
-    for scopes in _outwards(finding, derived):
+    for scopes in _outwards(search, derived):
         wanted = [scopes[live] for live in scopes if not made[live]]
         for picked in zip_longest(*wanted):
             tried = {name for name in picked if name is not None}
             for live in search.affected(tried) & scopes.keys():
                 made[live] |= tried.intersection(scopes[live])
-    others = set(finding.source.present).difference(*made.values())
+    others = set(search.source.present).difference(*made.values())
     missed = [live for live in derived if not made[live]]
     if derived and not missed:
         missed += sorted(search.affected(others, whole=True) & derived)
     for live in missed:
         raise TensorMismatchError(
-            f"the engine's {live} follows the checkpoint, it is not known which tensors of it",
+            f"the engine's {live} depends on the checkpoint, but on which tensors is unknown",
             tensor=live,
         )
     return made
 
 
 class _Search:
-    """What follows when the engine loads other bits of some tensors, in any way it has."""
+    """Find what changes when the engine loads other bits of some tensors, by any method it has.
 
-    def __init__(self, finding: Finding) -> None:
-        self.finding = finding
-        self.links = {name: finding.links(name) for name in finding.source.present}
-        self.groups = components(self.links, self.links, finding.together)
-        self.unstable: dict[Way, frozenset[str]] = {}
-        self.missing: set[Way] = set()
+    Attributes:
+        all_links: The layers of every tensor of the chain.
+        links: The same of those that the checkpoint has.
+        groups: These, as they are loaded together.
+        uncovered: Live tensors and outputs that no decided tensor accounts for.
+        beyond: Layers that nothing is loaded into, and that are made again beside the others.
+        unstable: What changes even if the same bits are loaded, by method.
+        missing: Methods that the engine does not have.
+        made_anew: Layers that were made again from nothing.
+    """
+
+    def __init__(self, state: ModelState, source: LoadedCheckpoint, findings: Findings) -> None:
+        self.state, self.source, self.findings = state, source, findings
+        self.all_links = links_of(state, source, findings, source.specs)
+        self.links = {name: self.all_links[name] for name in source.present}
+        self.groups = components(self.links, self.links, findings.joined)
+        self.unstable: dict[LoadMethod, frozenset[str]] = {}
+        self.missing: set[LoadMethod] = set()
         self.ignoring = False
         self.made_anew: frozenset[str] = frozenset()
-        self.beyond = _beyond(finding)
+        self.beyond = _beyond(state, self.all_links)
+        self.uncovered = _uncovered(state, findings, self.all_links)
 
     def ignore_unstable(self) -> None:
-        """From now on, ignore what changes also when the engine loads the same bits again."""
+        """From now on, ignore what changes even if the engine loads the same bits again."""
         self.ignoring = True
-        for way in (*RELOADS, "loaded"):
-            found = self._load(way, self.groups, frozenset())
+        for method in (*RELOADS, "loaded"):
+            found = self._load(method, self.groups, frozenset())
             if found is not None:
-                self.unstable[way] = found
+                self.unstable[method] = found
 
     def expect_stable(self, constants: frozenset[str]) -> None:
-        """Refuse what seems to follow nothing because no load leaves it as it was.
+        """Refuse what looks constant only because every load changes it, and so was ignored.
 
         Raises:
-            TensorMismatchError: It changes in every way, also when the same bits are loaded again.
+            TensorMismatchError: It changes however the same bits are loaded again.
         """
-        ways = iter(self.unstable.values())
-        for live in sorted(constants.intersection(next(ways, frozenset()), *ways)):
+        every = iter(self.unstable.values())
+        for live in sorted(constants.intersection(next(every, frozenset()), *every)):
             raise TensorMismatchError(
-                f"the engine's {live} comes from no tensor of the chain, and changes whenever the "
-                "engine loads the same again"
+                f"the engine's {live} is loaded from no tensor of the chain, and changes whenever "
+                "the same weights are loaded again"
             )
 
     def expect_loaded(self, constants: frozenset[str]) -> None:
-        """Refuse what a layer with weights made when it ran: no load makes that again.
+        """Refuse what a layer with weights computed at run time: no load computes it again.
 
         Raises:
             TensorMismatchError: One did.
         """
         linked = frozenset().union(*self.links.values())
         linked |= {layer.rpartition(".")[0] for layer in linked}
-        for live in sorted(constants & self.finding.model.made_by_running()):
-            if _module(self.finding, live) in linked:
+        for live in sorted(constants & self.state.model.made_by_running()):
+            if _module(self.state, live) in linked:
                 raise TensorMismatchError(
-                    f"the engine made {live} when it ran, beside weights that it may be made of; "
-                    "it does not make it again when they change"
+                    f"the engine computed {live} at run time, possibly from weights, and does not "
+                    "compute it again when they change"
                 )
 
     def left_behind(self) -> frozenset[str]:
-        """Live tensors that stay as they are when layers are reloaded, and not when repacked.
+        """Live tensors that a repack changes and a reload does not.
 
-        One may be in a module that other tensors are loaded into: that these change it proves
-        nothing of this one.
+        One may be in a module that other tensors are loaded into, which does not show that it
+        follows them.
         """
-        broken = self.finding.broken
+        broken = self.findings.reload_only
         groups = [group for group in self.groups if not broken.isdisjoint(group)]
         found = self._left_behind(groups)
         if found is None and "repacked" not in self.missing:
@@ -139,14 +160,14 @@ class _Search:
         return found or frozenset()
 
     def _left_behind(self, groups: list[list[str]]) -> frozenset[str] | None:
-        """The same for some groups; ``None`` where they cannot be loaded in both ways."""
+        """The same for some groups; ``None`` where they cannot be loaded by both methods."""
         names = frozenset(name for group in groups for name in group)
         repacked = self._load("repacked", groups, names) if names else frozenset()
         reloaded = self._load("reloaded", groups, names) if repacked else frozenset()
         return None if repacked is None or reloaded is None else repacked - reloaded
 
     def affected(self, names: Iterable[str], *, whole: bool = False) -> frozenset[str]:
-        """Live tensors and outputs that change; afterwards all is as it was.
+        """Load other bits of some tensors, and put everything back; the live tensors that changed.
 
         Args:
             names: Of the tensors that hold other bits.
@@ -160,28 +181,29 @@ class _Search:
         groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
         if not changed or not groups:
             return frozenset()
-        packing = [self._follow(way, groups, changed) for way in RELOADS]
+        packing = [self._follow(method, groups, changed) for method in RELOADS]
         seen = [found for found in packing if found is not None]
         plain = self._follow("loaded", groups, changed)
-        untried = _uncovered(self.finding) if plain is None else self._packed()
+        untried = self.uncovered if plain is None else self._uncovered_packed()
         if untried and not seen:
             raise TensorMismatchError(
-                f"the engine's {min(untried)} comes from no tensor of the chain, "
-                "and it cannot be tried whether it is a constant: loading again fails"
+                f"the engine's {min(untried)} is loaded from no tensor of the chain, "
+                "and whether it is a constant cannot be tested: loading again fails"
             )
         return frozenset().union(*seen, plain or ())
 
     def _follow(
-        self, way: Way, groups: list[list[str]], changed: frozenset[str]
+        self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        """What changes in one way of loading, without what it changes in any case."""
-        found = self._load(way, groups, changed)
-        if found and self.ignoring and way not in self.unstable:  # not everything can be loaded so
-            found -= self._load(way, groups, frozenset()) or frozenset()
+        """What changes by one load method, without what it changes in any case."""
+        found = self._load(method, groups, changed)
+        if found and self.ignoring and method not in self.unstable:
+            # Not everything can be loaded at once by this method.
+            found -= self._load(method, groups, frozenset()) or frozenset()
         return found
 
     def expect_made(self, constants: frozenset[str]) -> None:
-        """Refuse what is the same only because no load was seen to make it again.
+        """Refuse what is unchanged only because no load was seen to make it again.
 
         Args:
             constants: What no load changed.
@@ -191,35 +213,35 @@ class _Search:
                 cannot be seen, was not processed again in any load.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
-        doubtful = (linked & self.finding.state.processed) - self.made_anew
-        doubts = sorted(live for live in constants if _module(self.finding, live) in doubtful)
+        doubtful = (linked & self.state.processed) - self.made_anew
+        doubts = sorted(live for live in constants if _module(self.state, live) in doubtful)
         layers = self._processed() if doubts else frozenset()
         for live in doubts:
-            if _module(self.finding, live) not in layers:
+            if _module(self.state, live) not in layers:
                 raise TensorMismatchError(
-                    f"the engine's {live} comes from no tensor of the chain, and it cannot be "
-                    "tried whether it is a constant: no load makes it again"
+                    f"the engine's {live} is loaded from no tensor of the chain, and whether it is "
+                    "a constant cannot be tested: no load makes it again"
                 )
 
     def _processed(self) -> frozenset[str]:
-        """Layers that a reload changes otherwise than a load alone does.
+        """Layers on which a reload has another effect than a load alone.
 
         That it leaves them as they were shows nothing: it may do nothing at all.
         """
-        loaded, reloaded = self._left_by("loaded"), self._left_by("reloaded")
+        loaded, reloaded = self._digests_after("loaded"), self._digests_after("reloaded")
         return frozenset(
-            self.finding.state.owner[name]
+            self.state.owner[name]
             for name, digest in reloaded.items()
             if loaded.get(name) != digest
         )
 
-    def _left_by(self, way: Way) -> Mapping[str, bytes]:
-        """Digests of what live tensors hold when all is loaded with other bits, where that changed.
+    def _digests_after(self, method: LoadMethod) -> Mapping[str, bytes]:
+        """Digests of the live tensors that change when everything is loaded with other bits.
 
-        None where the engine cannot.
+        An empty mapping where the engine cannot load by this method.
         """
-        state, source = self.finding.state, self.finding.source
-        load = partial(bring, state.model, way, frozenset())
+        state, source = self.state, self.source
+        load = partial(load_with, state.model, method, frozenset())
         try:
             load(mixed(source.clones, source.present, source.present))
             changed = state.changed() & state.tensors.keys()
@@ -229,71 +251,67 @@ class _Search:
         finally:
             state.put_back(partial(load, source.clones(source.present)))
 
-    def _packed(self) -> frozenset[str]:
-        """What no known way leads to, in layers that a load alone does not make anew."""
-        processed = self.finding.model.processed()
-        left = _uncovered(self.finding)
-        return frozenset(live for live in left if _module(self.finding, live) in processed)
+    def _uncovered_packed(self) -> frozenset[str]:
+        """Uncovered tensors in layers that a load alone does not process."""
+        processed = self.state.model.processed()
+        return frozenset(n for n in self.uncovered if _module(self.state, n) in processed)
 
     def _load(
-        self, way: Way, groups: list[list[str]], changed: frozenset[str]
+        self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        state, source = self.finding.state, self.finding.source
+        state, source = self.state, self.source
         names = [name for group in groups for name in group]
-        layers = self.finding.tied(frozenset().union(*(self.links[name] for name in names)))
-        if way == "repacked":
+        layers = self.state.memory.tied(all_layers(self.links, names))
+        if method == "repacked":
             layers |= self.beyond
         try:
-            bring(state.model, way, layers, mixed(source.clones, names, changed))
+            load_with(state.model, method, layers, mixed(source.clones, names, changed))
             outputs = state.follows(frozenset(state.outputs))
             found = state.changed()
-            self.made_anew |= layers if way == "repacked" else frozenset()
+            self.made_anew |= layers if method == "repacked" else frozenset()
             found |= {f"{layer}()" for layer in outputs & state.outputs.keys()}
-            return found - self.unstable.get(way, frozenset())
+            return found - self.unstable.get(method, frozenset())
         except EngineVersionError:
-            self.missing.add(way)
+            self.missing.add(method)
             return None
         except Exception:  # noqa: BLE001 - an engine may raise anything
             return None
         finally:
-            state.put_back(partial(bring, state.model, way, layers, source.clones(names)))
+            state.put_back(partial(load_with, state.model, method, layers, source.clones(names)))
 
 
-def _beyond(finding: Finding) -> frozenset[str]:
-    """Processed layers that compute something, and that no tensor is known to be loaded into."""
-    reached = frozenset().union(*(finding.links(name) for name in finding.source.specs))
-    return (frozenset(finding.state.outputs) & finding.state.processed) - reached
+def _beyond(state: ModelState, links: Links) -> frozenset[str]:
+    """Processed layers with outputs that no tensor is known to be loaded into."""
+    return (frozenset(state.outputs) & state.processed) - all_layers(links, links)
 
 
-def _uncovered(finding: Finding) -> frozenset[str]:
-    """Live tensors and outputs that no known way leads to."""
-    names = [name for name in finding.source.specs if name in finding.broken]
-    filled = finding.tied(frozenset().union(*(finding.links(name) for name in names)))
-    holders = Holders(finding.state.tensors.items())
-    places = [place for name in finding.in_place() for place in finding.places[name]]
-    covered = frozenset().union(*(holders.of(place.live) for place in places))
-    reached = filled.union(*(finding.links(name) for name in finding.source.specs))
-    state = finding.state
+def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:
+    """Live tensors, numbers and outputs that no tensor of the checkpoint accounts for."""
+    filled = state.memory.tied(all_layers(links, findings.reload_only))
+    holders = MemoryIndex(state.tensors.items())
+    places = [place for name in findings.in_place() for place in findings.placements[name]]
+    covered = frozenset().union(*(holders.overlapping(place.live) for place in places))
+    reached = filled | all_layers(links, links)
     live = frozenset(
         name for name in state.tensors if name not in covered and state.owner[name] not in filled
     )
     numbers = {name for name in state.numbers if layer_of(name, state.modules) not in filled}
     outputs = {f"{layer}()" for layer in state.outputs.keys() - reached}
-    return (live | numbers | outputs) - finding.touched
+    return (live | numbers | outputs) - findings.touched
 
 
-def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
-    """Checkpoint tensors that may be what derived ones are made from, the nearest first."""
-    scope = {live: _module(finding, live) for live in derived}
+def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
+    """Checkpoint tensors that derived ones may be made from, scope by scope, the nearest first."""
+    scope = {live: _module(search.state, live) for live in derived}
     tried: dict[str, set[str]] = {live: set() for live in derived}
     while scope:
         found: dict[str, list[str]] = {}
         for live, prefix in scope.items():
             inside = [
                 name
-                for name in finding.source.specs
+                for name in search.source.specs
                 if name not in tried[live]
-                and (not prefix or any(_is_in(layer, prefix) for layer in finding.links(name)))
+                and (not prefix or any(_is_in(layer, prefix) for layer in search.all_links[name]))
             ]
             tried[live].update(inside)
             if inside and len(inside) <= NEAR:
@@ -302,11 +320,11 @@ def _outwards(finding: Finding, derived: frozenset[str]) -> Iterator[Mapping[str
         scope = {live: prefix.rpartition(".")[0] for live, prefix in scope.items() if prefix}
 
 
-def _module(finding: Finding, live: str) -> str:
+def _module(state: ModelState, live: str) -> str:
     """The module that a live tensor, a number or an output is of."""
     if live.endswith("()"):
         return live.removesuffix("()")
-    return layer_of(live, finding.state.modules)
+    return layer_of(live, state.modules)
 
 
 def _is_in(layer: str, prefix: str) -> bool:

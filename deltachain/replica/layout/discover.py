@@ -1,10 +1,10 @@
-"""Which way leads each checkpoint tensor into one rank's live weights, found out and proven.
+"""Discover how each checkpoint tensor reaches one rank's live weights, and prove it.
 
-Nothing is believed of an engine. What its loader does is recorded; what it did is read back and
-compared with the checkpoint, bit for bit; what it computes from is tried, tensor by tensor. A
-tensor is written in place only if all of that agrees. Otherwise its way is the engine's own
-loading, if that is exact and the model follows this tensor alone, and if not, it is refused by
-name. Whatever is found, the engine holds afterwards exactly what it held before.
+Nothing is assumed about an engine. What its loader does is recorded; what it did is read back and
+compared with the checkpoint, bit for bit; what its layers compute from is tested, tensor by tensor.
+A tensor is written in place only if all of that agrees. Otherwise the engine loads it again, if
+that is exact and the model follows this tensor alone; and if not, it is refused by name. Whatever
+is found, the engine holds afterwards exactly what it held before.
 """
 
 from __future__ import annotations
@@ -16,35 +16,37 @@ from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.components import distinct
 from deltachain.replica.layout.derived import find_derived
-from deltachain.replica.layout.finding import Finding
-from deltachain.replica.layout.healing import heal
-from deltachain.replica.layout.in_place import expect_loaded, refuse_alike, try_in_place
+from deltachain.replica.layout.engine_loads import decide_remaining, try_loading, try_reloading
+from deltachain.replica.layout.findings import Findings, from_recording, require_classes
+from deltachain.replica.layout.in_place import refuse_unverifiable, verify_in_place, verify_uniform
+from deltachain.replica.layout.load_methods import LoadGroup, LoadMethod
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import undisturbed
+from deltachain.replica.layout.model_state import ModelState
+from deltachain.replica.layout.read_back import compare_bits, find_overlapping, find_transformed
 from deltachain.replica.layout.recorder import record
-from deltachain.replica.layout.source import LoadedCheckpoint
-from deltachain.replica.layout.state import ModelState
+from deltachain.replica.layout.restore import restore_outputs
+from deltachain.replica.layout.untestable import find_untestable
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
-from deltachain.replica.layout.ways import Group, Way
 from deltachain.replica.windows import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
-    """The ways into one rank.
+class Layout:
+    """How one rank is updated.
 
     Attributes:
         classes: Of every tensor of the chain.
         reasons: Of those that are not in place.
         places: Of those that are, aliases included.
-        groups: Of those that the engine loads, with their way.
-        readable: Where those of these are that lie bit by bit in a live tensor, beside what is
-            computed from.
+        groups: Of those that the engine loads, with the method.
+        readable: Where to read back those of the latter that are also stored bit by bit.
     """
 
     classes: Mapping[str, TensorClass]
     reasons: Mapping[str, str]
     places: Mapping[str, tuple[Placement, ...]]
-    groups: tuple[tuple[Way, Group], ...] = ()
+    groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
     readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
 
     @property
@@ -53,7 +55,7 @@ class Attached:
         return frozenset().union(*(group.layers for _, group in self.groups))
 
     def report(self) -> dict[str, Classified]:
-        """What the leader is told."""
+        """What the leader is told of each tensor."""
         return {
             name: Classified(
                 kind=kind,
@@ -67,49 +69,68 @@ class Attached:
         }
 
 
-def attach(
+def discover(
     model: EngineModel, source: LoadedCheckpoint, required: Mapping[str, TensorClass] | None = None
-) -> Attached:
-    """Find a way for every tensor of a chain into a rank that holds the checkpoint it loaded.
+) -> Layout:
+    """Find how to update every tensor of a chain in a rank that holds the checkpoint it loaded.
 
     Args:
-        model: Not in use meanwhile. Its modules hold afterwards what they held, bit for bit; the
-            bits are kept on the host meanwhile.
+        model: Not in use meanwhile. Its modules hold the same bits afterwards, of which the host
+            keeps a copy meanwhile.
         source: The checkpoint that it loaded.
-        required: Classes that another rank gave some tensors.
+        required: Classes that other ranks gave to some tensors.
 
     Raises:
-        TensorMismatchError: The engine keeps weights that no tensor is the source of.
-        EngineDamagedError: It computes something else than before, and nothing leads back.
+        TensorMismatchError: The engine keeps weights that cannot be told from constants.
+        EngineDamagedError: Its outputs changed, and could not be restored.
     """
     with undisturbed(model.modules().values(), model.tensors()) as bits:
         recording = record(model.load, source.loaded.values(), model.modules())
         state = ModelState(model, bits)
         try:
-            return _find(Finding(model, source, recording, state), required or {})
+            findings = from_recording(state, source, recording)
+            findings = _decide(state, source, findings, required)
         finally:
-            heal(state, source)
+            restore_outputs(state, source)
+    return _layout(findings)
 
 
-def _find(finding: Finding, required: Mapping[str, TensorClass]) -> Attached:
-    finding.require(required)
-    finding.read_back()
-    finding.find_hidden()
-    expect_loaded(finding)
-    try_in_place(finding)
-    refuse_alike(finding)
-    finding.try_loading()
-    find_derived(finding)
-    finding.try_reloading()
-    finding.conclude()
-    return _attached(finding)
+def _decide(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    findings: Findings,
+    required: Mapping[str, TensorClass] | None,
+) -> Findings:
+    """Decide the class of every tensor, one question after another.
+
+    Steps that take the state act on the model: they load, write or compute, and put it back.
+    """
+    # Which tensors are worse off on another rank?
+    findings = require_classes(findings, required or {})
+    # Which are stored as they were loaded? Which share elements? Which are nowhere?
+    findings = compare_bits(source, findings)
+    findings = find_overlapping(findings)
+    findings = find_transformed(source, findings)
+    # Which layers can be neither inspected nor tested?
+    findings = find_untestable(state, source, findings)
+    # Which tensors can be written in place, and do all of their layers compute from them?
+    findings = verify_uniform(state, source, findings)
+    findings = verify_in_place(state, source, findings)
+    findings = refuse_unverifiable(state, source, findings)
+    # Which of the others does the engine's own loader update exactly?
+    findings = try_loading(state, source, findings)
+    # Which live tensors are derived, and from what? Their sources must be reloaded.
+    findings = find_derived(state, source, findings)
+    # Which of what is left does a reload of whole layers update exactly? The rest is refused.
+    findings = try_reloading(state, source, findings)
+    return decide_remaining(findings)
 
 
-def attach_again(model: EngineModel, source: LoadedCheckpoint, before: Attached) -> Attached:
-    """Find places again in an engine that replaced its tensors, whatever they hold now.
+def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:
+    """Find the placements again in an engine that replaced its tensors, whatever these hold.
 
     Raises:
-        TensorMismatchError: It also changed how it lays them out.
+        TensorMismatchError: Their layout has changed.
     """
     recording = record(model.load, source.loaded.values(), model.modules())
     found: dict[str, list[Placement]] = {name: [] for name in source.specs}
@@ -122,14 +143,17 @@ def attach_again(model: EngineModel, source: LoadedCheckpoint, before: Attached)
     )
     if after.report() != before.report():
         raise TensorMismatchError(
-            "the engine laid its weights out anew", hint="restart the engine to follow on"
+            "the engine changed the layout of its weights", hint="restart the engine to follow on"
         )
     return after
 
 
-def _attached(finding: Finding) -> Attached:
-    classes = finding.classes
-    kept = {n: tuple(p) for n, p in finding.places.items() if classes[n] == "in_place"}
-    reasons = {n: r for n, r in finding.reasons.items() if classes[n] != "in_place"}
-    readable = {n: tuple(finding.places[n]) for n in finding.read if classes[n] in ON_HOST}
-    return Attached(classes, reasons, kept, tuple(finding.groups), readable)
+def _layout(findings: Findings) -> Layout:
+    classes, placements = findings.classes, findings.placements
+    return Layout(
+        classes=classes,
+        reasons={n: r for n, r in findings.reasons.items() if classes[n] != "in_place"},
+        places={n: found for n, found in placements.items() if classes[n] == "in_place"},
+        groups=findings.groups,
+        readable={n: placements[n] for n in findings.readable if classes[n] in ON_HOST},
+    )

@@ -1,120 +1,146 @@
-"""Proof that tensors can be written in place; what fails it must go another way."""
+"""Prove that tensors can be written in place, and find those that cannot."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import zip_longest
+from typing import Final
 
 from deltachain.replica.layout.components import components
-from deltachain.replica.layout.finding import Finding
+from deltachain.replica.layout.findings import Findings
+from deltachain.replica.layout.links import Links, all_layers, links_of
+from deltachain.replica.layout.load_methods import load_with
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.rest import lies, write
-from deltachain.replica.layout.ways import bring
+from deltachain.replica.layout.untouched import holds_bits, write_bits
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import varied
 
-ALIKE = "all elements are equal, so their placement cannot be verified"
+UNIFORM: Final = "all elements are equal, so their placement cannot be verified"
+STRAYED: Final = "other values loaded into it do not arrive where it was recorded"
 
 
-def expect_loaded(finding: Finding) -> None:
-    """Load others of the tensors that are all alike: they must arrive where they were recorded.
+def verify_uniform(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+    """Load other values of uniform tensors: they must arrive where these were recorded.
 
-    What is alike reads back well wherever it is, also where another tensor lies over it.
+    Equal elements read back well wherever they are, also where another tensor overlaps them.
     """
-    state, source = finding.state, finding.source
-    links = {name: finding.links(name) for name in source.present}
-    alike = [
+    links = links_of(state, source, findings, source.present)
+    uniform = [
         name
-        for name in finding.in_place()
-        if links[name].isdisjoint(state.processed) and name in finding.flat
+        for name in findings.in_place()
+        if name in source.uniform and links[name].isdisjoint(state.processed)
     ]
-    layers = frozenset().union(*(links[name] for name in alike))
+    layers = all_layers(links, uniform)
     names = [name for name in links if links[name] & layers]
     with suppress(Exception):
-        if alike:
-            bring(finding.model, "loaded", layers, mixed(source.clones, names, alike))
-    for name in alike:
-        if not lies(finding.places[name], source.other(name)):
-            finding.break_(name, "other bits of it do not arrive at its place")
+        if uniform:
+            load_with(state.model, "loaded", layers, mixed(source.clones, names, uniform))
+    lost = [n for n in uniform if not holds_bits(findings.placements[n], source.other(n))]
     state.put_back()
+    return findings.only_reloaded(dict.fromkeys(lost, STRAYED))
 
 
-def try_in_place(finding: Finding) -> None:
+def verify_in_place(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
     """Write other bits of each tensor alone: its layers must compute from them."""
-    state = finding.state
     computing = state.outputs.keys() & state.processed
-    links = {name: finding.links(name) & computing for name in finding.in_place()}
-    groups = components([name for name in links if links[name]], links, ())
-    for names in zip_longest(*groups):
-        _try(finding, [name for name in names if name is not None], links)
+    found = links_of(state, source, findings, findings.in_place())
+    links = {name: layers & computing for name, layers in found.items() if layers & computing}
+    reasons: dict[str, str] = {}
+    for picked in zip_longest(*components(links, links, ())):
+        names = [name for name in picked if name is not None]
+        reasons |= _write_others(state, source, findings, names, links)
+    return findings.only_reloaded(reasons)
 
 
-def _try(finding: Finding, names: list[str], links: Mapping[str, frozenset[str]]) -> None:
-    state, layers = finding.state, frozenset().union(*(links[name] for name in names))
+def _write_others(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    findings: Findings,
+    names: Sequence[str],
+    links: Links,
+) -> dict[str, str]:
+    """Write tensors that have no layer in common, and write them back; why some cannot be."""
+    layers = all_layers(links, names)
     for name in names:
-        write(finding.places[name], finding.source.other(name))
-    found = state.follows(layers)
+        write_bits(findings.placements[name], source.other(name))
+    followed = state.follows(layers)
     for name in names:
-        write(finding.places[name], finding.source.bits(name))
-        for layer in sorted(links[name] - found):
-            finding.break_(name, f"{layer} computes from a packed copy")
+        write_bits(findings.placements[name], source.bits(name))
     left = state.follows(layers)
+    reasons: dict[str, str] = {}
     for name in names:
-        for layer in sorted(links[name] & left):
-            finding.break_(name, f"{layer} does not compute the same again")
+        packed, unstable = links[name] - followed, links[name] & left
+        if packed:
+            reasons[name] = f"{min(packed)} computes from a packed copy"
+        elif unstable:
+            reasons[name] = f"{min(unstable)} does not restore its output"
+    return reasons
 
 
-def refuse_alike(finding: Finding) -> None:
-    """Refuse bits that are all alike where the engine may have rearranged them.
+def refuse_unverifiable(
+    state: ModelState, source: LoadedCheckpoint, findings: Findings
+) -> Findings:
+    """Refuse uniform tensors where the engine may have rearranged them.
 
-    They read back well however they lie, and loading them again leads back to them. Other bits
-    in the same live storage show what became of it; so does a layer that multiplies by a
+    They read back well however they are stored, and loading them again leads back to them. Other
+    bits in the same live storage show how it was rearranged; so does a layer that multiplies by a
     pattern as it should.
     """
-    for name in _hidden_alike(finding):
-        finding.alike.add(name)
-        finding.break_(name, ALIKE)
-    sharing: dict[int, list[tuple[str, Placement]]] = defaultdict(list)
-    for name in finding.in_place():
-        for place in finding.places[name]:
-            sharing[place.live.untyped_storage().data_ptr()].append((name, place))
-    processed, plain = finding.state.processed, finding.model.is_plain
-    broken = frozenset().union(
-        *(finding.layers.get(name, frozenset()) for name in finding.broken - finding.alike)
-    )
-    for shared in sharing.values():
-        layers = finding.holders.of_storage(shared[0][1].live)
-        if layers.isdisjoint(processed) or _shows(finding, shared):
-            continue
-        if not layers.isdisjoint(broken) or all(map(plain, layers)):
-            continue  # what else is in it shows whether loading again is exact; or it computes
-        for name, _ in shared:
-            finding.alike.add(name)
-            finding.break_(name, ALIKE)
+    transformed = _uniform_matrices(state, source, findings)
+    findings = _unverifiable(findings, transformed)
+    return _unverifiable(findings, _uniform_storages(state, source, findings))
 
 
-def _shows(finding: Finding, shared: list[tuple[str, Placement]]) -> bool:
-    return any(varied(place.cut(finding.source.bits(name))) for name, place in shared)
+def _unverifiable(findings: Findings, names: Sequence[str]) -> Findings:
+    found = findings.only_reloaded(dict.fromkeys(names, UNIFORM))
+    return replace(found, unverifiable=findings.unverifiable.union(names))
 
 
-def _hidden_alike(finding: Finding) -> list[str]:
-    """Matrices that are all alike, cannot be read back, and lie beside none that is not.
+def _uniform_matrices(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> list[str]:
+    """Uniform matrices that cannot be read back, in layers with no other matrix.
 
-    Vectors are made of by what is made of the matrix that they are beside.
+    Vectors are processed as the matrix beside them is.
     """
-    source, processed = finding.source, finding.state.processed
-    kept = frozenset(finding.in_place())
-    links = {
-        n: finding.links(n) & processed for n in source.present if len(source.specs[n].shape) > 1
-    }
-    shown = frozenset().union(*(links[name] for name in links if name not in finding.flat))
+    matrices = [name for name in source.present if len(source.specs[name].shape) > 1]
+    found = links_of(state, source, findings, matrices)
+    links = {name: layers & state.processed for name, layers in found.items()}
+    shown = all_layers(links, [name for name in links if name not in source.uniform])
+    kept = frozenset(findings.in_place())
     return [
         name
         for name in links
-        if name in finding.flat
+        if name in source.uniform
         and name not in kept
         and not links[name] <= shown
-        and not all(map(finding.model.is_plain, links[name]))
+        and not all(map(state.model.is_plain, links[name]))
     ]
+
+
+def _uniform_storages(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> list[str]:
+    """Tensors in storages of processed layers that hold nothing but uniform ones."""
+    stored: dict[int, list[tuple[str, Placement]]] = defaultdict(list)
+    for name in findings.in_place():
+        for place in findings.placements[name]:
+            stored[place.live.untyped_storage().data_ptr()].append((name, place))
+    reloaded = frozenset().union(
+        *(
+            findings.loaded_into.get(name, frozenset())
+            for name in findings.reload_only - findings.unverifiable
+        )
+    )
+    found: list[str] = []
+    for sharing in stored.values():
+        layers = state.memory.in_storage_of(sharing[0][1].live)
+        if layers.isdisjoint(state.processed):
+            continue
+        if any(varied(place.cut(source.bits(name))) for name, place in sharing):
+            continue
+        if not layers.isdisjoint(reloaded) or all(map(state.model.is_plain, layers)):
+            continue  # what else is in it shows whether loading again is exact; or it computes
+        found += [name for name, _ in sharing]
+    return found

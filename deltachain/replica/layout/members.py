@@ -1,4 +1,4 @@
-"""Everything that the modules of an engine hold, recorded, so that it can be put back.
+"""Record everything that the modules of an engine hold, and put it back.
 
 A loader may do more than write bits: it may register parameters, replace tensors, set attributes.
 So may what an engine does after loading, also to objects that are no modules, such as a layer's
@@ -62,7 +62,7 @@ class _Memory:
 
 
 class Members:
-    """What some modules hold, as it was.
+    """A record of what some modules hold.
 
     Args:
         modules: Recorded each by itself: a submodule that is not given is kept in its place, and
@@ -88,7 +88,7 @@ class Members:
         )
 
     def replaced(self) -> Iterator[Any]:
-        """What is there now and was not, or not in that place."""
+        """Members that are new, or in the place of others."""
         for box in self._boxes.values():
             for key, after in _items(box.container).items():
                 if after is not box.items.get(key):
@@ -140,7 +140,7 @@ class Members:
     def _settle_other(self, box: _Box, key: Any, after: Any) -> None:  # noqa: ANN401
         """Keep a member that is neither a tensor nor holds any, as it is now."""
         if isinstance(after, Tensor) and key not in box.items and after.numel():
-            raise TensorMismatchError(f"the engine made one more tensor, {key!r}")
+            raise TensorMismatchError(f"the engine made another tensor, {key!r}")
         if not self._follows(box.items.get(key), after):
             box.put(key, after)
 
@@ -156,7 +156,7 @@ class Members:
         now = after.data
         if (now.shape, now.dtype) != (memory.view.shape, memory.view.dtype):
             raise TensorMismatchError(
-                f"the engine made {key!r} anew as {now.dtype}{tuple(now.shape)}, "
+                f"the engine recreated {key!r} as {now.dtype}{tuple(now.shape)}, "
                 f"it was {memory.view.dtype}{tuple(memory.view.shape)}"
             )
         if now.data_ptr() != memory.view.data_ptr() or now.stride() != memory.view.stride():
@@ -172,7 +172,7 @@ class _Box:
         self.items = items
 
     def put(self, key: Any, value: Any) -> None:  # noqa: ANN401
-        """Have one thing in its place again."""
+        """Put back one member."""
         container = self.container
         if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
             container[key] = value
@@ -182,7 +182,7 @@ class _Box:
         return not _same(_items(self.container), self.items)
 
     def put_back(self) -> None:
-        """Have everything in its place again, and nothing else."""
+        """Put back every member, and remove all others."""
         if isinstance(self.container, dict):
             _refill(self.container, self.items)
         elif isinstance(self.container, list):
@@ -207,7 +207,7 @@ class SavedBits:
                 self._saved[flat.data_ptr()] = flat, flat.to("cpu", copy=True)
 
     def put_back(self) -> None:
-        """Write them where they were, wherever other bits are now."""
+        """Write them back where other bits are now."""
         for live, saved in self._saved.values():
             there = saved.to(live.device)
             if not torch.equal(live, there):
@@ -226,7 +226,7 @@ class SavedBits:
 
 @contextmanager
 def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[SavedBits]:
-    """Whatever the body does to some modules: afterwards they hold what they held, bit for bit.
+    """Put back what some modules held, bit for bit, whatever the body does.
 
     Args:
         modules: Those of the engine.

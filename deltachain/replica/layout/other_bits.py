@@ -28,8 +28,8 @@ def mixed(
 def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     """A tensor of which every element is another, by more than any rounding.
 
-    Elements that were alike are not: they show where each of them goes. So are those of two turns,
-    0 and 1, but for booleans: they show which of two tensors that were alike lies somewhere.
+    Equal elements become different, to show where each of them goes. So do those of two turns, 0
+    and 1, except booleans: they show which of two equal tensors is stored somewhere.
     """
     if tensor.dtype is torch.bool:
         return ~tensor

@@ -1,4 +1,4 @@
-"""Finding out where an engine puts every checkpoint tensor, by running its own loader dry.
+"""Find where an engine stores every checkpoint tensor, by running its own loader dry.
 
 The engine's ``load_weights`` is given meta tensors under a dispatch mode that records each write
 and lets none through. The source of a recorded copy is known by its storage: a view of a meta
@@ -62,7 +62,7 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Module]) -> Recording:
-    """Run a loader dry, and say where it puts each tensor. No live byte is written.
+    """Run a loader dry, and record where it stores each tensor. No live byte is written.
 
     Args:
         load: The engine's loader; called once, and once a tensor if something could not be

@@ -1,4 +1,4 @@
-"""Whether what an engine holds and computes follows each tensor alone.
+"""Test whether what an engine holds and computes follows each tensor alone.
 
 Loading what is loaded already must change no bit. For every tensor by itself, loading other bits of
 it must change what each of its layers holds or computes, and loading the first bits again must lead
@@ -15,24 +15,24 @@ from functools import partial
 from itertools import zip_longest
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
+from deltachain.replica.layout.load_methods import LoadGroup, LoadMethod, load_with
 from deltachain.replica.layout.members import SavedBits
+from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.other_bits import WeightsFactory, mixed
-from deltachain.replica.layout.rest import Rest
-from deltachain.replica.layout.state import ModelState
-from deltachain.replica.layout.ways import Group, Way, bring
+from deltachain.replica.layout.untouched import Untouched
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What trying a way showed.
+    """What a trial showed.
 
     Attributes:
+        refused: Why groups cannot be loaded by this method, by their first tensor; empty where the
+            engine does not have it.
         touched: Live tensors that other bits of some tensor changed.
-        refused: Why groups cannot be loaded so, by their first tensor; empty where the engine has
-            no such way.
-        idle: Tensors of the other groups that nothing followed.
-        beside: Tensors of these that a layer holds, and that what it computes does not follow.
-        moved: Tensors that do not lie where they were recorded when others are loaded beside them.
+        idle: Tensors of the other groups that changed nothing.
+        beside: Tensors of these that changed what a layer holds, and not what it computes.
+        moved: Tensors that were not stored where they were recorded.
     """
 
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -53,35 +53,35 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One way of loading, tried on groups of tensors.
+    """A load method, tried on groups of tensors.
 
     Attributes:
         state: Of the model, which holds it again afterwards.
-        way: That is tried.
+        method: The one that is tried.
         weights: Of the checkpoint that the model holds.
         links: The layers that must follow each tensor.
-        rest: What has a way and is not loaded.
-        made: Live tensors and numbers that must follow each tensor.
+        untouched: Decided tensors that are not loaded, and must keep their bits.
+        derived: Live tensors and numbers that must follow each tensor.
         vectors: Tensors of one dimension or none.
-        visible: Tensors that live in the model bit by bit.
-        shared: Those of them that others may be loaded over.
-        moved: Of some tensors, those that are not in their places, where some of them, which are
-            given as well, were loaded with other bits.
+        placed: Tensors that are stored in the model bit by bit.
+        overlapping: Those of them that others may be loaded over.
+        displaced: Given tensors, and those of them that were loaded with other bits: the tensors
+            that are not where they were recorded.
     """
 
     state: ModelState
-    way: Way
+    method: LoadMethod
     weights: WeightsFactory
     links: Mapping[str, frozenset[str]]
-    rest: Rest
-    made: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    untouched: Untouched
+    derived: Mapping[str, frozenset[str]] = field(default_factory=dict)
     vectors: Container[str] = ()
-    visible: Container[str] = ()
-    shared: Container[str] = ()
-    moved: Callable[[Iterable[str], Container[str]], frozenset[str]] = lambda *_: frozenset()
+    placed: Container[str] = ()
+    overlapping: Container[str] = ()
+    displaced: Callable[[Iterable[str], Container[str]], frozenset[str]] = lambda *_: frozenset()
 
-    def run(self, groups: Sequence[Group]) -> Outcome:
-        """Try groups at once that have no layer in common; all alone where something goes wrong."""
+    def run(self, groups: Sequence[LoadGroup]) -> Outcome:
+        """Try groups with no layer in common at once; each by itself if anything fails."""
         known = [group for group in groups if group.layers]
         left = [group for group in groups if not group.layers]
         first, *more = _without_common_layers(known) or [[]]
@@ -98,7 +98,7 @@ class Trial:
         followed = [group for group in groups if group.names[0] not in tried.refused]
         return tried + self._apart(followed, tried.touched)
 
-    def _apart(self, groups: Sequence[Group], touched: frozenset[str]) -> Outcome:
+    def _apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
         """Refuse groups that cannot be loaded beside everything else, or beside each other."""
         try:
             return Outcome(moved=self._expect_apart(groups, touched))
@@ -115,23 +115,23 @@ class Trial:
         return sum(outcomes, Outcome())
 
     @contextmanager
-    def _refusing(self, groups: Sequence[Group], outcomes: list[Outcome]) -> Iterator[None]:
-        """Have the model hold what it held where something is raised, and note why."""
+    def _refusing(self, groups: Sequence[LoadGroup], outcomes: list[Outcome]) -> Iterator[None]:
+        """If the body raises, put back what the model held, and refuse the groups."""
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
             self._put_back(groups)
             told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
-            has_way = not isinstance(exc, EngineVersionError)
-            why = f"loading it again fails: {told}"[:200] if has_way else ""
+            has_method = not isinstance(exc, EngineVersionError)
+            why = f"loading it again fails: {told}"[:200] if has_method else ""
             outcomes.append(Outcome({group.names[0]: why for group in groups}))
 
-    def _put_back(self, groups: Sequence[Group]) -> None:
-        """Have the model hold what it held; its own loading may reach what cannot be seen."""
+    def _put_back(self, groups: Sequence[LoadGroup]) -> None:
+        """Put back what the model held; its own loading may restore what cannot be inspected."""
         self.state.put_back(partial(self._load, groups, {}))
 
-    def _try(self, groups: Sequence[Group]) -> Outcome:
-        """Try groups of known layers together, or a single one; raises where it is not exact."""
+    def _try(self, groups: Sequence[LoadGroup]) -> Outcome:
+        """Try groups of known layers together, or a single one; raise where it is not exact."""
         if not groups:
             return Outcome()
         self._load(groups, {})
@@ -145,11 +145,11 @@ class Trial:
             self.state.expect_same()
         return seen.outcome(self._expect_repeatable(groups))
 
-    def _expect_repeatable(self, groups: Sequence[Group]) -> frozenset[str]:
-        """Refuse a loader that does another thing with the same bits the next time.
+    def _expect_repeatable(self, groups: Sequence[LoadGroup]) -> frozenset[str]:
+        """Refuse a loader that gives another result for the same bits the next time.
 
         Returns:
-            Tensors that are not in their places then.
+            Tensors that were not stored where they were recorded.
 
         Raises:
             TensorMismatchError: It does.
@@ -160,12 +160,12 @@ class Trial:
         once = ModelState(self.state.model, SavedBits(self.state.model.tensors()))
         self._load(groups, others)
         once.expect_same()
-        moved = self.moved(others, others)
+        moved = self.displaced(others, others)
         self._load(groups, {})
         self.state.expect_same()
         return moved
 
-    def _expect_apart(self, groups: Sequence[Group], touched: frozenset[str]) -> frozenset[str]:
+    def _expect_apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> frozenset[str]:
         """Refuse a loader that changes tensors beside the given ones, while all hold other bits.
 
         A swap loads the groups that changed, so each must be taken without each other one: they are
@@ -176,7 +176,7 @@ class Trial:
             touched: Live tensors that this was seen to change: some are made in other layers.
 
         Returns:
-            Tensors that were loaded and are not in their places.
+            Tensors that were loaded and not stored where they were recorded.
 
         Raises:
             TensorMismatchError: It does.
@@ -187,20 +187,20 @@ class Trial:
         others = {name: group for group in groups for name in group.names}
         self._expect_kept(groups, others, touched)
         once = ModelState(self.state.model, SavedBits(self.state.model.tensors()))
-        moved = self.moved(others, others)
+        moved = self.displaced(others, others)
         for half in halves(groups):
             self._load(half, others)
             once.expect_same()
-        self.rest.write(other=False)
+        self.untouched.write(other=False)
         self._load(groups, {})
         self.state.expect_same()
         return moved
 
     def _expect_kept(
-        self, groups: Sequence[Group], others: Mapping[str, Group], touched: frozenset[str]
+        self, groups: Sequence[LoadGroup], others: Mapping[str, LoadGroup], touched: frozenset[str]
     ) -> None:
-        """Load groups with other bits beside other bits of everything else, which must stay."""
-        self.rest.write(other=True)
+        """Load other bits of groups, beside other bits of everything else, which must stay."""
+        self.untouched.write(other=True)
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))
         beside = frozenset(self.state.modules) - mine if all(g.layers for g in groups) else None
@@ -210,21 +210,21 @@ class Trial:
         self._load(groups, others)
         if beside:
             before.expect_same(beside)
-        for name in sorted(self.rest.lost()):
+        for name in sorted(self.untouched.lost()):
             raise TensorMismatchError(f"it overwrites {name}", tensor=name)
 
-    def _load(self, groups: Iterable[Group], others: Mapping[str, Group]) -> None:
+    def _load(self, groups: Iterable[LoadGroup], others: Mapping[str, LoadGroup]) -> None:
         """Load groups, with other bits for some tensors."""
         groups = list(groups)
         names = [name for group in groups for name in group.names]
         layers = frozenset().union(*(group.layers for group in groups))
         if not all(group.layers for group in groups):
             layers = frozenset()
-        bring(self.state.model, self.way, layers, mixed(self.weights, names, others))
+        load_with(self.state.model, self.method, layers, mixed(self.weights, names, others))
 
 
 class _Seen:
-    """What loading other bits of each tensor alone did.
+    """Record what loading other bits of each tensor alone changed.
 
     Args:
         trial: That loads them.
@@ -237,27 +237,27 @@ class _Seen:
         self.touched: set[str] = set()
         self.idle: set[str] = set()
         self.moved: set[str] = set()
-        self.beside: dict[str, tuple[Group, frozenset[str]]] = {}
-        self.followed: dict[Group, frozenset[str]] = {}
+        self.beside: dict[str, tuple[LoadGroup, frozenset[str]]] = {}
+        self.followed: dict[LoadGroup, frozenset[str]] = {}
 
-    def look(self, picked: Mapping[str, Group]) -> None:
-        """Judge tensors of which others were loaded, one of each group.
+    def look(self, picked: Mapping[str, LoadGroup]) -> None:
+        """Judge the tensors that were just loaded with other bits, one of each group.
 
         Raises:
-            TensorMismatchError: Something did not follow one of them.
+            TensorMismatchError: Something did not change with one of them.
         """
         changed = self.state.changed()
         self.touched |= changed
         for name, group in picked.items():
-            if name not in self.trial.visible:  # others may lie where nobody saw it put
-                self.moved |= self.trial.moved(group.names, picked)
+            if name not in self.trial.placed:  # others may be stored where it was not recorded
+                self.moved |= self.trial.displaced(group.names, picked)
             why = self._judge(name, group, changed)
             if why:
                 raise TensorMismatchError(why, tensor=name)
         self._expect_followed(picked, changed)
 
-    def _expect_followed(self, picked: Mapping[str, Group], changed: frozenset[str]) -> None:
-        """Refuse loads that change what a layer holds, beside these, and not what it computes.
+    def _expect_followed(self, picked: Mapping[str, LoadGroup], changed: frozenset[str]) -> None:
+        """Refuse loads that change what another layer holds, and not what it computes.
 
         Raises:
             TensorMismatchError: One does.
@@ -269,45 +269,47 @@ class _Seen:
         if not mine or not beside:
             return
         for layer in sorted(beside - state.follows(frozenset(beside))):
-            raise TensorMismatchError(f"{layer} does not follow {min(picked)}", tensor=min(picked))
+            raise TensorMismatchError(
+                f"{layer} does not change with {min(picked)}", tensor=min(picked)
+            )
 
-    def _judge(self, name: str, group: Group, changed: frozenset[str]) -> str:
-        """What did not follow a tensor, in words.
+    def _judge(self, name: str, group: LoadGroup, changed: frozenset[str]) -> str:
+        """Why a tensor is not followed; empty where it is, or others have to show it.
 
-        A tensor that nothing follows stays a member of its group: it may act only beside others,
+        A tensor that changes nothing stays a member of its group: it may act only beside others,
         or be overwritten by one of them. A loader alone has nothing that it could act on.
         """
         state, trial = self.state, self.trial
         layers = group.layers or frozenset(state.modules)
         live = {n for n in changed if n in state.owner and state.owner[n] in layers}
-        holding = frozenset().union(*(state.holders.of(state.tensors[n]) for n in live))
+        holding = frozenset().union(*(state.memory.overlapping(state.tensors[n]) for n in live))
         links = trial.links.get(name, frozenset())
         found = state.follows(layers | holding | links)
         if not found & layers and not live:
             self.idle.add(name)
-            must = name in trial.visible or trial.way == "loaded"
-            return f"nothing follows {name}" if must and name not in trial.shared else ""
-        left = trial.made.get(name, frozenset()) - changed
+            must = name in trial.placed or trial.method == "loaded"
+            return f"nothing changes with {name}" if must and name not in trial.overlapping else ""
+        left = trial.derived.get(name, frozenset()) - changed
         if left:
-            return f"{min(left)} does not follow {name}"
+            return f"{min(left)} does not change with {name}"
         self.left.discard(group.names[0])
         self.followed[group] = self.followed.get(group, frozenset()) | (found & layers)
         missing = (links | holding) - found
         if missing:
-            holders = [state.holders.of(state.tensors[n]) for n in live]
+            holders = [state.memory.overlapping(state.tensors[n]) for n in live]
             alone, shared = (
                 frozenset().union(*(one for one in holders if (len(one) == 1) is single))
                 for single in (True, False)
             )
             if not missing <= alone - shared or name not in trial.vectors:
-                return f"{min(missing)} does not follow {name}"
+                return f"{min(missing)} does not change with {name}"
             self.beside[name] = group, missing
         return ""
 
     def outcome(self, moved: frozenset[str]) -> Outcome:
-        """What was seen of all.
+        """Sum up what was seen.
 
-        A vector that a layer holds and does not compute from says nothing of how it was loaded; the
+        A vector that a layer holds and does not compute from does not show how it was loaded; the
         matrix beside it does.
 
         Raises:
@@ -316,15 +318,15 @@ class _Seen:
         for name, (group, layers) in self.beside.items():
             left = layers - self.followed.get(group, frozenset())
             if left:
-                raise TensorMismatchError(f"{min(left)} does not follow {name}", tensor=name)
-        refused = {first: f"nothing follows {first}" for first in self.left}
+                raise TensorMismatchError(f"{min(left)} does not change with {name}", tensor=name)
+        refused = {first: f"nothing changes with {first}" for first in self.left}
         touched, idle = frozenset(self.touched), frozenset(self.idle)
         return Outcome(refused, touched, idle, frozenset(self.beside), moved.union(self.moved))
 
 
-def _without_common_layers(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups by turns: of two in one layer, either would follow the other's change."""
-    turns: list[list[Group]] = []
+def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]:
+    """Groups in turns: two in one layer would each seem to follow the other's change."""
+    turns: list[list[LoadGroup]] = []
     taken: list[set[str]] = []
     for group in groups:
         turn = next((n for n, one in enumerate(taken) if one.isdisjoint(group.layers)), len(turns))
@@ -336,8 +338,8 @@ def _without_common_layers(groups: Sequence[Group]) -> list[list[Group]]:
     return turns
 
 
-def halves(groups: Sequence[Group]) -> Iterator[list[Group]]:
-    """Some of the groups at a time, so that any two are apart once; none where there is one."""
+def halves(groups: Sequence[LoadGroup]) -> Iterator[list[LoadGroup]]:
+    """Subsets of the groups that separate any two of them; none for a single group."""
     for digit in range((len(groups) - 1).bit_length()):
         for value in (0, 1):
             yield [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]

@@ -1,4 +1,4 @@
-"""Checkpoint tensors that an engine does not use: proven, not assumed."""
+"""Prove that an engine does not use some tensors of its checkpoint."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.discover import Attached
-from deltachain.replica.layout.healing import heal
+from deltachain.replica.layout.discover import Layout
+from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod, load_with
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import SavedBits
+from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.source import LoadedCheckpoint
-from deltachain.replica.layout.state import ModelState
-from deltachain.replica.layout.ways import RELOADS, Group, Way, bring
+from deltachain.replica.layout.restore import restore_outputs
 
 logger = logging.getLogger(__name__)
 
 
 def find_unused(
-    state: ModelState, source: LoadedCheckpoint, attached: Attached, names: Iterable[str]
+    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
 ) -> dict[str, str]:
-    """Load the whole checkpoint with other bits in some tensors alone; nothing may follow.
+    """Load the whole checkpoint with other bits in some tensors alone: nothing may change.
 
     Args:
         state: Of the model, which holds it again afterwards.
         source: The checkpoint that it loaded.
-        attached: The ways into its weights that were proven.
+        layout: How its weights are updated, as it was discovered.
         names: Tensors that no rank holds.
 
     Returns:
@@ -37,32 +37,32 @@ def find_unused(
     Raises:
         EngineDamagedError: The model computes something else, and nothing leads back.
     """
-    wanted, groups = list(names), attached.groups
+    wanted, groups = list(names), layout.groups
     if state.opaque:
-        why = f"{min(state.opaque)} may use it: what that computes from cannot be seen"
+        why = f"{min(state.opaque)} may use it, and its weights cannot be inspected"
         return dict.fromkeys(wanted, why)
     try:
-        held = _held(state, source, attached, wanted)
+        held = _held(state, source, layout, wanted)
         left = [name for name in wanted if name not in held]
         if not left or not _followed(state, source, groups, left):
             return dict.fromkeys(left, "") | held
         return {name: _followed(state, source, groups, [name]) for name in left} | held
     finally:
-        heal(state, source)
+        restore_outputs(state, source)
 
 
 def _held(
-    state: ModelState, source: LoadedCheckpoint, attached: Attached, names: Iterable[str]
+    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
 ) -> dict[str, str]:
-    """Tensors whose bits lie in a parameter that no way leads to: a loader may write it once."""
-    places = [place for places in attached.places.values() for place in places]
+    """Tensors whose bits are in a parameter that no update reaches: a loader may write it once."""
+    places = [place for places in layout.places.values() for place in places]
     reached = {place.live.untyped_storage().data_ptr() for place in places}
     unreached = [
         (live, tensor)
         for live, tensor in state.tensors.items()
         if isinstance(tensor, nn.Parameter)
         and tensor.untyped_storage().data_ptr() not in reached
-        and state.owner[live] not in attached.layers
+        and state.owner[live] not in layout.layers
     ]
     found: dict[str, str] = {}
     for name in names if unreached else ():
@@ -83,38 +83,38 @@ def _holds(parameter: Tensor, tensor: Tensor) -> bool:
 def _followed(
     state: ModelState,
     source: LoadedCheckpoint,
-    groups: Sequence[tuple[Way, Group]],
+    groups: Sequence[tuple[LoadMethod, LoadGroup]],
     changed: Sequence[str],
 ) -> str:
-    """What follows other bits in some tensors; empty for nothing, in full loads that were followed.
+    """What changes with some tensors; empty for nothing, if full loads of the others changed some.
 
-    All tensors have other bits in these loads: one that is used beside others only would show.
+    All tensors have other bits in these loads, to show one that acts only beside others.
     """
-    packed = frozenset().union(*(group.layers for way, group in groups if way == "repacked"))
-    proven = [name for way, group in groups if way == "repacked" for name in group.names]
+    packed = frozenset().union(*(group.layers for method, group in groups if method == "repacked"))
+    proven = [name for method, group in groups if method == "repacked" for name in group.names]
     others = [name for name in source.present if name not in changed]
-    loads: list[tuple[Way, frozenset[str], list[str]]] = [
+    loads: list[tuple[LoadMethod, frozenset[str], list[str]]] = [
         ("loaded", frozenset(), others),
         ("reloaded", frozenset(), [name for name in others if name not in proven]),
         ("repacked", packed, proven),
     ]
     done = 0
-    for way, layers, names in loads:
-        if way == "repacked" and not layers:
+    for method, layers, names in loads:
+        if method == "repacked" and not layers:
             continue
         try:
-            bring(state.model, way, layers, mixed(source.clones, [*names, *changed], names))
+            load_with(state.model, method, layers, mixed(source.clones, [*names, *changed], names))
             if not state.changed():
-                continue  # this way does nothing, and proves nothing
+                continue  # this method does nothing, and proves nothing
             before = ModelState(state.model, SavedBits(state.model.tensors()))
             every = [*names, *changed]
-            bring(state.model, way, layers, mixed(source.clones, every, every))
+            load_with(state.model, method, layers, mixed(source.clones, every, every))
             before.expect_same()
-            done += way in RELOADS
+            done += method in RELOADS
         except TensorMismatchError as exc:
             return str(exc.args[0])
         except Exception as exc:  # noqa: BLE001 - an engine may raise anything
-            logger.debug("a full load by way %r raised: %r", way, exc)
+            logger.debug("a full load by method %r raised: %r", method, exc)
         finally:
             state.put_back()
     return "" if done else "no full load was possible"

@@ -16,7 +16,7 @@ TensorClass: TypeAlias = Literal[
 goes through the engine's own loader, from a copy on the host. ``reloaded``: so do all tensors of
 its layer, because the engine packs that layer after loading. ``repacked``: the same, from raw
 weights, where the engine's own reload does not repeat its packing. ``unused``: nothing that the
-engine holds or computes follows it. ``refused``: no way is proven. ``absent``: this rank has none
+engine holds or computes follows it. ``refused``: nothing is proven. ``absent``: this rank has none
 of it."""
 
 ON_HOST: Final = ("loaded", "reloaded", "repacked")
@@ -60,7 +60,7 @@ class Agreement(Struct, frozen=True, kw_only=True):
 
     @property
     def refused(self) -> dict[str, str]:
-        """Tensors that no way leads to, and why."""
+        """Tensors that cannot be updated, and why."""
         return {n: self.reasons[n] for n, kind in self.classes.items() if kind == "refused"}
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from deltachain.control.server.auth import Control
 from deltachain.control.server.routes import router
 from deltachain.errors import ConfigError
-from deltachain.replica.layout.running import made_by_running
+from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import PREFIX, compat, loading, ranks
 
 pytestmark = pytest.mark.engine

@@ -80,11 +80,11 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 finds that nothing leads back from what was tried on it."""
     ranks = iter((0, 1))
 
-    def heal(*_: object) -> None:
+    def restore_outputs(*_: object) -> None:
         if next(ranks, 0):
             raise EngineDamagedError("a layer computes something else")
 
-    monkeypatch.setattr("deltachain.replica.layout.discover.heal", heal)
+    monkeypatch.setattr("deltachain.replica.layout.discover.restore_outputs", restore_outputs)
 
 
 @pytest.mark.usefixtures("damaged")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.replica.layout.holders import Holders
-from deltachain.replica.layout.probe import layers_of
+from deltachain.replica.layout.loaded_layers import layers_of
+from deltachain.replica.layout.memory_index import MemoryIndex
 from deltachain.replica.layout.recorder import live_tensors
 
 SIZE = (4, 6)
@@ -68,7 +68,9 @@ class OneLayer(nn.Module):
         self.load(tensors)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        return layers_of(self.load, names, Holders(("", t) for t in self.tensors().values()).of)
+        return layers_of(
+            self.load, names, MemoryIndex(("", t) for t in self.tensors().values()).overlapping
+        )
 
     def processed(self) -> frozenset[str]:
         return self.rearranged | ({""} if self.packs else set())

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.kernels import device
-from deltachain.replica.layout.discover import Attached, attach, attach_again
-from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.discover import Layout, discover, rediscover
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import ODD, Sharding, full_of, save, trained
 from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
@@ -49,16 +49,16 @@ def bits(model: OneLayer) -> dict[str, bytes]:
     return {n: t.detach().view(torch.uint8).numpy().tobytes() for n, t in model.tensors().items()}
 
 
-def untouched(model: OneLayer, source: LoadedCheckpoint) -> Attached:
+def untouched(model: OneLayer, source: LoadedCheckpoint) -> Layout:
     """Attach, and see that the model is what it was."""
     before, tensors = bits(model), dict(model.tensors())
     at = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-    attached = attach(model, source)
+    layout = discover(model, source)
     after = model.tensors()
     assert bits(model) == before
     assert all(after[name] is tensor for name, tensor in tensors.items())
     assert {name: tensor.data_ptr() for name, tensor in after.items()} == at
-    return attached
+    return layout
 
 
 # Each class
@@ -67,10 +67,10 @@ def untouched(model: OneLayer, source: LoadedCheckpoint) -> Attached:
 @pytest.mark.parametrize("style", sorted(set(PLANNED) - {"padded"}))
 def test_views_are_written_in_place(one_layer: Make, style: str) -> None:
     model, source = one_layer(PLANNED[style])
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "in_place"}
-    assert not attached.reasons
-    report = attached.report()["w"]
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "in_place"}
+    assert not layout.reasons
+    report = layout.report()["w"]
     assert sum(torch.Size(size).numel() for _, size, _ in report.windows) == 24
 
 
@@ -80,17 +80,17 @@ LOADED = {"clone", "compute", "cast and copy", "concatenate", "edit", "index", "
 @pytest.mark.parametrize("style", [*sorted(LOADED), "copy and double", "fill first"])
 def test_what_is_computed_is_loaded(one_layer: Make, style: str) -> None:
     model, source = one_layer(REFUSED[style][0])
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "loaded"}
-    assert REFUSED[style][1] in attached.reasons["w"]
-    assert attached.places == {}
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "loaded"}
+    assert REFUSED[style][1] in layout.reasons["w"]
+    assert layout.places == {}
 
 
 def test_what_is_served_in_another_dtype_is_loaded(one_layer: Make) -> None:
     model, source = one_layer(PLANNED["copy"], torch.float32)
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "loaded"}
-    assert attached.reasons["w"] == "the engine serves it as F32"
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "loaded"}
+    assert layout.reasons["w"] == "the engine serves it as F32"
 
 
 def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
@@ -100,9 +100,9 @@ def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
     model, source = one_layer(PLANNED["copy"])
     model.p.data.copy_(model.p.data.flip(0))
     model.reloader = flipped
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "reloaded"}
-    assert "changed its bits after loading" in attached.reasons["w"]
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "reloaded"}
+    assert "changed its bits after loading" in layout.reasons["w"]
 
 
 def constant(source: LoadedCheckpoint) -> None:
@@ -118,9 +118,9 @@ def test_bits_that_are_all_alike_are_no_proof_where_layers_are_rearranged(one_la
     constant(source)
     assert untouched(model, source).classes == {"w": "in_place"}
     model.rearranged, model.repacks = frozenset([""]), True
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "refused"}, "loading zeros again leads back to zeros as well"
-    assert "all elements are equal" in attached.reasons["w"]
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "refused"}, "loading zeros again leads back to zeros as well"
+    assert "all elements are equal" in layout.reasons["w"]
     model.plain = True
     assert untouched(model, source).classes == {"w": "in_place"}
 
@@ -138,10 +138,10 @@ def test_one_bit_that_differs_is_enough(one_layer: Make) -> None:
 def test_a_layer_with_a_hidden_copy_is_reloaded(one_layer: Make) -> None:
     model, source = one_layer(PLANNED["copy"])
     model.pack()
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "reloaded"}
-    assert "computes from a packed copy" in attached.reasons["w"]
-    assert attached.places == {}
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "reloaded"}
+    assert "computes from a packed copy" in layout.reasons["w"]
+    assert layout.places == {}
 
 
 def test_what_a_rank_does_not_load_is_absent(one_layer: Make) -> None:
@@ -184,7 +184,7 @@ def half_then_raise(model: OneLayer, w: Tensor) -> None:
     [
         (accumulate, "p changed"),
         (half_then_raise, "device lost"),
-        (lambda _, __: None, "nothing follows"),
+        (lambda _, __: None, "nothing changes with"),
     ],
 )
 def test_a_reload_that_fails_its_trial_is_refused_and_undone(
@@ -195,9 +195,9 @@ def test_a_reload_that_fails_its_trial_is_refused_and_undone(
         monkeypatch.setattr(device, "on_host", lambda _: False)
     model.pack()
     model.reloader = reloader
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "refused"}
-    assert why in attached.reasons["w"]
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "refused"}
+    assert why in layout.reasons["w"]
 
 
 @pytest.mark.parametrize("loader", [accumulate, quiet])
@@ -205,16 +205,16 @@ def test_a_loader_that_fails_its_trial_is_refused_and_undone(
     one_layer: Make, loader: Loader
 ) -> None:
     model, source = one_layer(loader)
-    attached = untouched(model, source)
-    assert attached.classes == {"w": "refused"}
+    layout = untouched(model, source)
+    assert layout.classes == {"w": "refused"}
 
 
 def test_tensors_at_the_same_elements_are_not_written_in_place(one_layer: Make) -> None:
     same = torch.zeros(SIZE, dtype=torch.bfloat16)
     model, source = one_layer(PLANNED["copy"], w=same, v=same.clone())
-    attached = untouched(model, source)
-    assert set(attached.classes.values()) == {"refused"}
-    assert any("shares live elements" in reason for reason in attached.reasons.values())
+    layout = untouched(model, source)
+    assert set(layout.classes.values()) == {"refused"}
+    assert any("shares live elements" in reason for reason in layout.reasons.values())
 
 
 # Coverage
@@ -256,7 +256,7 @@ def test_a_packed_copy_is_no_constant_because_nothing_can_pack_again(one_layer: 
         raise ValueError("no layer is loaded twice")
 
     model.reloader = fails
-    with pytest.raises(TensorMismatchError, match=r"head\.packed .* cannot be tried"):
+    with pytest.raises(TensorMismatchError, match=r"head\.packed .* cannot be tested"):
         untouched(model, source)
 
 
@@ -297,11 +297,9 @@ def test_every_awkward_tensor_gets_the_class_it_should(
     checkpoint = Checkpoint(folder)
     for rank in range(shape.ranks):
         engine = FakeModel(shape, rank, folder)
-        attached = attach(engine, LoadedCheckpoint(checkpoint, checkpoint.specs, {}))
-        assert engine.holds(full_of(model)), "attaching changed it"
-        found = {
-            name.split(".")[2]: kind for name, kind in attached.classes.items() if "0." in name
-        }
+        layout = discover(engine, LoadedCheckpoint(checkpoint, checkpoint.specs, {}))
+        assert engine.holds(full_of(model)), "discovery changed it"
+        found = {name.split(".")[2]: kind for name, kind in layout.classes.items() if "0." in name}
         assert {name: found[name] for name in ODD} == {
             "conv": "in_place",
             "sliced": "in_place",
@@ -314,7 +312,7 @@ def test_every_awkward_tensor_gets_the_class_it_should(
             "shadow": "reloaded",
             "stuck": "refused",
         }
-        experts = Counter(kind for n, kind in attached.classes.items() if "experts" in n)
+        experts = Counter(kind for n, kind in layout.classes.items() if "experts" in n)
         assert experts["in_place"] == 8 // shape.tp
         assert experts["absent"] == 8 - 8 // shape.tp
 
@@ -334,10 +332,10 @@ def test_a_trial_goes_over_the_model_hardly_more_often_the_more_layers_it_has(
         reload(model, tensors)
 
     monkeypatch.setattr(FakeModel, "reload", counted)
-    attached = attach(
+    layout = discover(
         FakeModel(shape, 0, folder), LoadedCheckpoint(checkpoint, checkpoint.specs, {})
     )
-    assert Counter(attached.classes.values())["reloaded"] == 2 * layers
+    assert Counter(layout.classes.values())["reloaded"] == 2 * layers
     fixed, digits = 12, (2 * layers - 1).bit_length()
     assert len(reloads) <= fixed + 2 * digits, "one load more for each half of the groups"
 
@@ -348,9 +346,9 @@ def test_both_names_of_a_tied_weight_are_one_place_where_they_are_one(tmp_path: 
         engine = FakeModel(shape, 0, save(trained(shape), tmp_path))
         checkpoint = Checkpoint(tmp_path)
         source = LoadedCheckpoint(checkpoint, checkpoint.specs, {"head.weight": "embed.weight"})
-        attached = attach(engine, source)
-        assert len(attached.places["embed.weight"]) == 1 + untied
-        one, *others = (place.window for place in attached.places["embed.weight"])
+        layout = discover(engine, source)
+        assert len(layout.places["embed.weight"]) == 1 + untied
+        one, *others = (place.window for place in layout.places["embed.weight"])
         assert all(other == one for other in others)
 
 
@@ -359,11 +357,11 @@ def test_replaced_tensors_are_found_again(tmp_path: Path) -> None:
     engine = FakeModel(shape, 0, save(trained(shape), tmp_path))
     checkpoint = Checkpoint(tmp_path)
     source = LoadedCheckpoint(checkpoint, checkpoint.specs, {})
-    before = attach(engine, source)
+    before = discover(engine, source)
     for name in ("layers.0.qkv.weight", "layers.1.conv.weight"):
         live = engine.root.get_parameter(name)
         live.data = torch.zeros_like(live.data)
-    after = attach_again(engine, source, before)
+    after = rediscover(engine, source, before)
     assert after.report() == before.report()
     moved = {
         name
@@ -379,6 +377,6 @@ def test_another_layout_is_not_followed(tmp_path: Path) -> None:
     folder = save(trained(shape), tmp_path)
     checkpoint = Checkpoint(folder)
     source = LoadedCheckpoint(checkpoint, checkpoint.specs, {})
-    before = attach(FakeModel(shape, 0, folder), source)
-    with pytest.raises(TensorMismatchError, match="laid its weights out anew"):
-        attach_again(FakeModel(shape, 1, folder), source, before)
+    before = discover(FakeModel(shape, 0, folder), source)
+    with pytest.raises(TensorMismatchError, match="changed the layout of its weights"):
+        rediscover(FakeModel(shape, 1, folder), source, before)

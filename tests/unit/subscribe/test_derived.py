@@ -10,11 +10,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.replica.layout.discover import attach
-from deltachain.replica.layout.holders import Holders
-from deltachain.replica.layout.probe import layers_of
+from deltachain.replica.layout.discover import discover
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.loaded_layers import layers_of
+from deltachain.replica.layout.memory_index import MemoryIndex
 from deltachain.replica.layout.recorder import live_tensors
-from deltachain.replica.layout.source import LoadedCheckpoint
 
 
 class _Mixer(nn.Module):
@@ -61,7 +61,7 @@ class _Mixer(nn.Module):
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         held = [(name.rpartition(".")[0], tensor) for name, tensor in self.tensors().items()]
-        return layers_of(self.load, names, Holders(held).of)
+        return layers_of(self.load, names, MemoryIndex(held).overlapping)
 
     def processed(self) -> frozenset[str]:
         return frozenset({"mixer", "mixer.conv"})
@@ -85,5 +85,5 @@ def test_what_a_reload_leaves_behind_is_repacked(tmp_path: Path) -> None:
     save_file(full, tmp_path / "model.safetensors")
     model, checkpoint = _Mixer(tmp_path), Checkpoint(tmp_path)
     model.repack(frozenset(), full.items())
-    attached = attach(model, LoadedCheckpoint(checkpoint, checkpoint.specs, {}))
-    assert attached.classes["mixer.conv.weight"] == "repacked"
+    layout = discover(model, LoadedCheckpoint(checkpoint, checkpoint.specs, {}))
+    assert layout.classes["mixer.conv.weight"] == "repacked"

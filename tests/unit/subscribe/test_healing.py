@@ -12,8 +12,8 @@ from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import EngineDamagedError
-from deltachain.replica.layout.discover import attach
-from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.discover import discover
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
 
 
@@ -47,7 +47,7 @@ def source_of(model: OneLayer) -> LoadedCheckpoint:
 def test_a_refused_reload_is_undone_by_the_engine_itself(tmp_path: Path) -> None:
     model, memory = failing(tmp_path, lambda memory, w: memory.copy_(w))
     before = memory.clone()
-    assert attach(model, source_of(model)).classes == {"w": "refused"}
+    assert discover(model, source_of(model)).classes == {"w": "refused"}
     assert model.kernel is not None
     assert model.kernel() is memory
     assert torch.equal(memory, before)
@@ -60,4 +60,4 @@ def test_an_engine_that_cannot_undo_it_must_be_restarted(tmp_path: Path) -> None
 
     model, _ = failing(tmp_path, spoil)
     with pytest.raises(EngineDamagedError, match="restart the engine"):
-        attach(model, source_of(model))
+        discover(model, source_of(model))

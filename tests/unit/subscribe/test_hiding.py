@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltachain.replica.layout.hiding import hides, may_hide
+from deltachain.replica.layout.opaque import is_opaque, may_hide_tensors
 from deltachain.replica.layout.provenance import storage_id
 
 PACKED = torch.ones(2)
@@ -96,12 +96,12 @@ PLAIN: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", HIDING)
 def test_this_may_hide_weights(name: str) -> None:
-    assert may_hide(HIDING[name])
+    assert may_hide_tensors(HIDING[name])
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_this_hides_none(name: str) -> None:
-    assert not may_hide(PLAIN[name])
+    assert not may_hide_tensors(PLAIN[name])
 
 
 class Method:
@@ -141,31 +141,31 @@ COPIES: dict[str, Any] = {
 def test_a_copy_behind_objects_is_found_unless_it_can_be_seen(name: str) -> None:
     layer = nn.Linear(1, 1)
     vars(layer)["kernel"] = COPIES[name]
-    assert hides(layer, shown(layer))
-    assert not hides(layer, {*shown(layer), storage_id(PACKED)})
+    assert is_opaque(layer, shown(layer))
+    assert not is_opaque(layer, {*shown(layer), storage_id(PACKED)})
 
 
 def test_a_configuration_with_a_copy_is_found() -> None:
     layer, config = nn.Linear(1, 1), KernelConfig()
     vars(layer)["config"] = config
-    assert not hides(layer, shown(layer))
+    assert not is_opaque(layer, shown(layer))
     vars(config)["scale"] = Kernel(PACKED)
-    assert hides(layer, shown(layer))
+    assert is_opaque(layer, shown(layer))
 
 
 def test_objects_that_lead_back_to_themselves_have_an_end() -> None:
     layer, kernel = nn.Linear(1, 1), Kernel(None)
     kernel.weight = [kernel, layer]
     vars(layer)["kernel"] = kernel
-    assert not hides(layer, shown(layer))
+    assert not is_opaque(layer, shown(layer))
 
 
 def test_it_is_found_in_what_acts_and_not_in_what_is_only_there() -> None:
     layer = nn.Linear(1, 1)
-    assert not hides(layer, shown(layer))
+    assert not is_opaque(layer, shown(layer))
     layer.group = Slotted()  # type: ignore[assignment]
-    assert not hides(layer, shown(layer))
+    assert not is_opaque(layer, shown(layer))
     layer.method = Method()  # type: ignore[assignment]
-    assert not hides(layer, shown(layer))
+    assert not is_opaque(layer, shown(layer))
     vars(layer.method)["kernels"] = [closure_of(PACKED)]
-    assert hides(layer, shown(layer))
+    assert is_opaque(layer, shown(layer))

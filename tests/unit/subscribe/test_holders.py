@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltachain.replica.layout.holders import Holders, overlap
+from deltachain.replica.layout.memory_index import MemoryIndex, overlap
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_views_of_one_storage_are_tied_where_they_have_an_element_in_common(device: str) -> None:
     whole = torch.zeros(4, 6, device=device)
-    holders = Holders([("all", whole), ("one", whole[:2]), ("other", whole[2:])])
-    assert holders.of(whole[0]) == {"all", "one"}
-    assert holders.of(whole[1:3]) == {"all", "one", "other"}
-    assert holders.of_storage(whole[0]) == {"all", "one", "other"}
+    holders = MemoryIndex([("all", whole), ("one", whole[:2]), ("other", whole[2:])])
+    assert holders.overlapping(whole[0]) == {"all", "one"}
+    assert holders.overlapping(whole[1:3]) == {"all", "one", "other"}
+    assert holders.in_storage_of(whole[0]) == {"all", "one", "other"}
     assert holders.tied(frozenset({"one"})) == {"all", "one"}
     assert holders.tied(frozenset({"one", "elsewhere"})) == {"all", "one", "elsewhere"}
-    assert holders.of(torch.zeros(4, 6, device=device)) == frozenset()
+    assert holders.overlapping(torch.zeros(4, 6, device=device)) == frozenset()
 
 
 def cases() -> list[tuple[Tensor, Tensor, bool]]:

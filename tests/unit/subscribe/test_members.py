@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.hiding import may_hide
 from deltachain.replica.layout.members import Members, SavedBits, restoring, tensors_in, undisturbed
+from deltachain.replica.layout.opaque import may_hide_tensors
 
 
 class Kernel:
@@ -129,7 +129,7 @@ def test_what_owns_something_is_taken_whole(*, goes_on: bool) -> None:
     members = Members([layer])
     layer.quant_method.handle = Handle(2)
     assert list(members.replaced()) == [layer.quant_method.handle]
-    assert may_hide(layer.quant_method.handle)
+    assert may_hide_tensors(layer.quant_method.handle)
     if goes_on:
         members.settle()
     else:
@@ -144,9 +144,12 @@ def test_what_owns_something_is_taken_whole(*, goes_on: bool) -> None:
     ("change", "why"),
     [
         (lambda layer: delattr(layer, "weight"), "dropped its tensor 'weight'"),
-        (lambda layer: setattr(layer, "extra", torch.ones(1)), "one more tensor, 'extra'"),
+        (lambda layer: setattr(layer, "extra", torch.ones(1)), "another tensor, 'extra'"),
         (lambda layer: setattr(layer, "scale", torch.ones(2)), r"float32\(2,\), it was"),
-        (lambda layer: setattr(layer, "scale", torch.ones(1).double()), "anew as torch.float64"),
+        (
+            lambda layer: setattr(layer, "scale", torch.ones(1).double()),
+            "as torch.float64",
+        ),
     ],
     ids=["dropped", "extra", "shape", "dtype"],
 )

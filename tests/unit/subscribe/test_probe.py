@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.holders import Holders
-from deltachain.replica.layout.probe import is_plain, layers_of, output_of, processed
+from deltachain.replica.layout.layer_probe import is_plain, output_of, processed
+from deltachain.replica.layout.loaded_layers import layers_of
+from deltachain.replica.layout.memory_index import MemoryIndex
 
 
 class Method:
@@ -90,7 +91,7 @@ def test_layers_with_something_to_do_after_loading_are_known_with_their_parts() 
 def test_a_tensor_that_a_loader_registers_is_loaded_into_its_layer() -> None:
     """As vLLM loads the bias of a head: nothing of it was there before."""
     head = Linear()
-    owners = Holders([("head", head.weight)]).of
+    owners = MemoryIndex([("head", head.weight)]).overlapping
     del head.bias
 
     def load(tensors: Any) -> None:

@@ -16,7 +16,7 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
-from deltachain.replica.layout.ways import Group
+from deltachain.replica.layout.load_methods import LoadGroup
 from deltachain.replica.rank import Rank, RankStaged
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.patch import Patch, write
@@ -143,7 +143,7 @@ def test_a_stage_never_looks_where_tensors_are(
 def test_what_is_computed_may_be_no_number(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     output = {"layers.0": torch.tensor([float("nan"), 1.0])}
     monkeypatch.setattr(bench.model, "compute", lambda layers: dict(output) if layers else {})
-    group = Group((), frozenset({"layers.0"}))
+    group = LoadGroup((), frozenset({"layers.0"}))
     attached = replace(bench.rank._attached, groups=(("reloaded", group),))
     monkeypatch.setattr(bench.rank, "_attached", attached)
     assert bench.rank.loads_the_same()

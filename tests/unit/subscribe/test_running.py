@@ -1,4 +1,4 @@
-"""Tables that modules make of their weights when they run, and do not make again."""
+"""RuntimeTables that modules make of their weights when they run, and do not make again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.discover import attach
-from deltachain.replica.layout.running import Tables, made_by_running, remember
-from deltachain.replica.layout.source import LoadedCheckpoint
+from deltachain.replica.layout.discover import discover
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.runtime_tables import (
+    RuntimeTables,
+    made_by_running,
+    record_loaded_state,
+)
 from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
 
 
@@ -63,7 +67,7 @@ def rotary(tmp_path: Path) -> Make:
         model = Rotary()
         model.checkpoint = tmp_path
         model.load(full.items())
-        remember(model)
+        record_loaded_state(model)
         checkpoint = Checkpoint(tmp_path)
         return model, LoadedCheckpoint(checkpoint, checkpoint.specs, {})
 
@@ -73,15 +77,15 @@ def rotary(tmp_path: Path) -> Make:
 def test_what_did_not_run_is_followed(rotary: Make) -> None:
     model, source = rotary()
     assert made_by_running(model) == frozenset()
-    assert attach(model, source).classes == {"w": "in_place"}
+    assert discover(model, source).classes == {"w": "in_place"}
 
 
 def test_a_table_that_was_made_by_running_is_refused(rotary: Make) -> None:
     model, source = rotary()
     model.run()
     assert made_by_running(model) == {"table", "late", "parts.1"}
-    with pytest.raises(TensorMismatchError, match="late when it ran"):
-        attach(model, source)
+    with pytest.raises(TensorMismatchError, match="late at run time"):
+        discover(model, source)
 
 
 def test_a_cast_is_no_other_table(rotary: Make) -> None:
@@ -107,7 +111,7 @@ def test_nothing_is_known_of_what_was_not_recorded() -> None:
 def test_tables_that_were_made_later_are_forgotten_and_made_again(rotary: Make) -> None:
     model, _ = rotary()
     model.update = False
-    tables = Tables(model.modules())
+    tables = RuntimeTables(model.modules())
     model.run(1), model.run(2)
     model.p.data.add_(1)
     model.extra = torch.ones(2)
@@ -119,7 +123,7 @@ def test_tables_that_were_made_later_are_forgotten_and_made_again(rotary: Make) 
 def test_what_was_there_is_kept(rotary: Make) -> None:
     model, _ = rotary()
     model.run()
-    tables, parts, late = Tables(model.modules()), dict(model.parts), model.late
+    tables, parts, late = RuntimeTables(model.modules()), dict(model.parts), model.late
     model.kv_cache = [torch.ones(3)]
     model.steps = 7
     tables.forget()
@@ -129,7 +133,7 @@ def test_what_was_there_is_kept(rotary: Make) -> None:
 
 def test_modules_far_from_weights_are_left_alone() -> None:
     parent = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    tables = Tables(dict(parent.named_modules()))
+    tables = RuntimeTables(dict(parent.named_modules()))
     vars(parent)["scratch"] = vars(parent[0])["table"] = torch.ones(2)
     tables.forget()
     assert "scratch" in vars(parent)
@@ -139,7 +143,7 @@ def test_modules_far_from_weights_are_left_alone() -> None:
 def test_a_flag_that_says_that_a_table_is_there_is_reset() -> None:
     model = nn.Linear(2, 2)
     vars(model)["ready"], vars(model)["busy"] = False, False
-    tables = Tables({"": model})
+    tables = RuntimeTables({"": model})
     vars(model)["busy"] = True
     tables.forget()
     assert vars(model)["busy"], "no table was made"
@@ -152,7 +156,7 @@ def test_a_flag_that_says_that_a_table_is_there_is_reset() -> None:
 def test_a_number_that_was_made_by_running_is_known() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     vars(model)["scale"], vars(model)["rate"] = None, float("nan")
-    remember(model)
+    record_loaded_state(model)
     assert made_by_running(model) == frozenset()
     vars(model)["scale"] = 0.5
     assert made_by_running(model) == {"scale"}
@@ -164,12 +168,12 @@ class WithLoRA(nn.Linear):
 
 def test_what_adapters_hold_is_no_table() -> None:
     model = WithLoRA(2, 2)
-    remember(model)
+    record_loaded_state(model)
     vars(model)["A_buffer"] = torch.ones(2)
     assert made_by_running(model) == frozenset()
 
 
 def test_a_model_that_cannot_be_recorded_is_loaded_all_the_same() -> None:
     model = nn.LazyBatchNorm1d()  # its buffers have no shape yet
-    remember(model)
+    record_loaded_state(model)
     assert made_by_running(model) == frozenset()

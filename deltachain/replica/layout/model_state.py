@@ -1,4 +1,4 @@
-"""What an engine holds and computes at one moment, and what has changed since."""
+"""Record what an engine holds and computes, find what has changed since, and put it back."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.hiding import hides
-from deltachain.replica.layout.holders import Holders
+from deltachain.replica.layout.load_methods import modules_in
 from deltachain.replica.layout.members import Members, SavedBits, numbers_in, same_number
+from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.opaque import is_opaque
 from deltachain.replica.layout.provenance import storage_id
-from deltachain.replica.layout.ways import modules_in
 
 
 class ModelState:
-    """What a model holds and computes, as it was when this was made.
+    """What a model holds and computes at one moment.
 
     Args:
         model: Not in use meanwhile.
         bits: Of its live tensors.
-        layers: Those that are tried; all when not given.
+        layers: Whose output is computed; all when not given.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ModelState:
         modules = model.modules()
         self.owner = {name: layer_of(name, modules) for name in self.tensors}
         self.modules = modules
-        self.holders = Holders((self.owner[name], one) for name, one in self.tensors.items())
+        self.memory = MemoryIndex((self.owner[name], one) for name, one in self.tensors.items())
         self._members = Members(modules.values())
         self.numbers = dict(_numbers(modules))
         self.processed = model.processed()
@@ -44,17 +44,17 @@ class ModelState:
 
     @cached_property
     def opaque(self) -> frozenset[str]:
-        """Processed layers that cannot be tried, and keep what nobody can look into."""
+        """Processed layers without an output to test that keep objects nobody can inspect."""
         hidden = self.processed - self.outputs.keys()
         visible = {storage_id(tensor) for tensor in self.tensors.values()}
         return frozenset(
             layer
             for layer in hidden
-            if any(hides(module, visible) for module in modules_in(self.model, {layer}))
+            if any(is_opaque(module, visible) for module in modules_in(self.model, {layer}))
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
-        """Live tensors with other bits, or in other memory, than they had, and other numbers.
+        """Live tensors with other bits or in other memory than before, and other numbers.
 
         Args:
             layers: Those that are looked at; all when not given.
@@ -81,9 +81,9 @@ class ModelState:
         )
 
     def follows(self, layers: frozenset[str]) -> frozenset[str]:
-        """Layers that compute something else; or hold it, where they cannot be tried or need not.
+        """Layers whose output changed; or whose bits did, where no output is needed or known.
 
-        What is processed after loading may be computed from a hidden copy; nothing else is.
+        Only a layer that is processed after loading may compute from a hidden copy.
         """
         found = set(self.other_outputs(layers))
         shown = self.outputs.keys() & self.processed
@@ -97,7 +97,7 @@ class ModelState:
         """Refuse any bit that changed, any tensor that moved, any other output.
 
         Args:
-            layers: Those that are tried; all where empty.
+            layers: Those that are looked at; all where empty.
 
         Raises:
             TensorMismatchError: One did.
@@ -108,11 +108,11 @@ class ModelState:
             raise TensorMismatchError(f"{layer} computes something else", tensor=layer)
 
     def put_back(self, load: Callable[[], object] | None = None) -> None:
-        """Have the model hold again what it held.
+        """Put back what the model held.
 
         Args:
-            load: Brings the first bits, and may raise. It is called where what is computed is not
-                what it was: a reload that writes into what nobody can see may undo that.
+            load: Loads the first bits, and may raise. It is called where outputs still differ:
+                loading may restore memory that cannot be inspected.
         """
         self._members.put_back()
         self.bits.put_back()
@@ -122,7 +122,7 @@ class ModelState:
             self.put_back()
 
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
-        """Layers that can be tried and compute something else."""
+        """Layers whose output is another one than before."""
         wanted = layers & self.outputs.keys()
         now = self._compute(wanted)
         return [n for n in wanted if n not in now or not _same(now[n], self.outputs[n])]

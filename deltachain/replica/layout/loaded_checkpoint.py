@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
@@ -14,6 +15,7 @@ from deltachain.errors import TensorMismatchError
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import LiveBits
 from deltachain.replica.layout.other_bits import other_bits
+from deltachain.subscribe.targets.patch import varied
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
@@ -64,6 +66,11 @@ class LoadedCheckpoint:
                 f"{checkpoint.path} has no {name!r}: the engine loaded another model", tensor=name
             )
 
+    @cached_property
+    def uniform(self) -> frozenset[str]:
+        """Tensors in the checkpoint all elements of which are equal."""
+        return frozenset(name for name in self.present if not varied(self.bits(name)))
+
     def bits(self, name: str) -> LiveBits:
         """Flat bits of a tensor of the chain, as the checkpoint has it."""
         return self.checkpoint.bits(self.names[name][0])
@@ -73,11 +80,11 @@ class LoadedCheckpoint:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
-        """Flat bits of a tensor, for keeping and changing."""
+        """A copy of the flat bits of a tensor, which may be changed."""
         return self.checkpoint.bits(self.names[name][0]).copy()
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors for a loader, under every name the checkpoint has; made as asked for.
+        """Full tensors for a loader, under every name in the checkpoint, made one at a time.
 
         Those that the checkpoint has not are zeros.
         """

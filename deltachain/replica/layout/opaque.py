@@ -1,4 +1,4 @@
-"""Whether a module may hold weights where no look at it shows them, as in a closure."""
+"""Tell whether a module may hold weights where they cannot be inspected, as in a closure."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from deltachain.replica.layout.members import (
 from deltachain.replica.layout.provenance import storage_id
 
 HANDLES: Final = (torch.Stream, torch.Event, torch.Generator, PurePath, range, slice)
-"""Objects that hold none either, though what is in them is not looked at."""
+"""Other objects that hold none, and are not inspected."""
 
 
 DEEP: Final = 3
-"""Objects within objects that are looked through."""
+"""How many objects deep an object is inspected."""
 
 
-def hides(module: nn.Module, visible: Container[int]) -> bool:
-    """Whether a module, or what acts on it after loading, keeps what may hold hidden weights.
+def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
+    """Whether a module, or what acts on it after loading, may keep weights out of sight.
 
     Args:
-        module: That is looked at, without its children.
-        visible: Storages of the tensors that a look at the model shows.
+        module: To be inspected, without its children.
+        visible: Storages of the model's live tensors.
     """
     return any(
-        may_hide(value) or any(storage_id(one) not in visible for one in _tensors_in(value))
+        may_hide_tensors(value) or any(storage_id(one) not in visible for one in _tensors_in(value))
         for box in containers_of(module, plain=False)
         for value in _inside(box)
     )
 
 
-def may_hide(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
-    """Whether something may hold weights where they cannot be found, as a closure does.
+def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
+    """Whether an object may hold tensors that cannot be found, as a closure does.
 
     Args:
         value: A member of a module.
-        within: Identities of what it is in, which may be in it as well.
+        within: Identities of the objects that contain it, and that it may contain.
     """
     if id(value) in within:
         return False
@@ -61,11 +61,13 @@ def may_hide(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa:
     if isinstance(value, BuiltinFunctionType):
         return not isinstance(value.__self__, ModuleType | type | None)
     kept, within = _kept_by(value), within | {id(value)}
-    return kept is None or any(isinstance(one, Tensor) or may_hide(one, within) for one in kept)
+    return kept is None or any(
+        isinstance(one, Tensor) or may_hide_tensors(one, within) for one in kept
+    )
 
 
 def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
-    """What something without attributes of its own was made with; ``None`` for what cannot tell."""
+    """What an object without attributes was made with; ``None`` where that is not known."""
     if isinstance(value, frozenset):
         return list(value)
     if isinstance(value, partial):
@@ -79,7 +81,7 @@ def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
 
 
 def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:  # noqa: ANN401
-    """Tensors that an object leads to, through other objects; modules and groups of ranks aside."""
+    """Tensors reachable from an object through others, except modules and process groups."""
     kind = type(value)
     if isinstance(value, nn.Module) or "distributed" in kind.__module__:
         return

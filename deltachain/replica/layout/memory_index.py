@@ -1,4 +1,4 @@
-"""Who holds which live elements: tensors that view one storage may have none in common."""
+"""Find out whose tensors share memory: views of one storage may have no element in common."""
 
 from __future__ import annotations
 
@@ -11,41 +11,41 @@ from torch import Tensor
 from deltachain.replica.layout.provenance import storage_id
 
 
-class Holders:
-    """Holders of tensors, those on the meta device included.
+class MemoryIndex:
+    """Tensors by the memory that they view, those on the meta device included.
 
     Args:
-        held: Names of holders, each with a tensor of its own; a holder may be there several times.
+        tensors: Each with the name of its owner, which may have several.
     """
 
-    def __init__(self, held: Iterable[tuple[str, Tensor]]) -> None:
-        self._held: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
-        for name, tensor in held:
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, tensor in tensors:
             if tensor.numel():
-                self._held[storage_id(tensor)].append((name, tensor))
-        self._beside: dict[str, set[str]] = defaultdict(set)
-        for sharing in self._held.values():
-            self._note_beside(sharing)
+                self._tensors[storage_id(tensor)].append((name, tensor))
+        self._tied: dict[str, set[str]] = defaultdict(set)
+        for sharing in self._tensors.values():
+            self._note_tied(sharing)
 
-    def of(self, tensor: Tensor) -> frozenset[str]:
-        """Who holds an element of a tensor."""
-        sharing = self._held.get(storage_id(tensor), ())
+    def overlapping(self, tensor: Tensor) -> frozenset[str]:
+        """Owners of tensors that have an element in common with this one."""
+        sharing = self._tensors.get(storage_id(tensor), ())
         return frozenset(name for name, other in sharing if overlap(tensor, other))
 
-    def of_storage(self, tensor: Tensor) -> frozenset[str]:
-        """Who holds anything in the storage that a tensor is in."""
-        return frozenset(name for name, _ in self._held.get(storage_id(tensor), ()))
+    def in_storage_of(self, tensor: Tensor) -> frozenset[str]:
+        """Owners of tensors in the storage of this one."""
+        return frozenset(name for name, _ in self._tensors.get(storage_id(tensor), ()))
 
     def tied(self, names: frozenset[str]) -> frozenset[str]:
-        """Holders, and those that hold an element of one of them."""
-        return names.union(*(self._beside.get(name, ()) for name in names))
+        """Owners, and those whose tensors have an element in common with theirs."""
+        return names.union(*(self._tied.get(name, ()) for name in names))
 
-    def _note_beside(self, sharing: list[tuple[str, Tensor]]) -> None:
+    def _note_tied(self, sharing: list[tuple[str, Tensor]]) -> None:
         for at, (name, tensor) in enumerate(sharing):
             for other, theirs in sharing[:at]:
                 if other != name and overlap(tensor, theirs):
-                    self._beside[name].add(other)
-                    self._beside[other].add(name)
+                    self._tied[name].add(other)
+                    self._tied[other].add(name)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:

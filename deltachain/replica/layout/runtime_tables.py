@@ -1,8 +1,8 @@
-"""Tensors that modules make when they run: tables made once from weights, and kept.
+"""Tables that modules compute from weights when they first run, and keep.
 
-No load makes such a tensor again, so that it looks like a constant. It is told from one by what a
-model held when it had been loaded and had not run, and what appears later is forgotten whenever
-weights are written: the module makes it again.
+No load computes such a tensor again, so that it looks like a constant. It is told from one by what
+the model held after loading and before it ran. What appears later is dropped whenever weights are
+written, and the module computes it again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that an engine may cast a table to when it first runs."""
 
 KV: Final = "kv_cache"
-"""In names of what requests cached, which is no table."""
+"""Part of the names of what requests cached, which is no table."""
 
 ADAPTER: Final = "LoRA"
-"""In names of classes that wrap others, and hold what requests ask for beside the weights."""
+"""Part of the names of classes that wrap others, and hold adapters that requests ask for."""
 
 _TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}
 """Attributes of every module."""
@@ -41,10 +41,10 @@ _loaded: WeakKeyDictionary[nn.Module, LoadedState] = WeakKeyDictionary()
 
 
 class LoadedState:
-    """What modules held beside their parameters when a model had been loaded.
+    """What modules hold beside their parameters after loading.
 
     Args:
-        model: That has not run.
+        model: One that has not run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class LoadedState:
         self._numbers = dict(_numbers(model))
 
     def changed(self, model: nn.Module) -> frozenset[str]:
-        """Tensors of floating-point numbers, and such numbers, that are new or other ones."""
+        """Floating-point tensors and numbers that are new or have changed."""
         tensors = {
             name
             for name, tensor in _beside_weights(model)
@@ -64,8 +64,8 @@ class LoadedState:
         return frozenset(tensors | numbers)
 
 
-def remember(model: nn.Module) -> None:
-    """Record what a model holds that was loaded, and has not run.
+def record_loaded_state(model: nn.Module) -> None:
+    """Record what a model holds after loading, before it runs.
 
     Never raises: this is called while an engine loads, whether it follows a chain or not.
     """
@@ -76,7 +76,7 @@ def remember(model: nn.Module) -> None:
 
 
 def made_by_running(model: nn.Module) -> frozenset[str]:
-    """Live tensors that running a model made or changed; none where it was not recorded."""
+    """Live tensors that a model computed or changed at run time; none if it was not recorded."""
     found = _loaded.get(model)
     return found.changed(model) if found is not None else frozenset()
 
@@ -100,7 +100,7 @@ def _dotted(prefix: str, path: str) -> str:
 
 
 def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Modules that have parameters of their own, or a child that has; those of adapters aside."""
+    """Modules with parameters of their own or in a child, except those of adapters."""
     return {
         name: module
         for name, module in modules.items()
@@ -109,8 +109,8 @@ def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-class Tables:
-    """What modules near weights keep, so that what they add can be forgotten.
+class RuntimeTables:
+    """What modules near weights keep, so that tables they add can be dropped.
 
     Args:
         modules: By name.
@@ -120,13 +120,13 @@ class Tables:
         self._kept = [_Kept(module) for module in _near_weights(modules).values()]
 
     def forget(self) -> None:
-        """Drop what was added; the modules make it again when they need it."""
+        """Drop tables that were added; the modules compute them again when needed."""
         for kept in self._kept:
             kept.put_back()
 
 
 class _Kept:
-    """What one module has, by name: which members there are, which are nothing, which are flags."""
+    """Names of the members of one module, those that are ``None``, and its flags."""
 
     def __init__(self, module: nn.Module) -> None:
         self._own = vars(module)
@@ -144,7 +144,7 @@ class _Kept:
 
 
 def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) -> bool:
-    """Drop the tables that a dictionary did not have; whether there were any."""
+    """Drop the tables that a dictionary did not have, and say whether there were any."""
     added = [key for key in box.keys() - known if _is_table(key, box[key])]
     filled = [key for key in nothing if _is_table(key, box.get(key))]
     for key in added:
@@ -154,7 +154,7 @@ def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) ->
 
 
 def _dictionaries(module: nn.Module) -> Iterator[dict[Any, Any]]:
-    """The dictionaries that a module itself keeps things in, but for those that torch keeps."""
+    """The dictionaries in which a module keeps its members, except those of torch itself."""
     own = {id(box) for key, box in vars(module).items() if key in _TORCHS}
     for box in containers_of(module):
         if isinstance(box, dict) and id(box) not in own:

@@ -1,4 +1,4 @@
-"""The ways in which an engine loads tensors again; each leaves every tensor where it was."""
+"""The methods by which an engine loads tensors again; each leaves live tensors where they are."""
 
 from __future__ import annotations
 
@@ -12,53 +12,59 @@ from torch import Tensor, nn
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.members import restoring
 
-Way: TypeAlias = Literal["loaded", "reloaded", "repacked"]
+LoadMethod: TypeAlias = Literal["loaded", "reloaded", "repacked"]
 
-RELOADS: Final[tuple[Way, ...]] = ("reloaded", "repacked")
-"""Ways to make whole layers again, in the order in which they are tried."""
+RELOADS: Final[tuple[LoadMethod, ...]] = ("reloaded", "repacked")
+"""Methods that make whole layers again, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LoadGroup:
     """Checkpoint tensors that are loaded together or not at all.
 
     Attributes:
         names: Of the tensors, in the order of the chain.
-        layers: That they are loaded into, and those that have a live tensor in common with these.
-            Empty where that is not known.
+        layers: The layers that they are loaded into, and those that share live elements with
+            these. Empty where that is not known.
     """
 
     names: tuple[str, ...]
     layers: frozenset[str]
 
 
-def bring(
-    model: EngineModel, way: Way, layers: frozenset[str], weights: Iterable[tuple[str, Tensor]]
+def load_with(
+    model: EngineModel,
+    method: LoadMethod,
+    layers: frozenset[str],
+    weights: Iterable[tuple[str, Tensor]],
 ) -> None:
     """Have the engine load tensors; live tensors keep their places whatever the engine does.
 
     Args:
         model: Not in use meanwhile.
-        way: How.
-        layers: That the tensors are loaded into; any where empty.
+        method: One of the engine's.
+        layers: The layers that the tensors are loaded into; any where empty.
         weights: Whole groups. Loaders edit what they are given.
 
     Raises:
         TensorMismatchError: The engine made other tensors than it had.
         Exception: Whatever the engine raises. Modules hold what they held; bits may have changed.
     """
-    scope = layers if way == "repacked" else ()  # loaders and reloads may replace any tensor
+    scope = layers if method == "repacked" else ()  # loaders and reloads may replace any tensor
     with restoring(modules_in(model, scope)) as members, torch.no_grad():
-        _load(model, way, layers, weights)
+        _load(model, method, layers, weights)
         members.settle()
 
 
 def _load(
-    model: EngineModel, way: Way, layers: frozenset[str], weights: Iterable[tuple[str, Tensor]]
+    model: EngineModel,
+    method: LoadMethod,
+    layers: frozenset[str],
+    weights: Iterable[tuple[str, Tensor]],
 ) -> None:
-    if way == "loaded":
+    if method == "loaded":
         model.load(weights)
-    elif way == "reloaded":
+    elif method == "reloaded":
         model.reload(weights)
     else:
         model.repack(layers, weights)

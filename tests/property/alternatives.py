@@ -1,8 +1,8 @@
-"""Whether a refusal was needless: every way of an engine, tried without a thought of proof.
+"""Tell whether a refusal was needless, by trying everything an engine can do without any proof.
 
-A way exists if it brings other bits of the tensor, others after those, and the first ones again,
-and each time the engine holds what a fresh one holds. It can be proven if what such a change does
-can be seen in every module that it does something to.
+A method works if it loads other bits of the tensor, others after those, and the first ones again,
+and each time the engine holds what a fresh one holds. It can be proven if such a change is visible
+in every module that it affects.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltachain.replica.layout.ways import Way, bring
+from deltachain.replica.layout.load_methods import LoadMethod, load_with
 from tests.property.engine import RandomEngine
 from tests.property.layers import Layer
 from tests.property.recipe import Recipe
@@ -22,11 +22,11 @@ from tests.property.snapshot import differences, look, served
 from tests.property.values import first, other
 from tests.property.writers import PURE
 
-WAYS: tuple[Way, ...] = ("loaded", "reloaded", "repacked")
+METHODS: tuple[LoadMethod, ...] = ("loaded", "reloaded", "repacked")
 
 
-class Ways:
-    """The ways into one random engine.
+class Alternatives:
+    """The ways in which one random engine could be updated.
 
     Args:
         recipe: Of it.
@@ -41,7 +41,7 @@ class Ways:
         self.alias = {name: alias for alias, name in aliases.items()}
 
     def needless(self, refused: Iterable[str]) -> dict[str, str]:
-        """The ways that refused tensors could have gone.
+        """The classes that refused tensors could have had.
 
         None where one of them has no way: an engine is followed as a whole or not at all.
         """
@@ -62,7 +62,7 @@ class Ways:
         group = self._group(name)
         if not all(self._shows(one) for one in group):
             return ""
-        return next((way for way in WAYS if self._is_right(way, group)), "")
+        return next((way for way in METHODS if self._is_right(way, group)), "")
 
     @cached_property
     def changes(self) -> list[dict[str, frozenset[str]]]:
@@ -142,10 +142,10 @@ class Ways:
             if path in engine.layers_by_path
         )
 
-    def _is_right(self, way: Way, group: list[str]) -> bool:
+    def _is_right(self, way: LoadMethod, group: list[str]) -> bool:
         return all(self._is_right_on(rank, way, group) for rank in range(self.recipe.ranks))
 
-    def _is_right_on(self, rank: int, way: Way, group: list[str]) -> bool:
+    def _is_right_on(self, rank: int, way: LoadMethod, group: list[str]) -> bool:
         engine = self._engine(rank, self.base)
         modules = frozenset().union(*(self.changes[rank][name] for name in group))
         layers = frozenset(path for path in modules if isinstance(engine.modules()[path], Layer))
@@ -157,7 +157,7 @@ class Ways:
                 n: t.clone() for n, t in tensors.items() if n in group or n in self._aliases(group)
             }
             try:
-                bring(engine, way, layers, given.items())
+                load_with(engine, way, layers, given.items())
             except Exception:  # noqa: BLE001 - then it is not a way
                 return False
             wanted = served(look(self._engine(rank, tensors)))
@@ -168,8 +168,8 @@ class Ways:
     def _is_seen_unused(self) -> bool:
         """Whether a way to load everything exists, so that what nothing follows can be told."""
         if any(unit.process for unit in self.recipe.units):
-            return any(self._is_right(way, self.names) for way in WAYS[1:])
-        return any(self._is_right(way, self.names) for way in WAYS)
+            return any(self._is_right(way, self.names) for way in METHODS[1:])
+        return any(self._is_right(way, self.names) for way in METHODS)
 
     def _aliases(self, names: Iterable[str]) -> set[str]:
         return {self.alias[name] for name in names if name in self.alias}

@@ -1,8 +1,4 @@
-"""What the layers of an engine compute from, tried out; and layers put back as they were.
-
-Both engines build their layers alike: a module with a ``weight``, and beside it a ``quant_method``
-that multiplies by it, by a packed copy of it, or by whatever else it made of it after loading.
-"""
+"""Find the layers that each checkpoint tensor is loaded into, by running the loader dry."""
 
 from __future__ import annotations
 
@@ -23,62 +19,7 @@ from deltachain.replica.layout.recorder import Load
 logger = logging.getLogger(__name__)
 
 Owners: TypeAlias = Callable[[Tensor], frozenset[str]]
-"""The layers that hold an element of a tensor; none for a tensor of nobody."""
-
-
-def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
-    """What a linear layer computes from a fixed row; ``None`` where it takes no such row."""
-    bias = getattr(layer, "bias", None)
-    width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
-    weight = getattr(layer, "weight", None)
-    if not width or not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return None
-    row = torch.linspace(0.5, 1.5, width, device=weight.device, dtype=weight.dtype)[None]
-    try:
-        output: Tensor = layer.quant_method.apply(layer, row, bias)
-    except Exception:  # noqa: BLE001 - then its parameters must speak for it
-        return None
-    return output.float()
-
-
-def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
-    """Whether a linear layer multiplies by a pattern in its weight, and adds one in its bias."""
-    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
-    members = [one for one in (weight, bias) if isinstance(one, Tensor)]
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
-        return False
-    saved = [one.detach().clone() for one in members]
-    rows, columns = weight.shape
-    try:
-        pattern = torch.arange(rows * columns, device=weight.device).remainder(251)
-        weight.data.copy_(pattern.view(rows, columns))
-        if isinstance(bias, Tensor):
-            bias.data.copy_(torch.arange(bias.numel(), device=bias.device).remainder(241))
-        one_hot = torch.zeros(1, columns, dtype=weight.dtype, device=weight.device)
-        one_hot[0, columns // 2] = 1
-        added = 0 if bias is None else bias.data
-        expected = weight.data[:, columns // 2] + added
-        found = layer.quant_method.apply(layer, one_hot, bias).view(-1)
-        return bool(torch.equal(found, expected))
-    except Exception:  # noqa: BLE001 - a layer that cannot be tried is not believed
-        return False
-    finally:
-        for one, before in zip(members, saved, strict=True):
-            one.data.copy_(before)
-
-
-def processed(model: nn.Module) -> frozenset[str]:
-    """Layers that have, or are part of one that has, something to do after loading."""
-
-    def acts(thing: object) -> bool:
-        return hasattr(thing, "process_weights_after_loading")
-
-    return frozenset(
-        part
-        for name, layer in model.named_modules()
-        if acts(layer) or acts(getattr(layer, "quant_method", None))
-        for part, _ in layer.named_modules(prefix=name)
-    )
+"""The layers that hold an element of a tensor; none for a tensor outside the model."""
 
 
 def layers_of(
@@ -87,14 +28,14 @@ def layers_of(
     owners: Owners,
     modules: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, frozenset[str]]:
-    """The layers that each checkpoint tensor is loaded into. No tensor with an owner is written.
+    """Find the layers that each checkpoint tensor is loaded into; no owned tensor is written.
 
     Args:
         load: The engine's loader.
         names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         owners: The layers that hold an element of a tensor.
         modules: Of the model, by name: those that a loader may give tensors of its own making,
-            which nobody owned before. They keep these.
+            which had no owner before. They keep these.
     """
     found: dict[str, set[str]] = defaultdict(set)
     if not _try_load(load, names, owners, modules or {}, found):
@@ -104,7 +45,7 @@ def layers_of(
 
 
 class _Watch(TorchDispatchMode):
-    """Notes into which layer each meta tensor is copied; nothing of the model is written."""
+    """Note the layer that each meta tensor is copied into; nothing of the model is written."""
 
     def __init__(
         self, inputs: Mapping[str, Tensor], owners: Owners, found: dict[str, set[str]]
@@ -133,7 +74,7 @@ class _Watch(TorchDispatchMode):
         return returned
 
     def look(self, modules: Mapping[str, nn.Module]) -> None:
-        """Note the layers that hold by now what was made of meta tensors."""
+        """Note the layers that hold tensors made from meta tensors."""
         for layer, module in modules.items():
             made = [tensor for _, tensor in tensors_in(module) if not is_lazy(tensor)]
             for name in self.provenance.sources(made):

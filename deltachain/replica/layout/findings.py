@@ -1,0 +1,102 @@
+"""What discovery knows about each checkpoint tensor: a value that every step replaces."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from deltachain.replica.layout.components import distinct
+from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.members import restoring
+from deltachain.replica.layout.model_state import ModelState
+from deltachain.replica.layout.recorder import Recording
+from deltachain.replica.layout.update_path import ON_HOST, TensorClass
+from deltachain.replica.windows import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """What is known so far. Names are those of the chain, in its order, unless said otherwise.
+
+    Attributes:
+        placements: Where each tensor was recorded to be stored, each place once.
+        loaded_into: The layers that each tensor is loaded into, and those with live tensors that
+            are derived from it.
+        joined: Sets of tensors that have to be loaded together.
+        reasons: Why tensors cannot be written in place; the first reason of each.
+        reload_only: Those of them that only a reload of their layers can update.
+        required: Classes that other ranks gave to tensors.
+        readable: Tensors whose bits can be read back where they are stored.
+        overlapping: Tensors that share live elements with another one.
+        unverifiable: Tensors whose elements are all equal, in layers that may rearrange them.
+        untestable: Layers that may compute from memory that cannot be inspected.
+        derived: Live tensors and numbers that are derived from each tensor.
+        touched: Live tensors that the engine's own loader was seen to change.
+        classes: Of the tensors that are decided.
+        groups: Tensors that the engine loads, with the method.
+    """
+
+    placements: Mapping[str, tuple[Placement, ...]]
+    loaded_into: Mapping[str, frozenset[str]]
+    joined: tuple[frozenset[str], ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    reload_only: frozenset[str] = frozenset()
+    required: Mapping[str, TensorClass] = field(default_factory=dict)
+    readable: frozenset[str] = frozenset()
+    overlapping: frozenset[str] = frozenset()
+    unverifiable: frozenset[str] = frozenset()
+    untestable: frozenset[str] = frozenset()
+    derived: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    touched: frozenset[str] = frozenset()
+    classes: Mapping[str, TensorClass] = field(default_factory=dict)
+    groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
+
+    def in_place(self) -> list[str]:
+        """Tensors that may be written in place, as far as is known."""
+        return [n for n, found in self.placements.items() if found and n not in self.reasons]
+
+    def not_in_place(self, reasons: Mapping[str, str]) -> Findings:
+        """Note why tensors cannot be written in place; the first reason of a tensor stays."""
+        new = {name: reason for name, reason in reasons.items() if name not in self.reasons}
+        return replace(self, reasons={**self.reasons, **new})
+
+    def only_reloaded(self, reasons: Mapping[str, str]) -> Findings:
+        """Note why nothing but a reload of their layers can update tensors."""
+        return replace(self.not_in_place(reasons), reload_only=self.reload_only.union(reasons))
+
+
+def from_recording(state: ModelState, source: LoadedCheckpoint, recording: Recording) -> Findings:
+    """Start with what the loader was seen to do."""
+    owner = source.owner
+    placements: dict[str, list[Placement]] = {name: [] for name in source.specs}
+    for here, found in recording.places.items():
+        placements[owner[here]] += found
+    reasons: dict[str, str] = {}
+    for here, reason in recording.reasons.items():
+        reasons.setdefault(owner[here], reason)
+    return Findings(
+        placements={name: tuple(distinct(found)) for name, found in placements.items()},
+        loaded_into=_loaded_into(state, source),
+        joined=tuple(frozenset(owner[here] for here in one) for one in recording.together),
+        reasons=reasons,
+        reload_only=frozenset(owner[here] for here in recording.raised),
+    )
+
+
+def _loaded_into(state: ModelState, source: LoadedCheckpoint) -> dict[str, frozenset[str]]:
+    found: dict[str, frozenset[str]] = defaultdict(frozenset)
+    with restoring(state.modules.values()) as members:
+        layers = state.model.layers(source.meta())
+        members.put_back()
+    for here, into in layers.items():
+        found[source.owner[here]] |= into
+    return dict(found)
+
+
+def require_classes(findings: Findings, classes: Mapping[str, TensorClass]) -> Findings:
+    """Give tensors no better class than they have on other ranks."""
+    worse = {n: f"it is {kind} on another rank" for n, kind in classes.items() if kind in ON_HOST}
+    reloads = findings.reload_only.union(n for n, kind in classes.items() if kind in RELOADS)
+    return replace(findings.not_in_place(worse), reload_only=reloads, required=dict(classes))
