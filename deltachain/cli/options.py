@@ -48,7 +48,7 @@ AsJson: TypeAlias = Annotated[
 Encode: TypeAlias = Annotated[
     str,
     typer.Option(
-        metavar="step|overwrite|raw",
+        metavar="<step|overwrite|raw>",
         help="**step** is the smallest; **overwrite** carries new bits instead of steps; **raw** "
         "opens in any safetensors reader. Installed packages add more.",
     ),

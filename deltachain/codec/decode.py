@@ -21,13 +21,14 @@ from deltachain.errors import (
     UnsupportedFormatError,
 )
 from deltachain.format.digest import object_digest
-from deltachain.types import Buffer, StateDigest
+from deltachain.types import Buffer, StateDigest, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     """A row, its segments, where it begins in each stream of its bucket, and how far it goes."""
 
+    spec: TensorSpec
     row: d.TensorRow
     encoding: Encoding
     segments: tuple[d.Segment, ...]
@@ -115,6 +116,7 @@ class Part:
 
     def _decode(self, tensor: _Tensor) -> TensorDelta:
         reader = TensorReader(
+            spec=tensor.spec,
             row=tensor.row,
             segments=tensor.segments,
             key=self.key,
@@ -124,7 +126,7 @@ class Part:
             streams=self._streams,
         )
         delta = tensor.encoding.decode(reader)
-        if delta.spec != tensor.row.spec or delta.nnz != tensor.row.nnz:
+        if delta.spec != tensor.spec or delta.nnz != tensor.row.nnz:
             raise reader.malformed(f"decodes to {delta.nnz} elements of {tensor.row.nnz}")
         return delta
 
@@ -204,11 +206,13 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
             raise MalformedError(
                 f"{key}: {row.name!r}: encoding {row.encoding!r} in a compressed part", key=key
             )
-        mine = _take_segments(row, encoding, segments, key)
+        spec = _check_row(row, encoding, key)
+        own = encoding.own_arrays
+        mine = () if own else _take_segments(row, spec.numel, encoding, segments, key)
         at = reached.setdefault(row.bucket, {})
-        lengths = {} if encoding.own_arrays else encoding.streams(row, mine)
+        lengths = {} if own else encoding.streams(row, mine)
         starts = {name: at.get(name, 0) for name in lengths}
-        tensors[row.name] = _Tensor(row, encoding, mine, starts, lengths)
+        tensors[row.name] = _Tensor(spec, row, encoding, mine, starts, lengths)
         for name, length in lengths.items():
             at[name] = at.get(name, 0) + length
     if next(segments, None) is not None:
@@ -216,38 +220,43 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
     return tensors
 
 
-def _take_segments(
-    row: d.TensorRow, encoding: Encoding, segments: Iterator[d.Segment], key: str
-) -> tuple[d.Segment, ...]:
-    """Check one tensor row and take its segments from the rest.
-
-    Each is checked before the next is made, so that hostile columns take no memory.
-
-    Raises:
-        MalformedError: Anything FORMAT.md 3 forbids.
-    """
+def _check_row(row: d.TensorRow, encoding: Encoding, key: str) -> TensorSpec:
+    """Check one row without its segments; return its tensor."""
     try:
-        numel = row.spec.numel
+        spec = row.spec
         StateDigest.parse(row.digest)
     except ConfigError as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
+    fits = not encoding.own_arrays or row.gap == row.bucket == row.segments == 0
+    if not fits or not encoding.fits_row(row, spec.numel):
+        raise _inconsistent(row, key)
+    return spec
+
+
+def _take_segments(
+    row: d.TensorRow, numel: int, encoding: Encoding, segments: Iterator[d.Segment], key: str
+) -> tuple[d.Segment, ...]:
+    """Take the segments of one row from the rest.
+
+    Each is checked before the next is made, so that hostile columns take no memory.
+    """
     mine: list[d.Segment] = []
-    fits = encoding.fits_row(row)
-    if encoding.own_arrays:
-        fits = fits and row.gap == row.bucket == row.segments == 0
-    else:
-        at = 0
-        while fits and len(mine) < row.segments:
-            segment = next(segments, None)
-            fits = segment is not None and segment.start >= at and _is_inside(segment, numel)
-            if fits and segment is not None:
-                fits = encoding.fits_segment(row, segment)
-                mine.append(segment)
-                at = segment.start + segment.length
-        fits = fits and row.nnz == sum(s.nnz for s in mine)
-    if not fits:
-        raise MalformedError(f"{key}: inconsistent row of tensor {row.name!r}", key=key)
+    at = 0
+    while len(mine) < row.segments:
+        segment = next(segments, None)
+        if segment is None or segment.start < at or not _is_inside(segment, numel):
+            raise _inconsistent(row, key)
+        if not encoding.fits_segment(row, segment):
+            raise _inconsistent(row, key)
+        mine.append(segment)
+        at = segment.start + segment.length
+    if row.nnz != sum(s.nnz for s in mine):
+        raise _inconsistent(row, key)
     return tuple(mine)
+
+
+def _inconsistent(row: d.TensorRow, key: str) -> MalformedError:
+    return MalformedError(f"{key}: inconsistent row of tensor {row.name!r}", key=key)
 
 
 def _is_inside(segment: d.Segment, numel: int) -> bool:

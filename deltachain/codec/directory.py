@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from deltachain.codec.container import ArrayShape, Size
-from deltachain.types import StateDigest, TensorSpec
+from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
 
 SEGMENT: Final = 1 << 20
 """Most elements that a segment spans: what a reader must decode to get at one element."""
@@ -51,6 +51,11 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def spec(self) -> TensorSpec:
         """The tensor."""
         return TensorSpec(self.name, self.dtype, self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return WIRE_DTYPES[self.dtype]
 
     @property
     def change(self) -> StateDigest:

@@ -28,6 +28,9 @@ from deltachain.format.digest import object_digest
 from deltachain.threads import Pool
 from deltachain.types import WIRE_DTYPES, Buffer, StateDigest
 
+_STEP, _OVERWRITE, _DENSE = StepEncoding(), OverwriteEncoding(), DenseEncoding()
+_RAW, _PLAIN = RawEncoding(), PlainEncoding()
+
 BUCKET: Final = 1 << 26
 """Elements of consecutive tensors that share streams; a larger tensor is a bucket of its own."""
 
@@ -153,10 +156,10 @@ def _fitting(change: Change, *, raw: bool) -> Encoding:
     """The encoding that fits a delta."""
     delta = change.delta
     if delta.indices is None or change.windows:
-        return PlainEncoding() if raw else DenseEncoding()
+        return _PLAIN if raw else _DENSE
     if raw:
-        return RawEncoding()
-    return OverwriteEncoding() if delta.absolute.any() else StepEncoding()
+        return _RAW
+    return _OVERWRITE if delta.absolute.ndim or delta.absolute else _STEP
 
 
 def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor) -> d.TensorRow:

@@ -19,6 +19,7 @@ class TensorReader:
     """Reads what one tensor has in a part; what it reads is proven, and still hostile.
 
     Attributes:
+        spec: The tensor.
         row: Its row in the directory.
         segments: Its segments.
         key: Names the part in errors.
@@ -28,6 +29,7 @@ class TensorReader:
         streams: Every stream of the part, by full name.
     """
 
+    spec: TensorSpec
     row: TensorRow
     segments: tuple[Segment, ...]
     key: str
@@ -35,11 +37,6 @@ class TensorReader:
     lengths: Mapping[str, int]
     ends: Mapping[str, int]
     streams: Mapping[str, StreamReader]
-
-    @property
-    def spec(self) -> TensorSpec:
-        """The tensor."""
-        return self.row.spec
 
     def units(self, stream: str) -> npt.NDArray[np.uint8]:
         """Its share of one stream: bytes, or one byte of 0 or 1 for each bit.

@@ -55,8 +55,11 @@ class Encoding(ABC):
         return int(changes.indices.size) * (1 + spec.itemsize)
 
     @abstractmethod
-    def fits_row(self, row: TensorRow) -> bool:
-        """Whether the counts in a row are possible; its segments are not read yet."""
+    def fits_row(self, row: TensorRow, numel: int) -> bool:
+        """Whether the counts in a row are possible, in a tensor of ``numel`` elements.
+
+        Its segments are not read yet.
+        """
 
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
         """Whether the counts of a segment are possible.

@@ -24,7 +24,7 @@ class DenseEncoding(Encoding):
     sparse: ClassVar[bool] = False
 
     @override
-    def fits_row(self, row: TensorRow) -> bool:
+    def fits_row(self, row: TensorRow, numel: int) -> bool:
         return row.gap == 0
 
     @override
@@ -34,7 +34,7 @@ class DenseEncoding(Encoding):
     @override
     def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
         nnz = sum(s.nnz for s in segments)
-        return {f"dense.{k}": nnz for k in range(row.spec.itemsize)}
+        return {f"dense.{k}": nnz for k in range(row.itemsize)}
 
     @override
     def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:

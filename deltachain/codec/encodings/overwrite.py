@@ -24,7 +24,7 @@ class OverwriteEncoding(SparseEncoding):
     @override
     def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
         nnz = sum(s.nnz for s in segments)
-        return {f"value.{k}": nnz for k in range(row.spec.itemsize)}
+        return {f"value.{k}": nnz for k in range(row.itemsize)}
 
     @override
     def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:

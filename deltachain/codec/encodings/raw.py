@@ -27,8 +27,8 @@ class RawEncoding(Encoding):
     own_arrays: ClassVar[bool] = True
 
     @override
-    def fits_row(self, row: TensorRow) -> bool:
-        return row.nnz <= row.spec.numel
+    def fits_row(self, row: TensorRow, numel: int) -> bool:
+        return row.nnz <= numel
 
     @override
     def arrays(self, row: TensorRow) -> Mapping[str, tuple[str, tuple[int, ...]]]:

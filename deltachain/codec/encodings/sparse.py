@@ -55,7 +55,7 @@ class SparseEncoding(Encoding):
         """
 
     @override
-    def fits_row(self, row: TensorRow) -> bool:
+    def fits_row(self, row: TensorRow, numel: int) -> bool:
         return row.gap in (1, 2)
 
     @override

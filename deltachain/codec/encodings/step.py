@@ -46,7 +46,7 @@ class StepEncoding(SparseEncoding):
         nnz = sum(s.nnz for s in segments)
         exceptions, wide = sum(s.exceptions for s in segments), sum(s.wide for s in segments)
         lengths = {"sign": nnz, "exception": nnz, "magnitude": exceptions}
-        return lengths | {f"wide.{k}": wide for k in range(row.spec.itemsize)}
+        return lengths | {f"wide.{k}": wide for k in range(row.itemsize)}
 
     @override
     def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:

@@ -31,7 +31,7 @@ class ZigzagEncoding(SparseEncoding):
     @override
     def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
         nnz = sum(segment.nnz for segment in segments)
-        return {f"acme.zigzag.{k}": nnz for k in range(row.spec.itemsize)}
+        return {f"acme.zigzag.{k}": nnz for k in range(row.itemsize)}
 
     @override
     def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:

@@ -70,6 +70,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_installed_encoding_is_published_followed_and_verified(written: Path) -> None:
     chain = Chain.open(open_store(written / "chain"))
     head = chain.head()
+    assert head is not None
     assert head.version == 3
     assert head.manifest.edge.encodings == ("acme.zigzag",)
 
@@ -84,8 +85,10 @@ def test_a_reader_without_the_package_names_the_encoding(written: Path) -> None:
 
 def test_a_plan_without_the_package_says_what_it_left_out(written: Path) -> None:
     chain = Chain.open(open_store(written / "chain"))
+    head = chain.head()
+    assert head is not None
     with pytest.raises(BrokenChainError, match=r"'acme\.zigzag'") as caught:
-        chain.plan(0, chain.head())
+        chain.plan(0, head)
     assert "install the package" in caught.value.hint
     assert "anchor" in caught.value.hint
 
