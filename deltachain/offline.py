@@ -15,13 +15,13 @@ import numpy as np
 from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.codec import Change, EncodedPart, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.errors import BaseMismatchError, ConfigError, TensorMismatchError
+from deltachain.errors import BaseMismatchError, ConfigError
 from deltachain.filebits import FileBits
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change, move
 from deltachain.mapped import map_file
-from deltachain.types import Bits, TensorSpec
+from deltachain.types import Bits, TensorSpec, check_form
 from deltachain.verify import matches
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
@@ -66,7 +66,7 @@ def compare(old: Path, new: Path, encoding: str) -> CheckpointDiff:
     """
     before, after = Checkpoint(old), Checkpoint(new)
     for name in sorted(before.specs.keys() | after.specs.keys()):
-        _check_spec(name, before.specs.get(name), old, after.specs.get(name), new)
+        _check_form(name, before.specs.get(name), old, after.specs.get(name), new)
     found: list[Change] = []
     nnz = 0
     for name, spec in after.specs.items():
@@ -115,7 +115,7 @@ def apply(base: Path, file: Path, out: Path) -> Applied:
     part.verify()
     checkpoint = Checkpoint(base)
     for name, row in part.rows.items():
-        _check_spec(name, checkpoint.specs.get(name), base, row.spec, file)
+        _check_form(name, checkpoint.specs.get(name), base, row.spec, file)
     copy = _copied_folder if base.is_dir() else _copied_file
     with copy(base, out) as partial:
         for name in part.rows:
@@ -171,16 +171,8 @@ def _copied_folder(base: Path, out: Path) -> Iterator[Path]:
     sync_folder(out.absolute().parent)
 
 
-def _check_spec(
+def _check_form(
     name: str, one: TensorSpec | None, at: Path, other: TensorSpec | None, there: Path
 ) -> None:
-    if one != other:
-        raise TensorMismatchError(
-            f"{name!r} is {_form(one)} in {at}, {_form(other)} in {there}",
-            tensor=name,
-            hint="both must have the same tensors: names, shapes, dtypes",
-        )
-
-
-def _form(spec: TensorSpec | None) -> str:
-    return "missing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+    hint = "both must have the same tensors: names, shapes, dtypes"
+    check_form(name, one, at, other, there, hint=hint)

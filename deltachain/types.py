@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, TensorMismatchError
 
 Version: TypeAlias = int
 """Position in a chain, counted from 0."""
@@ -26,6 +26,9 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 """Flat indices into a full tensor, strictly increasing."""
+
+Form: TypeAlias = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor."""
 
 WIRE_DTYPES: Final[dict[str, int]] = {
     "BOOL": 1,
@@ -102,6 +105,55 @@ class TensorSpec:
     def bits_dtype(self) -> np.dtype[Any]:
         """Numpy dtype of its bits."""
         return BITS_DTYPES[self.itemsize]
+
+
+def mismatch(
+    name: str,
+    found: TensorSpec | Form | None,
+    where: object,
+    expected: TensorSpec | Form | None,
+    there: object,
+) -> str:
+    """Describe how a tensor of one name differs in dtype or shape in two places.
+
+    Args:
+        name: Of the tensor.
+        found: In the first place; ``None`` if it is not there.
+        where: The first place, for the message.
+        expected: In the second place.
+        there: The second place.
+
+    Returns:
+        The message; empty if they do not differ.
+    """
+    one, other = _form(found), _form(expected)
+    return "" if one == other else f"{name!r} is {one} in {where}, {other} in {there}"
+
+
+def check_form(
+    name: str,
+    found: TensorSpec | Form | None,
+    where: object,
+    expected: TensorSpec | Form | None,
+    there: object = "the chain",
+    *,
+    hint: str = "",
+) -> None:
+    """Check that a tensor has the same dtype and shape in two places; see :func:`mismatch`.
+
+    Raises:
+        TensorMismatchError: It has not, or is missing in one of them.
+    """
+    message = mismatch(name, found, where, expected, there)
+    if message:
+        raise TensorMismatchError(message, tensor=name, hint=hint)
+
+
+def _form(tensor: TensorSpec | Form | None) -> str:
+    if tensor is None:
+        return "missing"
+    dtype, shape = (tensor.dtype, tensor.shape) if isinstance(tensor, TensorSpec) else tensor
+    return f"{dtype}{list(shape)}"
 
 
 _LANE: Final = 1 << 64
