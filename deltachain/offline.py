@@ -1,4 +1,4 @@
-"""Checkpoints to one part and back: what ``diff`` and ``patch`` do."""
+"""Encode the difference of two checkpoints in one part, and apply it: ``diff`` and ``patch``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change, move
 from deltachain.mapped import map_file
-from deltachain.types import Bits, TensorSpec, check_form
+from deltachain.types import Bits, TensorSpec, check_spec
 from deltachain.verify import matches
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
@@ -33,7 +33,7 @@ MAYBE_DENSE: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointDiff:
-    """What tells two checkpoints apart, as one part.
+    """The difference of two checkpoints, as one part.
 
     Attributes:
         part: The file.
@@ -52,21 +52,21 @@ class CheckpointDiff:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What a part did to a checkpoint."""
+    """Counts of what was written into a checkpoint."""
 
     tensors: int
     nnz: int
 
 
 def compare(old: Path, new: Path, encoding: str) -> CheckpointDiff:
-    """Encode what tells ``new`` from ``old``.
+    """Encode the difference from ``old`` to ``new``.
 
     Raises:
         TensorMismatchError: They do not have the same tensors.
     """
     before, after = Checkpoint(old), Checkpoint(new)
     for name in sorted(before.specs.keys() | after.specs.keys()):
-        _check_form(name, before.specs.get(name), old, after.specs.get(name), new)
+        _check_spec(name, before.specs.get(name), old, after.specs.get(name), new)
     found: list[Change] = []
     nnz = 0
     for name, spec in after.specs.items():
@@ -115,7 +115,7 @@ def apply(base: Path, file: Path, out: Path) -> Applied:
     part.verify()
     checkpoint = Checkpoint(base)
     for name, row in part.rows.items():
-        _check_form(name, checkpoint.specs.get(name), base, row.spec, file)
+        _check_spec(name, checkpoint.specs.get(name), base, row.spec, file)
     copy = _copied_folder if base.is_dir() else _copied_file
     with copy(base, out) as partial:
         for name in part.rows:
@@ -171,8 +171,8 @@ def _copied_folder(base: Path, out: Path) -> Iterator[Path]:
     sync_folder(out.absolute().parent)
 
 
-def _check_form(
+def _check_spec(
     name: str, one: TensorSpec | None, at: Path, other: TensorSpec | None, there: Path
 ) -> None:
     hint = "both must have the same tensors: names, shapes, dtypes"
-    check_form(name, one, at, other, there, hint=hint)
+    check_spec(name, one, at, other, there, hint=hint)

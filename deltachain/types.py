@@ -27,9 +27,6 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 Indices: TypeAlias = npt.NDArray[np.int64]
 """Flat indices into a full tensor, strictly increasing."""
 
-Form: TypeAlias = tuple[str, tuple[int, ...]]
-"""Dtype and shape of a tensor."""
-
 WIRE_DTYPES: Final[dict[str, int]] = {
     "BOOL": 1,
     "U8": 1,
@@ -107,34 +104,32 @@ class TensorSpec:
         return BITS_DTYPES[self.itemsize]
 
 
-def mismatch(
-    name: str,
-    found: TensorSpec | Form | None,
-    where: object,
-    expected: TensorSpec | Form | None,
-    there: object,
-) -> str:
+_Spec: TypeAlias = TensorSpec | tuple[str, tuple[int, ...]] | None
+"""Dtype and shape of a tensor; ``None`` if there is no such tensor."""
+
+
+def mismatch(name: str, found: _Spec, where: object, expected: _Spec, there: object) -> str:
     """Describe how a tensor of one name differs in dtype or shape in two places.
 
     Args:
         name: Of the tensor.
-        found: In the first place; ``None`` if it is not there.
+        found: Spec, or dtype and shape, in the first place; ``None`` if it is not there.
         where: The first place, for the message.
-        expected: In the second place.
+        expected: The same of the second place.
         there: The second place.
 
     Returns:
         The message; empty if they do not differ.
     """
-    one, other = _form(found), _form(expected)
+    one, other = _described(found), _described(expected)
     return "" if one == other else f"{name!r} is {one} in {where}, {other} in {there}"
 
 
-def check_form(
+def check_spec(
     name: str,
-    found: TensorSpec | Form | None,
+    found: _Spec,
     where: object,
-    expected: TensorSpec | Form | None,
+    expected: _Spec,
     there: object = "the chain",
     *,
     hint: str = "",
@@ -149,7 +144,7 @@ def check_form(
         raise TensorMismatchError(message, tensor=name, hint=hint)
 
 
-def _form(tensor: TensorSpec | Form | None) -> str:
+def _described(tensor: _Spec) -> str:
     if tensor is None:
         return "missing"
     dtype, shape = (tensor.dtype, tensor.shape) if isinstance(tensor, TensorSpec) else tensor

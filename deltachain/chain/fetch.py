@@ -151,7 +151,7 @@ def fetch(
     checkpoint = None if reference is None else open_base(reference, base)
     if checkpoint is not None:
         path = str(checkpoint.path)
-        _check_forms(specs, "the chain", checkpoint.specs, path, key=path)
+        _check_specs(specs, "the chain", checkpoint.specs, path, key=path)
     refetched: list[str] = []
 
     def get(item: tuple[ObjectRef, Edge]) -> Part:
@@ -159,7 +159,7 @@ def fetch(
         part = _get(chain.store, ref, refetched)
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         rows = {name: row.spec for name, row in part.rows.items()}
-        _check_forms(rows, ref.key, specs, "the chain", key=ref.key)
+        _check_specs(rows, ref.key, specs, "the chain", key=ref.key)
         progress(ref.nbytes)
         return part
 
@@ -242,7 +242,7 @@ def _open(data: Buffer, ref: ObjectRef) -> Part:
     return part
 
 
-def _check_forms(
+def _check_specs(
     needed: Mapping[str, TensorSpec],
     where: str,
     known: Mapping[str, TensorSpec],

@@ -41,7 +41,7 @@ _njit: Final[Any] = numba.njit  # untyped up to numba 0.67, and narrower than wh
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]  # see there
-    """What was compiled, on disk; without a disk that takes it, every process compiles anew."""
+    """Compiled kernels on disk; without a writable disk, every process compiles them anew."""
 
     @override
     def save_overload(self, sig: Any, data: Any) -> None:

@@ -12,7 +12,7 @@ from deltachain.types import (
     WIRE_DTYPES,
     StateDigest,
     TensorSpec,
-    check_form,
+    check_spec,
     mismatch,
 )
 
@@ -86,5 +86,5 @@ def test_a_mismatch_names_dtype_and_shape_in_both_places() -> None:
     )
     assert mismatch("w", spec, "here", None, "there").endswith("missing in there")
     with pytest.raises(TensorMismatchError, match="missing in here") as caught:
-        check_form("w", None, "here", spec)
+        check_spec("w", None, "here", spec)
     assert caught.value.tensor == "w"

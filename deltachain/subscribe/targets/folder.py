@@ -48,7 +48,7 @@ from deltachain.subscribe.targets.journal import Journal, Seal
 from deltachain.subscribe.targets.live import WholeTensor, state_of
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, prepare
-from deltachain.types import StateDigest, TensorSpec, check_form
+from deltachain.types import StateDigest, TensorSpec, check_spec
 
 logger = logging.getLogger(__name__)
 
@@ -269,7 +269,7 @@ class FolderTarget(PatchedTarget):
         if not names:
             raise TensorMismatchError(f"{self.folder} has no {spec.name!r}", tensor=spec.name)
         for name in names:
-            check_form(name, checkpoint.specs[name], self.folder, spec)
+            check_spec(name, checkpoint.specs[name], self.folder, spec)
             yield FileBits(*checkpoint.place(name), spec)
 
 

@@ -16,7 +16,7 @@ from deltachain.subscribe.targets.live import WholeTensor, state_of
 from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.subscribe.targets.patch import Patch, prepare
 from deltachain.torch_names import WIRE_NAMES, named_tensors
-from deltachain.types import StateDigest, TensorSpec, check_form
+from deltachain.types import StateDigest, TensorSpec, check_spec
 
 
 class TensorTarget(PatchedTarget):
@@ -129,9 +129,9 @@ class TensorTarget(PatchedTarget):
 
 def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
     """Flat live bits of a tensor, once it is what the chain says."""
-    form = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+    found = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
     hint = "load the target in the dtype of the chain (`deltachain log URL` shows it)"
-    check_form(name, form, "the target", spec, hint=hint)
+    check_spec(name, found, "the target", spec, hint=hint)
     if not tensor.is_contiguous():
         raise TensorMismatchError(
             f"{name!r} is not contiguous in the target",
