@@ -1,4 +1,4 @@
-"""Diff and patch of checkpoints: two checkpoints to one part, and back."""
+"""Encode the difference of two checkpoints in one part, and apply it: ``diff`` and ``patch``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.codec import ENCODINGS, Change, EncodedPart, Part, encode_part
 from deltachain.codec.encodings import Encoding
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.errors import BaseMismatchError, ConfigError, TensorMismatchError
+from deltachain.errors import BaseMismatchError, ConfigError
 from deltachain.filebits import FileBits
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change, move
 from deltachain.mapped import map_file
-from deltachain.types import Bits, TensorSpec
+from deltachain.types import Bits, TensorSpec, check_spec
 from deltachain.verify import matches
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
@@ -179,13 +179,5 @@ def _copied_folder(base: Path, out: Path) -> Iterator[Path]:
 def _check_spec(
     name: str, one: TensorSpec | None, at: Path, other: TensorSpec | None, there: Path
 ) -> None:
-    if one != other:
-        raise TensorMismatchError(
-            f"{name!r} is {_form(one)} in {at}, {_form(other)} in {there}",
-            tensor=name,
-            hint="both must have the same tensors: names, shapes, dtypes",
-        )
-
-
-def _form(spec: TensorSpec | None) -> str:
-    return "missing" if spec is None else f"{spec.dtype}{list(spec.shape)}"
+    hint = "both must have the same tensors: names, shapes, dtypes"
+    check_spec(name, one, at, other, there, hint=hint)

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, TensorMismatchError
 
 Version: TypeAlias = int
 """Position in a chain, counted from 0."""
@@ -102,6 +102,53 @@ class TensorSpec:
     def bits_dtype(self) -> np.dtype[Any]:
         """Numpy dtype of its bits."""
         return BITS_DTYPES[self.itemsize]
+
+
+_Spec: TypeAlias = TensorSpec | tuple[str, tuple[int, ...]] | None
+"""Dtype and shape of a tensor; ``None`` if there is no such tensor."""
+
+
+def mismatch(name: str, found: _Spec, where: object, expected: _Spec, there: object) -> str:
+    """Describe how a tensor of one name differs in dtype or shape in two places.
+
+    Args:
+        name: Of the tensor.
+        found: Spec, or dtype and shape, in the first place; ``None`` if it is not there.
+        where: The first place, for the message.
+        expected: The same of the second place.
+        there: The second place.
+
+    Returns:
+        The message; empty if they do not differ.
+    """
+    one, other = _described(found), _described(expected)
+    return "" if one == other else f"{name!r} is {one} in {where}, {other} in {there}"
+
+
+def check_spec(
+    name: str,
+    found: _Spec,
+    where: object,
+    expected: _Spec,
+    there: object = "the chain",
+    *,
+    hint: str = "",
+) -> None:
+    """Check that a tensor has the same dtype and shape in two places; see :func:`mismatch`.
+
+    Raises:
+        TensorMismatchError: It has not, or is missing in one of them.
+    """
+    message = mismatch(name, found, where, expected, there)
+    if message:
+        raise TensorMismatchError(message, tensor=name, hint=hint)
+
+
+def _described(tensor: _Spec) -> str:
+    if tensor is None:
+        return "missing"
+    dtype, shape = (tensor.dtype, tensor.shape) if isinstance(tensor, TensorSpec) else tensor
+    return f"{dtype}{list(shape)}"
 
 
 _LANE: Final = 1 << 64

@@ -34,7 +34,7 @@ from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.kernels import host
 from deltachain.store import Store
 from deltachain.threads import Pool
-from deltachain.types import Buffer, StateDigest, TensorSpec
+from deltachain.types import Buffer, StateDigest, TensorSpec, mismatch
 
 LOST: Final = (
     "a lifecycle rule or a user removed it: restore it, or restart the publisher, "
@@ -150,14 +150,16 @@ def fetch(
     reference = edges[0].reference if edges else None
     checkpoint = None if reference is None else open_base(reference, base)
     if checkpoint is not None:
-        _check_specs(specs, checkpoint.specs, str(checkpoint.path))
+        path = str(checkpoint.path)
+        _check_specs(specs, "the chain", checkpoint.specs, path, key=path)
     refetched: list[str] = []
 
     def get(item: tuple[ObjectRef, Edge]) -> Part:
         ref, edge = item
         part = _get(chain.store, ref, refetched)
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
-        _check_specs({n: r.spec for n, r in part.rows.items()}, specs, ref.key)
+        rows = {name: row.spec for name, row in part.rows.items()}
+        _check_specs(rows, ref.key, specs, "the chain", key=ref.key)
         progress(ref.nbytes)
         return part
 
@@ -241,13 +243,18 @@ def _open(data: Buffer, ref: ObjectRef) -> Part:
 
 
 def _check_specs(
-    needed: Mapping[str, TensorSpec], known: Mapping[str, TensorSpec], key: str
+    needed: Mapping[str, TensorSpec],
+    where: str,
+    known: Mapping[str, TensorSpec],
+    there: str,
+    *,
+    key: str,
 ) -> None:
-    """Check that every tensor is known with this dtype and shape."""
+    """Check that every tensor is known under its name with this dtype and shape.
+
+    Raises:
+        MalformedError: One is not.
+    """
     for name, spec in needed.items():
-        have = known.get(name)
-        if have != spec:
-            found = f"{have.dtype}{have.shape}" if have else "no such tensor"
-            raise MalformedError(
-                f"{key}: {name!r} is {spec.dtype}{spec.shape}, expected {found}", key=key
-            )
+        if message := mismatch(name, spec, where, known.get(name), there):
+            raise MalformedError(message, key=key)

@@ -21,7 +21,7 @@ CHUNK: Final = 1 << 25
 
 
 def diff_across_(snapshot: Tensor, current: Tensor, dtype: torch.dtype) -> Changes:
-    """As ``reference.diff_``, for a snapshot on the host and weights on any device.
+    """Find where weights on any device differ from a snapshot on the host, and update that.
 
     Args:
         snapshot: Flat bits on the host, pinned where the weights are on CUDA.

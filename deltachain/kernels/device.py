@@ -119,14 +119,14 @@ def diff(snapshot: Tensor, current: Tensor) -> DeviceChanges:
 
 
 def diff_(snapshot: Tensor, current: Tensor) -> DeviceChanges:
-    """As ``reference.diff_``."""
+    """Find the elements of ``current`` that differ from ``snapshot``, and copy them there."""
     changed = diff(snapshot, current)
     scatter_(snapshot, changed.indices, changed.new)
     return changed
 
 
 def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
-    """As ``reference.cast_diff_``, by torch's own cast: also round to nearest even."""
+    """Find and copy the changes to ``master`` in bf16, cast by torch: round to nearest even."""
     found = []
     for at in range(0, max(snapshot.numel(), 1), CHUNK):
         current = bits_of(master[at : at + CHUNK].to(torch.bfloat16))
@@ -136,17 +136,21 @@ def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
 
 
 def gather(weights: Tensor, indices: Tensor) -> Tensor:
-    """As ``reference.gather``."""
+    """Bits at ``(nnz,)`` indices."""
     return weights.index_select(0, indices)
 
 
 def scatter_(weights: Tensor, indices: Tensor, bits: Tensor) -> None:
-    """As ``reference.scatter_``."""
+    """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices."""
     weights.index_copy_(0, indices, bits)
 
 
 def decode_gaps(gaps: Tensor) -> Tensor:
-    """As ``reference.decode_gaps``: one prefix sum. ``gaps`` are uint8, or int32 of 16-bit gaps."""
+    """``(nnz,)`` int64 offsets of the changes that gaps name, by one prefix sum.
+
+    Args:
+        gaps: uint8, or int32 of 16-bit gaps.
+    """
     limit = 255 if gaps.dtype == torch.uint8 else 65535
     escape = gaps == limit
     advance = torch.cumsum(gaps.to(torch.int64) + (~escape).to(torch.int64), 0)
@@ -154,7 +158,7 @@ def decode_gaps(gaps: Tensor) -> Tensor:
 
 
 def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Tensor) -> Tensor:
-    """As ``reference.join_steps``: bool, bool, uint8 and bits; returns bits."""
+    """Join ``(nnz,)`` steps of the four arrays of :class:`.reference.SplitSteps`."""
     steps = torch.where(negative, -1, 1).to(torch.int64)
     at = exception.nonzero().view(-1)
     beyond = magnitude.to(torch.int64) * steps[at]
@@ -164,7 +168,7 @@ def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Ten
 
 
 def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
-    """As ``reference.digest_at``."""
+    """State digest of ``(nnz,)`` elements at flat indices."""
     total = StateDigest()
     for at in range(0, indices.numel(), CHUNK):
         total += _digest(key, indices[at : at + CHUNK], bits[at : at + CHUNK])
@@ -172,7 +176,7 @@ def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDiges
 
 
 def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
-    """As ``reference.digest``."""
+    """State digest of ``(n,)`` consecutive elements, the first of which has index ``start``."""
     total = StateDigest()
     for at in range(0, bits.numel(), CHUNK):
         window = bits[at : at + CHUNK]

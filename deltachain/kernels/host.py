@@ -1,10 +1,10 @@
 """The kernels of this host: numba's where it is installed, numpy's where not.
 
-Both are held to ``reference`` bit for bit by the same contract test, so nobody need know which ran;
-``NAME`` says it for receipts. They are imported when the first one is asked for: numba takes a
-while, and vLLM 0.32 cannot start an engine in a process that has imported it (its scan for Triton
-kernels takes llvmlite's library object for one). What follows below is numpy's own, and needs
-neither; see :class:`.protocol.BitKernels`.
+Both are held to ``reference`` bit for bit by the same contract test; ``NAME`` says which ran, for
+receipts. They are imported when the first one is asked for: numba takes a while, and vLLM 0.32
+cannot start an engine in a process that has imported it (its scan for Triton kernels takes
+llvmlite's library object for one). The functions below need numpy alone; together they are the
+:class:`.protocol.BitKernels` of the host.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import numba
 import numpy as np
 import numpy.typing as npt
 from numba.core import caching
+from typing_extensions import override
 
 from deltachain.kernels.reference import MIX_A, MIX_B, PHI, Changes, SplitSteps
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
@@ -40,17 +41,17 @@ _njit: Final[Any] = numba.njit  # untyped up to numba 0.67, and narrower than wh
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]  # see there
-    """What was compiled, on disk; without a disk that takes it, every process compiles anew."""
+    """Compiled kernels on disk; without a writable disk, every process compiles them anew."""
 
-    def save_overload(self, sig: Any, data: Any) -> None:  # noqa: ANN401
-        """See numba's own."""
+    @override
+    def save_overload(self, sig: Any, data: Any) -> None:
         try:
             super().save_overload(sig, data)
         except OSError as exc:
             _warn(exc)
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:  # noqa: ANN401
-        """See numba's own."""
+    @override
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
         except OSError as exc:
@@ -110,7 +111,7 @@ def _emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: i
 
 @_jit
 def _emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:  # noqa: ANN401
-    """As :func:`_emit` for a last, incomplete block."""
+    """Run :func:`_emit` on a last, incomplete block."""
     indices, old, new = out
     for i in range(snapshot.shape[0]):
         if current[i] != snapshot[i]:
@@ -187,17 +188,17 @@ def _drive(
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:
-    """As ``reference.diff_``."""
+    """Find the elements of ``current`` that differ from ``snapshot``, and copy them there."""
     return _drive(_diff, snapshot, current)
 
 
 def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
-    """As ``reference.cast_diff_``, in one pass."""
+    """Find and copy the changes to ``master`` in bf16, in one pass."""
     return _drive(_cast_diff, snapshot, master.view(np.uint32))
 
 
 def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
-    """As ``reference.cast_bf16``."""
+    """bf16 bits of fp32 values, round to nearest even; a NaN stays one, quiet."""
     out = np.empty(master.size, np.uint16)
     _cast(master.view(np.uint32), out)
     return out
@@ -233,13 +234,13 @@ def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]
 
 
 def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
-    """As ``reference.digest``."""
+    """State digest of ``(n,)`` consecutive elements, the first of which has index ``start``."""
     lane0, lane1 = _digest(_U(key[0]), _U(key[1]), bits, _U(start))
     return StateDigest(int(lane0), int(lane1))
 
 
 def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
-    """As ``reference.digest_at``."""
+    """State digest of ``(nnz,)`` elements at flat indices."""
     lane0, lane1 = _digest_at(_U(key[0]), _U(key[1]), indices, bits)
     return StateDigest(int(lane0), int(lane1))
 
@@ -269,7 +270,7 @@ def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:  # noqa: ANN401
 
 
 def encode_gaps(offsets: Indices, width: int) -> Bits:
-    """As ``reference.encode_gaps``."""
+    """Distances between changes of one segment, in ``width`` bytes each."""
     limit = (1 << 8 * width) - 1
     out = np.empty(_count_gaps(offsets, limit), BITS_DTYPES[width])
     _fill_gaps(offsets, limit, out)
@@ -290,7 +291,7 @@ def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:  # noqa: ANN401
 
 
 def decode_gaps(gaps: Bits) -> Indices:
-    """As ``reference.decode_gaps``."""
+    """``(nnz,)`` int64 offsets of the changes that gaps name."""
     out = np.empty(gaps.size + 1, np.int64)
     count = _decode_gaps(gaps, np.iinfo(gaps.dtype).max, out)
     return out[:count]
@@ -316,7 +317,7 @@ def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:  # noqa: ANN401
 
 
 def split_steps(steps: Bits) -> SplitSteps:
-    """As ``reference.split_steps``."""
+    """Take wrapping steps apart (FORMAT.md 4)."""
     n = steps.size
     negative, exception = np.empty(n, np.bool_), np.empty(n, np.bool_)
     magnitude, wide = np.empty(n + 1, np.uint8), np.empty(n + 1, steps.dtype)
@@ -341,7 +342,7 @@ def _join(negative: Any, exception: Any, magnitude: Any, wide: Any, out: Any) ->
 
 
 def join_steps(split: SplitSteps) -> Bits:
-    """As ``reference.join_steps``."""
+    """Join what :func:`split_steps` took apart."""
     out = np.empty(split.negative.size, split.wide.dtype)
     _join(*split, out)
     return out
@@ -354,7 +355,7 @@ def _gather(weights: Any, indices: Any, out: Any) -> None:  # noqa: ANN401
 
 
 def gather(weights: Bits, indices: Indices) -> Bits:
-    """As ``reference.gather``."""
+    """Bits at ``(nnz,)`` indices."""
     out = np.empty(indices.size, weights.dtype)
     _gather(weights, indices, out)
     return out
@@ -362,6 +363,6 @@ def gather(weights: Bits, indices: Indices) -> Bits:
 
 @_jit
 def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
-    """As ``reference.scatter_``."""
+    """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices."""
     for i in range(indices.shape[0]):
         weights[indices[i]] = bits[i]

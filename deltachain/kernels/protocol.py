@@ -23,7 +23,7 @@ B = TypeVar("B", bound=LiveBits)
 
 
 class BitKernels(Protocol[B]):
-    """What :mod:`.host` does with numpy arrays and :mod:`.device` with torch tensors.
+    """Operations on live bits: of :mod:`.host` in numpy, of :mod:`.device` in torch.
 
     ``n`` counts the elements of some weights, ``nnz`` those of a change. Bits have the integer
     dtype of their width. Indices are int64 and within bounds; nothing here checks that.
@@ -75,7 +75,7 @@ def kernels_for(bits: B) -> BitKernels[B]:
     """The kernels for an array; torch is imported for tensors alone."""
     if isinstance(bits, np.ndarray):
         return cast("BitKernels[B]", host)
-    from deltachain.kernels import device  # noqa: PLC0415 - whoever has a tensor has torch
+    from deltachain.kernels import device  # noqa: PLC0415 - torch is loaded: bits are a tensor
 
     return cast("BitKernels[B]", device)
 

@@ -30,17 +30,17 @@ split_steps = reference.split_steps
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:
-    """As ``reference.diff_``."""
+    """Find the elements of ``current`` that differ from ``snapshot``, and copy them there."""
     return _chunks(snapshot, current, lambda chunk: chunk)
 
 
 def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
-    """As ``reference.cast_diff_``, a chunk at a time."""
+    """Find and copy the changes to ``master`` in bf16, a chunk at a time."""
     return _chunks(snapshot, master, cast_bf16)
 
 
 def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
-    """As ``reference.cast_bf16``, in one temporary; a second look only where there is a NaN."""
+    """bf16 bits of fp32 values, in one temporary; a second look only where there is a NaN."""
     bits = master.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)

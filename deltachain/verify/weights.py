@@ -19,7 +19,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.documents import another
 
 _Row: TypeAlias = tuple[TensorRow | None, TensorDelta]
-"""What a part says of a tensor, and gives of it; a base checkpoint says nothing."""
+"""A row of a part and its delta; a base checkpoint has no rows."""
 
 
 def matches(moved: Move[Any], row: TensorRow) -> bool:

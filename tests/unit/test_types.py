@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, TensorMismatchError
 from deltachain.types import (
     BITS_DTYPES,
     MAX_DIMS,
@@ -12,6 +12,8 @@ from deltachain.types import (
     WIRE_DTYPES,
     StateDigest,
     TensorSpec,
+    check_spec,
+    mismatch,
 )
 
 LANES = st.integers(0, (1 << 64) - 1)
@@ -74,3 +76,15 @@ def test_tensors_have_64_dimensions_at_most() -> None:
 def test_dtypes_without_a_wire_form_are_refused(dtype: str) -> None:
     with pytest.raises(ConfigError, match="wire form"):
         TensorSpec("w", dtype, ())
+
+
+def test_a_mismatch_names_dtype_and_shape_in_both_places() -> None:
+    spec = TensorSpec("w", "BF16", (2, 3))
+    assert mismatch("w", spec, "here", ("BF16", (2, 3)), "there") == ""
+    assert mismatch("w", spec, "a.bin", ("F32", (5,)), "b.bin") == (
+        "'w' is BF16[2, 3] in a.bin, F32[5] in b.bin"
+    )
+    assert mismatch("w", spec, "here", None, "there").endswith("missing in there")
+    with pytest.raises(TensorMismatchError, match="missing in here") as caught:
+        check_spec("w", None, "here", spec)
+    assert caught.value.tensor == "w"

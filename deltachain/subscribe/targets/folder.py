@@ -48,7 +48,7 @@ from deltachain.subscribe.targets.journal import Journal, Seal
 from deltachain.subscribe.targets.live import WholeTensor, state_of
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, prepare
-from deltachain.types import StateDigest, TensorSpec
+from deltachain.types import StateDigest, TensorSpec, check_spec
 
 logger = logging.getLogger(__name__)
 
@@ -269,13 +269,7 @@ class FolderTarget(PatchedTarget):
         if not names:
             raise TensorMismatchError(f"{self.folder} has no {spec.name!r}", tensor=spec.name)
         for name in names:
-            have = checkpoint.specs[name]
-            if (have.dtype, have.shape) != (spec.dtype, spec.shape):
-                raise TensorMismatchError(
-                    f"{name!r} is {have.dtype}{have.shape} in {self.folder}, "
-                    f"{spec.dtype}{spec.shape} in the chain",
-                    tensor=name,
-                )
+            check_spec(name, checkpoint.specs[name], self.folder, spec)
             yield FileBits(*checkpoint.place(name), spec)
 
 

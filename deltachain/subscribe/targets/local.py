@@ -8,18 +8,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+from typing_extensions import override
+
 from deltachain.chain.fetch import Fetched
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
 from deltachain.subscribe.proof import Effect, check_whole, judge
-from deltachain.subscribe.targets.base import HeldVersion, Prepared
+from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.patch import Patch
 from deltachain.types import StateDigest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patches:
-    """Patches whose result is proven; see :class:`Prepared`.
+class Patches(Prepared):
+    """Patches of one apply, once their result is proven.
 
     Attributes:
         patches: What fits the budget.
@@ -36,15 +38,16 @@ class Patches:
     base_too: bool
 
     @property
+    @override
     def nbytes(self) -> int:
-        """Bytes of the patches that are kept."""
         return sum(patch.nbytes for patch in self.patches)
 
     @property
+    @override
     def can_undo(self) -> bool:
-        """Whether every old bit is kept."""
         return not self.deferred
 
+    @override
     def undo(self) -> Patches:
         """The patches that take these back.
 
@@ -57,7 +60,7 @@ class Patches:
         return replace(self, patches=undone, fetched=None)
 
 
-class PatchedTarget(ABC):
+class PatchedTarget(Target, ABC):
     """A target whose bits this process can read and write, tensor by tensor."""
 
     @abstractmethod
@@ -73,10 +76,10 @@ class PatchedTarget(ABC):
             PoisonedError: It failed, and what the target holds cannot be proven.
         """
 
+    @override
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
-        """See :class:`Target`."""
         patches: list[Patch] = []
         deferred: list[str] = []
         effect = Effect()
@@ -105,12 +108,8 @@ class PatchedTarget(ABC):
             base_too=base_too,
         )
 
+    @override
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
-        """See :class:`Target`.
-
-        Raises:
-            TypeError: It was staged by another kind of target.
-        """
         if not isinstance(prepared, Patches):
             raise TypeError(f"{type(self).__name__} cannot swap {type(prepared).__name__}")
         start = time.perf_counter()

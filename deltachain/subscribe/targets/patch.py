@@ -58,13 +58,13 @@ class Patch:
 
     @property
     def own_nbytes(self) -> int:
-        """As :attr:`nbytes`, without new bits that are a read-only view, as of a mapped file."""
+        """Bytes of :attr:`nbytes` without new bits that are a read-only view of a mapped file."""
         borrowed = isinstance(self.new, np.ndarray) and not self.new.flags.writeable
         return self.nbytes - (int(self.new.nbytes) if borrowed else 0)
 
     @property
     def effect(self) -> Effect:
-        """What writing it does to the state digest."""
+        """Effect of the write on the state digest."""
         return Effect(self.change, self.written, self.nnz)
 
     def undo(self) -> Patch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from deltachain.delta import TensorDelta
 from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismatchError
@@ -15,7 +16,7 @@ from deltachain.subscribe.targets.live import WholeTensor, state_of
 from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.subscribe.targets.patch import Patch, prepare
 from deltachain.torch_names import WIRE_NAMES, named_tensors
-from deltachain.types import StateDigest, TensorSpec
+from deltachain.types import StateDigest, TensorSpec, check_spec
 
 
 class TensorTarget(PatchedTarget):
@@ -35,8 +36,8 @@ class TensorTarget(PatchedTarget):
         self._aliases: Mapping[str, str] = {}
         self._held: HeldVersion | None = None
 
+    @override
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Match by name; see :class:`Target`."""
         places = {name: [name] for name in specs}
         for alias, name in aliases.items():
             if name in places:
@@ -52,8 +53,9 @@ class TensorTarget(PatchedTarget):
                 tensor=unknown[0],
             )
 
+    @override
     def close(self) -> None:
-        """Nothing to give back; see :class:`Target`."""
+        pass
 
     def _current(self) -> dict[str, Tensor]:
         """The tensors as they are now: casting or loading a module may have replaced them."""
@@ -70,12 +72,12 @@ class TensorTarget(PatchedTarget):
         self.bind(self._specs, self._aliases)
         return True
 
+    @override
     def held(self) -> HeldVersion | None:
-        """What the last swap wrote in this process."""
         return self._held
 
+    @override
     def state(self) -> StateDigest | None:
-        """Recomputed from live bits; see :class:`Target`."""
         self._has_moved()
         total = StateDigest()
         for name, live in self._live.items():
@@ -84,12 +86,12 @@ class TensorTarget(PatchedTarget):
             total += state_of(self._specs[name], live[0])
         return total
 
+    @override
     def prepare(self, delta: TensorDelta) -> Patch:
-        """See :class:`PatchedTarget`."""
         return prepare(self._live[delta.spec.name][0], delta)
 
+    @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
-        """See :class:`PatchedTarget`."""
         if self._has_moved():
             raise BaseMismatchError(
                 f"version {held.version}: the target's tensors were replaced since; nothing was "
@@ -127,12 +129,13 @@ class TensorTarget(PatchedTarget):
 
 def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
     """Flat live bits of a tensor, once it is what the chain says."""
-    dtype = WIRE_NAMES.get(tensor.dtype)
-    if dtype != spec.dtype or tuple(tensor.shape) != spec.shape or not tensor.is_contiguous():
+    found = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
+    hint = "load the target in the dtype of the chain (`deltachain log URL` shows it)"
+    check_spec(name, found, "the target", spec, hint=hint)
+    if not tensor.is_contiguous():
         raise TensorMismatchError(
-            f"{name!r} is {dtype}{tuple(tensor.shape)} in the target, "
-            f"{spec.dtype}{spec.shape} in the chain",
+            f"{name!r} is not contiguous in the target",
             tensor=name,
-            hint="load the target in the dtype of the chain (`deltachain log URL` shows it)",
+            hint="give the target contiguous tensors",
         )
     return WholeTensor(live_bits(bits_of(tensor)))
