@@ -13,13 +13,11 @@ from torch import Tensor
 from deltachain.replica.layout import (
     discover,
     engine_loads,
+    loaded_checkpoint,
+    other_bits,
     read_back,
-    source,
     trial,
     unused,
-)
-from deltachain.replica.layout import (
-    other_bits as others,
 )
 from deltachain.replica.layout.derived import _Search, find_derived
 from deltachain.replica.layout.findings import Findings
@@ -98,8 +96,8 @@ def _where(patch: pytest.MonkeyPatch) -> None:
     def alike(tensor: Tensor, turn: int = 0) -> Tensor:
         return tensor * (2 + turn) + 1 if tensor.is_floating_point() else tensor ^ (1 + turn)
 
-    patch.setattr(others, "other_bits", alike)
-    patch.setattr(source, "other_bits", alike)
+    patch.setattr(other_bits, "other_bits", alike)
+    patch.setattr(loaded_checkpoint, "other_bits", alike)
 
 
 def _alike(patch: pytest.MonkeyPatch) -> None:
