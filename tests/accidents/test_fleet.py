@@ -23,7 +23,7 @@ from deltachain.testing.models import train_
 from deltachain.testing.sharding import Sharding, full_of
 from tests.accidents.copies import Objects
 from tests.unit.control.replicas import app_of, served
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 PATIENCE_S = 60.0
 

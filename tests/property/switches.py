@@ -13,13 +13,11 @@ from torch import Tensor
 from deltachain.replica.layout import (
     discover,
     engine_loads,
+    loaded_checkpoint,
+    other_bits,
     read_back,
-    source,
     trial,
     unused,
-)
-from deltachain.replica.layout import (
-    other_bits as others,
 )
 from deltachain.replica.layout.derived import _Search, find_derived
 from deltachain.replica.layout.findings import Findings
@@ -88,22 +86,22 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def _opaque(patch: pytest.MonkeyPatch) -> None:
-    """What nobody can look into is not known to be so."""
+    """Layers that cannot be inspected are not known to be so."""
     patch.setattr(ModelState, "opaque", frozenset())
 
 
 def _where(patch: pytest.MonkeyPatch) -> None:
-    """Other bits that show only that something arrived, as bits that are alike stay alike."""
+    """Other bits show only that something arrived, as equal elements stay equal."""
 
     def alike(tensor: Tensor, turn: int = 0) -> Tensor:
         return tensor * (2 + turn) + 1 if tensor.is_floating_point() else tensor ^ (1 + turn)
 
-    patch.setattr(others, "other_bits", alike)
-    patch.setattr(source, "other_bits", alike)
+    patch.setattr(other_bits, "other_bits", alike)
+    patch.setattr(loaded_checkpoint, "other_bits", alike)
 
 
-def _alike(patch: pytest.MonkeyPatch) -> None:
-    """What is all alike is not looked after: neither that it arrives, nor that it stays."""
+def _uniform(patch: pytest.MonkeyPatch) -> None:
+    """Equal elements are not checked: neither that they arrive, nor that they stay."""
     _skip("verify_uniform", patch)
     patch.setattr(Untouched, "lost", _none)
 
@@ -169,13 +167,13 @@ def modules(seed: int) -> Recipe:
 
 
 HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
-"""Computes from a copy, and cannot be tried; random engines of the kind can."""
+"""Computes from a copy, and has no output to test; random engines of the kind have."""
 
 INTO: Final = Recipe(units=(Unit(process="into"), Unit()))
-"""Computes from memory of a kernel that stays, with other bits in it; it cannot be tried."""
+"""Computes from memory of a kernel that stays, with other bits in it; it has no output to test."""
 
 ROWS: Final = Recipe(units=(Unit(process="derive", rows=(3,)),), reload="first rows")
-"""Its reload brings a part of each weight."""
+"""Its reload loads a part of each weight."""
 
 TIED: Final = Recipe(units=(Unit(), Unit(tie=0, process="first")))
 """The same, with what it computes from tied to a layer that is plain."""
@@ -196,10 +194,10 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "groups of one layer take turns": (_turns, modules(889)),
     "what is not loaded keeps other bits": (_kept, loaders(3330)),
     "live bits are read back": (_read_back, modules(1065)),
-    "what is alike keeps its place": (_alike, loaders(85)),
+    "equal elements keep their placement": (_uniform, loaders(85)),
     "layers compute from it": (partial(_skip, "verify_in_place"), modules(219)),
-    "what is alike shows nothing": (partial(_skip, "refuse_unverifiable"), modules(116)),
-    "what hides is refused": (partial(_skip, "find_untestable"), HIDDEN),
+    "equal elements prove no placement": (partial(_skip, "refuse_unverifiable"), modules(116)),
+    "layers that cannot be inspected are refused": (partial(_skip, "find_untestable"), HIDDEN),
     "ties are followed": (_ties, TIED),
     "what is derived follows": (_made, modules(194)),
     "a constant was made again": (partial(_off, _Search, "expect_made"), modules(255)),
@@ -212,18 +210,18 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
         partial(_empty, engine_loads, "_displaced"),
         loaders(10501),
     ),
-    "what is opaque is left alone": (_opaque, INTO),
+    "what is opaque is not loaded": (_opaque, INTO),
     "what a load changes beside is followed": (
         partial(_off, _Seen, "_expect_followed"),
         modules(1472),
     ),
-    "what is unused lies nowhere": (
+    "what is unused is stored nowhere": (
         lambda patch: patch.setattr(unused, "_held", lambda *_: {}),
         loaders(19581),
     ),
     "everything is loaded once": (_nearby, modules(1041)),
     "other bits arrive where they were recorded": (partial(_empty, engine_loads, "_stray"), ROWS),
-    "what hides is healed": (partial(_off, discover, "restore_outputs"), modules(1798)),
+    "outputs are restored": (partial(_off, discover, "restore_outputs"), modules(1798)),
 }
 """The same of those that take longer."""
 

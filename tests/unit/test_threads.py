@@ -21,7 +21,7 @@ from deltachain.testing.seaweed import Seaweed
 from deltachain.testing.sharding import Sharding
 from deltachain.threads import Pool
 from tests.unit.control.replicas import app_of, followed, leader_of, served
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 
 @contextmanager

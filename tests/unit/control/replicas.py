@@ -19,7 +19,7 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
 from deltachain.testing.sharding import Sharding
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 
 def app_of(

@@ -17,7 +17,7 @@ from deltachain.control.schemas import PREFIXES
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of, served
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 

@@ -13,7 +13,7 @@ from deltachain.control.client.fleet import Fleet
 from deltachain.errors import ConfigError
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of, served
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 GONE = "http://127.0.0.1:9"
 

@@ -19,8 +19,8 @@ from deltachain.replica.leader import Leader
 from deltachain.subscribe.follow import LOOK_BACK
 from deltachain.testing.models import train_
 from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.replica.replicas import Followed
 from tests.unit.subscribe.accidents import copy, restore
-from tests.unit.subscribe.replicas import Followed
 
 OTHER = "0" * 64
 

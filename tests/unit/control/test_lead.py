@@ -15,7 +15,7 @@ from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionErro
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.testing.sharding import Sharding
 from tests.unit.control.replicas import followed
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 
 @pytest.fixture

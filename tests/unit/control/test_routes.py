@@ -20,7 +20,7 @@ from deltachain.control.server.routes import router
 from deltachain.errors import ChainError
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 PREFIX = "/v1/deltachain"

@@ -16,7 +16,7 @@ from deltachain.control.server.auth import Control
 from deltachain.replica.leader import Leader
 from deltachain_sglang import compat, front
 from tests.unit.control.replicas import followed, leader_of
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 

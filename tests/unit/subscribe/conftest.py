@@ -13,8 +13,6 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.models import Replica, TinyModel, replica_of, train_
-from deltachain.testing.sharding import Sharding
-from tests.unit.subscribe.replicas import Followed
 
 
 @pytest.fixture
@@ -84,17 +82,3 @@ def add_anchor(publisher: Publisher) -> Callable[[], None]:
 def other_model() -> nn.Module:
     """Has other tensors than the one that is published."""
     return TinyModel(width=32)
-
-
-@pytest.fixture
-def followed(tmp_path: Path) -> Iterator[Callable[..., Followed]]:
-    """Makes engines that hold version 0 of a chain, and a subscriber to each."""
-    made: list[Followed] = []
-
-    def build(shape: Sharding | None = None, **settings: Any) -> Followed:
-        made.append(Followed(shape or Sharding(tp=2), tmp_path / str(len(made)), **settings))
-        return made[-1]
-
-    yield build
-    for one in made:
-        one.close()

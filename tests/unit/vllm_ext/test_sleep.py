@@ -14,7 +14,7 @@ from deltachain.control.server.auth import Control
 from deltachain.replica.leader import Leader
 from deltachain_vllm.sleep import attach_sleep
 from tests.unit.control.replicas import followed, leader_of
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from deltachain.errors import ApplyError, ConfigError
 from deltachain.replica.rpc import RankVerbs
 from deltachain.replica.spool import PROBE, Spool, check_probe
 from deltachain.testing.sharding import Sharding
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
 

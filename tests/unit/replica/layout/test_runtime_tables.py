@@ -19,7 +19,7 @@ from deltachain.replica.layout.runtime_tables import (
     made_by_running,
     record_loaded_state,
 )
-from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
+from tests.unit.replica.layout.loaders import PLANNED, SIZE, OneLayer
 
 
 class Rotary(OneLayer):

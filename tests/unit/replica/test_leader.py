@@ -13,7 +13,7 @@ from deltachain.errors import ChainError, ConfigError, ForkedChainError, Poisone
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import Sharding, put, trained
-from tests.unit.subscribe import replicas
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica import replicas
+from tests.unit.replica.replicas import Followed
 
 HEADS = ("mtp.0.weight", "mtp.1.weight")
 

@@ -15,7 +15,7 @@ from deltachain.replica.windows import Window
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import ODD, Sharding, full_of, save, trained
 from deltachain.types import TensorSpec
-from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
+from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 SPEC = TensorSpec("w", "BF16", SIZE)
 OTHER = TensorSpec("v", "BF16", SIZE)

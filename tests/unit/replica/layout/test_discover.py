@@ -19,7 +19,7 @@ from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import ODD, Sharding, full_of, save, trained
-from tests.unit.subscribe.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
+from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 ARMS = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 

@@ -16,7 +16,7 @@ from deltachain.errors import (
 )
 from deltachain.replica import target as replica
 from deltachain.testing.sharding import Sharding
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
 

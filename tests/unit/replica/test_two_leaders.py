@@ -25,7 +25,7 @@ from deltachain.replica.target import ReplicaTarget
 from deltachain.replica.ticket import Ticket
 from deltachain.subscribe import Subscriber, subscriber
 from deltachain.testing.sharding import HOSTED, Sharding
-from tests.unit.subscribe.replicas import Followed
+from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
 

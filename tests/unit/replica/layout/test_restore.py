@@ -14,7 +14,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import EngineDamagedError
 from deltachain.replica.layout.discover import discover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from tests.unit.subscribe.loaders import PLANNED, SIZE, OneLayer
+from tests.unit.replica.layout.loaders import PLANNED, SIZE, OneLayer
 
 
 def failing(folder: Path, write: Callable[[Tensor, Tensor], object]) -> tuple[OneLayer, Tensor]:

@@ -20,7 +20,7 @@ from deltachain.replica.ticket import Ticket
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.faults import Fault
 from deltachain.testing.sharding import HOSTED, Sharding, full_of
-from tests.unit.subscribe.replicas import SHAPES, Followed
+from tests.unit.replica.replicas import SHAPES, Followed
 
 Build = Callable[..., Followed]
 EVERY = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
