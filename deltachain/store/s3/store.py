@@ -107,7 +107,7 @@ class S3Store(Store):
         return self._get(key, limit, self._bucket.deadline(check_key(key)))
 
     @override
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """Read a whole object of known size, in ranges side by side; see ``Store``."""
         check_range(0, nbytes)
         deadline = self._bucket.deadline(check_key(key), nbytes)
