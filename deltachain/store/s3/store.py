@@ -40,8 +40,6 @@ from deltachain.store.s3.bucket import Bucket
 from deltachain.threads import Pool
 from deltachain.types import Buffer
 
-_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
-
 _THREADS: Final = 16
 """Requests of one store that are under way at a time, beside those of its callers' threads."""
 
@@ -79,6 +77,8 @@ class S3Store(Store):
         ConfigError: The options, the environment or the profile do not make a client.
     """
 
+    capabilities: Final = Capabilities(conditional_put=True, list_consistent=True)
+
     def __init__(
         self, bucket: str, prefix: str = "", options: Mapping[str, Any] | None = None
     ) -> None:
@@ -89,12 +89,6 @@ class S3Store(Store):
     def url(self) -> str:
         """``s3://``, the bucket and the prefix."""
         return self._bucket.url
-
-    @property
-    @override
-    def capabilities(self) -> Capabilities:
-        """Everything; see the class about servers that do not keep it."""
-        return _CAPABILITIES
 
     @property
     @override
