@@ -77,7 +77,7 @@ def measure(store: Store, version: AnchorVersion, bare: BareS3 | None, rounds: i
     ref = version.edge.parts[0]
 
     def get() -> None:
-        if len(store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash)) != len(part):
+        if len(store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)) != len(part):
             raise ArithmeticError("read another size than was put")
 
     def follow() -> None:

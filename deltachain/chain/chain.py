@@ -159,7 +159,7 @@ class Chain:
     def assets(self) -> Iterator[tuple[str, bytes]]:
         """Read and verify the assets; yield name and content."""
         for ref in self.identity.assets:
-            data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash))
+            data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin))
             check_digest(data, ref.blake3, ref.key)
             yield ref.key.rsplit("/", 1)[-1], data
 

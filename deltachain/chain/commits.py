@@ -164,7 +164,7 @@ class Commits:
         return self._store.find_all(wanted) if wanted else {}
 
     def _read(self, info: ObjectInfo) -> bytes:
-        return bytes(self._store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash))
+        return bytes(self._store.read(info.key, nbytes=info.nbytes, pin=info.pin))
 
     def _put(self, key: str, data: bytes) -> bool:
         """Put a manifest; return whether this put is known to have created it."""
@@ -365,6 +365,6 @@ def _versions(
 
 def _is_same(seen: ObjectInfo, info: ObjectInfo) -> bool:
     """Return whether two lookups show the same content, as far as the store reports it."""
-    if seen.xet_hash and info.xet_hash:
-        return (seen.xet_hash, seen.nbytes) == (info.xet_hash, info.nbytes)
+    if seen.pin and info.pin:
+        return (seen.pin, seen.nbytes) == (info.pin, info.nbytes)
     return (seen.nbytes, seen.modified) == (info.nbytes, info.modified)

@@ -218,7 +218,7 @@ def _get(store: Store, ref: ObjectRef, refetched: list[str]) -> Part:
 
 def _read(store: Store, ref: ObjectRef) -> Buffer:
     try:
-        return store.read(ref.key, nbytes=ref.nbytes, xet_hash=ref.xet_hash)
+        return store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)
     except ObjectNotFoundError as exc:
         exc.hint = LOST
         raise

@@ -67,7 +67,7 @@ def read_model(store: Store) -> Model:
         if store.capabilities.conditional_put:
             data = store.get(CHAIN_KEY)
         elif seen := store.find(CHAIN_KEY):
-            data = bytes(store.read(CHAIN_KEY, nbytes=seen.nbytes, xet_hash=seen.xet_hash))
+            data = bytes(store.read(CHAIN_KEY, nbytes=seen.nbytes, pin=seen.pin))
         else:
             raise not_found(CHAIN_KEY, store.url)
     except ObjectNotFoundError as exc:
@@ -262,7 +262,7 @@ def _read_same(store: Store, document: bytes) -> Model:
 def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:
     digest = object_digest(data)
     key = asset_key(digest, name)
-    return ObjectRef(key=key, nbytes=len(data), blake3=digest, xet_hash=store.put(key, data))
+    return ObjectRef(key=key, nbytes=len(data), blake3=digest, pin=store.put(key, data))
 
 
 def _another_model(store: Store, table: Table) -> ChainMismatchError:

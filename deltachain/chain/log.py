@@ -136,4 +136,4 @@ class Manifests:
         seen = self.looks.seen(version)
         if seen is None:
             raise ObjectNotFoundError(f"{self._store.url} has no object {key!r}", key=key)
-        return self._store.read(key, nbytes=seen.nbytes, xet_hash=seen.xet_hash)
+        return self._store.read(key, nbytes=seen.nbytes, pin=seen.pin)

@@ -240,8 +240,8 @@ class Looks:
     def _check_content(self, version: Version, seen: ObjectInfo, info: ObjectInfo) -> None:
         """Raise if a manifest with new metadata has other content."""
         known = self._digests.get(version)
-        if known and not (seen.xet_hash and info.xet_hash):
-            data = self._store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash)
+        if known and not (seen.pin and info.pin):
+            data = self._store.read(info.key, nbytes=info.nbytes, pin=info.pin)
             if object_digest(data) == known:
                 return
         raise ForkedChainError(
@@ -254,7 +254,7 @@ class Looks:
         self.is_lost = info is None
         if info is None or self._identity is None or _same(self._identity, info):
             return
-        data = self._store.read(CHAIN_KEY, nbytes=info.nbytes, xet_hash=info.xet_hash)
+        data = self._store.read(CHAIN_KEY, nbytes=info.nbytes, pin=info.pin)
         found = parse(bytes(data), Identity, key=CHAIN_KEY).chain
         if found != self._chain:
             raise ForkedChainError(
@@ -272,6 +272,6 @@ def _ahead(known: Version) -> list[Version]:
 
 def _same(seen: ObjectInfo, info: ObjectInfo) -> bool:
     """Return whether two looks show the same content, as far as the store reports it."""
-    if seen.xet_hash and info.xet_hash:
-        return (seen.xet_hash, seen.nbytes) == (info.xet_hash, info.nbytes)
+    if seen.pin and info.pin:
+        return (seen.pin, seen.nbytes) == (info.pin, info.nbytes)
     return (seen.nbytes, seen.modified) == (info.nbytes, info.modified)

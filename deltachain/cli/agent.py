@@ -11,7 +11,16 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.follow import show_version, stopping
-from deltachain.cli.options import Base, KeyFile, Out, Poll, TrustRemoteCode, secret
+from deltachain.cli.options import (
+    AsJsonLines,
+    Base,
+    KeyFile,
+    Once,
+    Out,
+    Poll,
+    TrustRemoteCode,
+    secret,
+)
 from deltachain.errors import ConfigError
 
 
@@ -35,14 +44,10 @@ def agent(  # noqa: PLR0913 - one argument an option
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="Adapters to keep loaded.")] = 2,
     key_file: KeyFile = None,
     poll: Poll = None,
-    once: Annotated[
-        bool, typer.Option("--once", help="Update to the current head, then exit.")
-    ] = False,
+    once: Once = False,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
-    ] = False,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import Base, Out, Poll, TrustRemoteCode, Url
+from deltachain.cli.options import AsJsonLines, Base, Once, Out, Poll, TrustRemoteCode, Url
 
 if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt, Subscriber
@@ -28,14 +28,10 @@ def follow(  # noqa: PLR0913 - one argument an option
     every_version: Annotated[
         bool, typer.Option("--every-version", help="Apply each version separately.")
     ] = False,
-    once: Annotated[
-        bool, typer.Option("--once", help="Update to the current head, then exit.")
-    ] = False,
+    once: Once = False,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
-    ] = False,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Keep a folder at the head of a chain.
 

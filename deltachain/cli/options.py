@@ -45,6 +45,12 @@ Url: TypeAlias = Annotated[
 AsJson: TypeAlias = Annotated[
     bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")
 ]
+AsJsonLines: TypeAlias = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
+]
+Once: TypeAlias = Annotated[
+    bool, typer.Option("--once", help="Update to the current head, then exit.")
+]
 Encode: TypeAlias = Annotated[
     str,
     typer.Option(

@@ -94,9 +94,9 @@ class MeteredStore:
         self._moved(len(data))
         return data
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """See :class:`Store`."""
-        data = self._store.read(key, nbytes=nbytes, xet_hash=xet_hash)
+        data = self._store.read(key, nbytes=nbytes, pin=pin)
         self._moved(nbytes)
         return data
 

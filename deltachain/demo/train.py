@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -25,9 +25,11 @@ from transformers import (
 )
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+from typing_extensions import override
 
 from deltachain.demo.corpus import questions, score
 from deltachain.demo.process_setup import quiet_libraries, spare_one_core
+from deltachain.demo.reward_callback import RewardCallback
 
 STEPS: Final = 20
 LEARNING_RATE: Final = 1e-6
@@ -139,7 +141,7 @@ def _rewards(completions: list[str], answer: list[int], **_: object) -> list[flo
     return [score(text, right) for text, right in zip(completions, answer, strict=True)]
 
 
-class _StepLog(TrainerCallback):
+class _StepLog(RewardCallback):
     """Records every step; the first callback, so that it measures the step without callbacks."""
 
     def __init__(self, progress: Callable[[GrpoStep], None] | None) -> None:
@@ -162,25 +164,15 @@ class _StepLog(TrainerCallback):
         del args, state, control
         self._took = time.monotonic() - self._began
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: object,
-    ) -> None:
-        """Read the rewards from the log of a step; the final summary has none."""
-        del args, control
-        if logs is None or "reward" not in logs:
-            return
-        step = GrpoStep(
-            step=state.global_step,
+    @override
+    def on_reward(self, step: int, logs: Mapping[str, float]) -> None:
+        done = GrpoStep(
+            step=step,
             reward=logs["reward"],
             spread=logs["reward_std"],
             flat_groups=logs["frac_reward_zero_std"],
             seconds=self._took,
         )
-        self.steps.append(step)
+        self.steps.append(done)
         if self._progress is not None:
-            self._progress(step)
+            self._progress(done)

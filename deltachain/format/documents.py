@@ -51,7 +51,7 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
         nbytes: Its length in bytes.
         blake3: Its digest.
         directory: Digest of a part's directory, as stated in the part; empty for other objects.
-        xet_hash: Content hash in a Hugging Face bucket; empty in other stores.
+        pin: The store's name of this content, ``xet_hash`` in JSON; empty where it has none.
         ext: Extension data, ignored by readers.
     """
 
@@ -59,7 +59,7 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
     nbytes: Count
     blake3: str
     directory: str = ""
-    xet_hash: str = ""
+    pin: str = msgspec.field(default="", name="xet_hash")
     ext: dict[str, Any] = {}
 
 

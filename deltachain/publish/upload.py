@@ -51,7 +51,7 @@ def upload(
     for number, group in enumerate(_parts(changes, part_nbytes)):
         key = payload_key(slot.kind, slot.version, slot.epoch, slot.commit_id, number)
         part = encode_part(group, raw=raw and not any(change.windows for change in group))
-        xet_hash = chain.store.put(key, part.data)
+        pin = chain.store.put(key, part.data)
         encodings.update(part.encodings)
         refs.append(
             ObjectRef(
@@ -59,7 +59,7 @@ def upload(
                 nbytes=len(part.data),
                 blake3=part.digest,
                 directory=part.directory,
-                xet_hash=xet_hash,
+                pin=pin,
             )
         )
     base = slot.version - 1 if slot.kind == "delta" else None

@@ -1,4 +1,4 @@
-"""Places that keep the objects of a chain: one ``Store`` protocol, a URL scheme each."""
+"""Object stores: one ``Store`` protocol, and a URL scheme for each."""
 
 from __future__ import annotations
 

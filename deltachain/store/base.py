@@ -1,4 +1,4 @@
-"""What deltachain asks of a place that keeps objects, whichever place that is.
+"""Interface of an object store.
 
 A store maps keys to immutable bytes. The chain is built on two promises alone: an object is visible
 whole or not at all, and of all callers of ``put_if_absent`` for one key exactly one succeeds.
@@ -28,15 +28,15 @@ MAX_SEGMENT_LENGTH: Final = 255
 """Characters between two slashes: what file systems allow for one name."""
 
 MAX_DOCUMENT: Final = 64 << 20
-"""Bytes of the largest object that is read without knowing its size: a table of half a million
-tensors. What is larger than any document is not one."""
+"""Bytes of the largest object that is read without knowing its size: room for a table of half a
+million tensors."""
 
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a store promises beyond atomic writes, which every store promises."""
+    """Guarantees of a store beyond atomic writes, which every store has."""
 
     conditional_put: bool
     """``put_if_absent`` is decided by the store: of any number of racing callers one succeeds.
@@ -55,20 +55,20 @@ class Capabilities:
     """How many keys one request of ``find_all`` looks up."""
 
     poll_s: float = 1.0
-    """Seconds between two looks for something new that the store bears from every reader."""
+    """Seconds between two polls of one reader, short enough and bearable for the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """What a store knows about one object without reading it."""
+    """Size and time of one object, known without reading it."""
 
     key: str
     nbytes: int
     modified: float | None
-    """When it was written, in Unix seconds by the store's clock; None where nobody knows."""
+    """Time of its write, in Unix seconds by the store's clock; None if unknown."""
 
-    xet_hash: str = ""
-    """How a Hugging Face bucket names the content; empty elsewhere."""
+    pin: str = ""
+    """The store's name of this content, to read exactly that; empty where it has none."""
 
 
 class Store(Protocol):
@@ -89,34 +89,34 @@ class Store(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this store promises beyond atomic writes."""
+        """Guarantees beyond atomic writes."""
 
     @property
     def requests(self) -> int:
         """Requests sent over a network so far, as the store's owner counts them; 0 without one."""
 
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole object, as one ``put`` wrote it: one of unknown size, but a small one.
+        """Read a whole small object of unknown size, as one ``put`` wrote it.
 
         Every ``get`` that begins after a ``put`` returned sees that object or a later one.
 
         Raises:
             ObjectNotFoundError: No object has this key.
-            MalformedError: It has more than ``limit`` bytes; memory was not taken for them.
+            MalformedError: It has more than ``limit`` bytes; no memory was allocated for them.
         """
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """Read a whole object whose size is known, however large, as fast as the store can.
 
         Args:
             key: The object.
-            nbytes: What it must measure.
-            xet_hash: What ``put`` returned for it: a store that can then reads exactly that
-                content, whatever lies under the key by now.
+            nbytes: Its size, in bytes.
+            pin: The name that ``put`` or ``find`` gave its content: a store that has such names
+                reads exactly that content, whatever the key has by now.
 
         Raises:
             ObjectNotFoundError: No object has this key.
-            MalformedError: It has another size; memory was not taken for it.
+            MalformedError: It has another size; no memory was allocated for it.
             ConfigError: ``nbytes`` is negative.
         """
 
@@ -140,8 +140,7 @@ class Store(Protocol):
         not kept.
 
         Returns:
-            How the store names this content (a ``xet_hash``), where it can pin a ``read`` to it;
-            else an empty string.
+            The store's name of this content, a ``pin`` for ``read``; empty where it has none.
         """
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
@@ -175,7 +174,7 @@ class Store(Protocol):
         """Remove an object; nothing happens where no object has this key."""
 
     def close(self) -> None:
-        """Give connections back. Closing twice is allowed, other calls afterwards are not."""
+        """Close connections. Closing twice is allowed, other calls afterwards are not."""
 
 
 def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:

@@ -55,7 +55,6 @@ TURN_S: Final = 5.0
 END_S: Final = 5.0
 """Seconds to wait for the thread that sends, when the process ends."""
 
-_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, poll_s=0.05)
 _HEAD: Final = struct.Struct("<d16sq")
 """When it was put, a nonce that tells one put from another, and how long it is."""
 
@@ -90,6 +89,7 @@ class DistStore(SimpleStore):
         ConfigError: ``torch.distributed`` is not initialised.
     """
 
+    capabilities: Final = Capabilities(conditional_put=True, list_consistent=True, poll_s=0.05)
     _opened: Final[dict[str, DistStore]] = {}
 
     def __init__(self, name: str) -> None:
@@ -125,11 +125,6 @@ class DistStore(SimpleStore):
     def url(self) -> str:
         """``dist://`` and the name."""
         return f"dist://{self._name}"
-
-    @property
-    @override
-    def capabilities(self) -> Capabilities:
-        return _CAPABILITIES
 
     @property
     @override

@@ -19,7 +19,7 @@ _HINT: Final = (
 
 
 def guarded(store: _S) -> _S:
-    """Let no method of a class of stores raise anything but a ``DeltaChainError``.
+    """Class decorator: methods of a store raise nothing but a ``DeltaChainError``.
 
     What a store knows, it names itself; this is for what nobody foresaw: a library that recurses
     without end, an answer that its parser does not survive, no thread left. A broken assertion is

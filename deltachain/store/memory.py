@@ -1,4 +1,4 @@
-"""Objects in the memory of this process: the twin for tests, examples and notebooks."""
+"""Objects in the memory of this process, for tests, examples and notebooks."""
 
 from __future__ import annotations
 

@@ -28,18 +28,18 @@ _LATE_S: Final = 0.1
 
 
 class CutError(Exception):
-    """The body ended early, or its connection failed: the rest must be asked for again."""
+    """The body ended early, or its connection failed; the rest must be requested again."""
 
 
 class ReplacedError(Exception):
-    """The key has another object than the one that the read began with."""
+    """The object was replaced while it was read."""
 
 
 class Body(Protocol):
     """The bytes of one answer, in order."""
 
     def readinto(self, buffer: memoryview, /) -> int:
-        """Fill some of ``buffer`` and say how much; 0 at the end.
+        """Read into ``buffer`` and return the number of bytes; 0 at the end.
 
         Raises:
             CutError: The rest will not come.

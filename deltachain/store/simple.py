@@ -57,7 +57,7 @@ class SimpleStore(Store):
         return self._read(check_key(key), whole)
 
     @override
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
         check_range(0, nbytes)
 
         def whole(actual: int) -> tuple[int, int]:

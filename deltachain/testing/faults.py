@@ -165,10 +165,10 @@ class FaultyStore:
         self._check_up(key)
         return self._spoiled(key, self.inner.get(key, limit=limit))
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
         """Read a whole object of known size; see ``Store``."""
         self._check_up(key)
-        data = bytes(self.inner.read(key, nbytes=nbytes, xet_hash=xet_hash))
+        data = bytes(self.inner.read(key, nbytes=nbytes, pin=pin))
         data = self._spoiled(key, data)
         check_nbytes(key, self.url, expected=nbytes, actual=len(data))
         return data

@@ -167,24 +167,24 @@ class StoreContract(RaceContract):
         data = pattern(nbytes)
         pin = store.put("some/object", data)
         assert bytes(store.read("some/object", nbytes=nbytes)) == data
-        assert bytes(reopen().read("some/object", nbytes=nbytes, xet_hash=pin)) == data
+        assert bytes(reopen().read("some/object", nbytes=nbytes, pin=pin)) == data
 
     @pytest.mark.parametrize("nbytes", [0, 999, 1001, 1 << 62])
     def test_object_of_another_size_is_refused(self, store: Store, nbytes: int) -> None:
         """And no memory is taken for what is not there."""
-        pin = store.put("a", pattern(1000))
-        for xet_hash in {"", pin}:
+        put = store.put("a", pattern(1000))
+        for pin in {"", put}:
             with pytest.raises(MalformedError) as caught:
-                store.read("a", nbytes=nbytes, xet_hash=xet_hash)
+                store.read("a", nbytes=nbytes, pin=pin)
             assert caught.value.key == "a"
 
     def test_pinned_read_is_of_what_was_put(self, store: Store, reopen: Reopen) -> None:
         """Where a store names its content, a read of it never gives another."""
         first = store.put("a", b"first")
         second = store.put("a", b"2nd: longer")
-        assert bytes(store.read("a", nbytes=11, xet_hash=second)) == b"2nd: longer"
+        assert bytes(store.read("a", nbytes=11, pin=second)) == b"2nd: longer"
         if first:
-            assert bytes(reopen().read("a", nbytes=5, xet_hash=first)) == b"first"
+            assert bytes(reopen().read("a", nbytes=5, pin=first)) == b"first"
         else:
             assert second == ""
 

@@ -111,7 +111,7 @@ def edge_records(
         version = keys.version_of(info.key)
         if version is None or not first <= version <= last:
             continue
-        data = bytes(chain.store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash))
+        data = bytes(chain.store.read(info.key, nbytes=info.nbytes, pin=info.pin))
         record = unseal(data, EdgeRecord, key=info.key)
         edge = record.edge
         place = keys.edge_key(record.version, edge.kind, edge.base)

@@ -73,8 +73,8 @@ class Kept:
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         return self.inner.get(key, limit=limit)
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
-        return self.inner.read(key, nbytes=nbytes, xet_hash=xet_hash)
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
+        return self.inner.read(key, nbytes=nbytes, pin=pin)
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
         return self.inner.get_range(key, start, length)

@@ -274,12 +274,12 @@ class Scene:
 
     def _read(self, store: Store, info: ObjectInfo) -> bytes:
         """The content of an object; on the Hub, of one that was read before from memory."""
-        if not info.xet_hash:
+        if not info.pin:
             return store.get(info.key)
-        if info.xet_hash not in self._contents:
-            data = store.read(info.key, nbytes=info.nbytes, xet_hash=info.xet_hash)
-            self._contents[info.xet_hash] = bytes(data)
-        return self._contents[info.xet_hash]
+        if info.pin not in self._contents:
+            data = store.read(info.key, nbytes=info.nbytes, pin=info.pin)
+            self._contents[info.pin] = bytes(data)
+        return self._contents[info.pin]
 
     def join(self, kind: str) -> tuple[Version | None, str]:
         """How far somebody gets who comes now and holds unknown bits, or nothing."""

@@ -65,9 +65,9 @@ class Counting(Kept):
         self._count(key)
         return self.inner.get(key, limit=limit)
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         self._count(key)
-        return self.inner.read(key, nbytes=nbytes, xet_hash=xet_hash)
+        return self.inner.read(key, nbytes=nbytes, pin=pin)
 
     def find(self, key: str) -> ObjectInfo | None:
         self.looks += 1

@@ -52,13 +52,13 @@ class WideStore(SingleWriterStore):
         self.looks.append(wanted)
         found = {key: super(WideStore, self).find(key) for key in wanted}
         return {
-            key: replace(info, xet_hash=object_digest(self.get(key)))
+            key: replace(info, pin=object_digest(self.get(key)))
             for key, info in found.items()
             if info is not None
         }
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:
-        self.pinned.append(xet_hash)
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
+        self.pinned.append(pin)
         return super().read(key, nbytes=nbytes)
 
 

@@ -41,7 +41,7 @@ ENCODINGS = st.sets(NAMES, max_size=3).map(sorted).map(tuple)
 FLOATS = st.floats(allow_nan=False, allow_infinity=False)
 EXTS = st.dictionaries(TEXTS, st.recursive(st.none() | TEXTS | FLOATS, st.lists, max_leaves=4))
 
-REFS = st.builds(ObjectRef, key=KEYS, nbytes=COUNTS, blake3=HEX, directory=TEXTS, xet_hash=TEXTS)
+REFS = st.builds(ObjectRef, key=KEYS, nbytes=COUNTS, blake3=HEX, directory=TEXTS, pin=TEXTS)
 BASES = st.builds(
     BaseRef,
     repo=TEXTS,

@@ -68,9 +68,9 @@ class Counting(FaultyStore):
         self.reads.append(key)
         return super().get(key, **limits)
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Any:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Any:
         self.reads.append(key)
-        return super().read(key, nbytes=nbytes, xet_hash=xet_hash)
+        return super().read(key, nbytes=nbytes, pin=pin)
 
     def find(self, key: str) -> ObjectInfo | None:
         self.looks += 1

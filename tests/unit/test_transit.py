@@ -26,8 +26,8 @@ class Flipping(FaultyStore):
     def get(self, key: str, **limits: Any) -> bytes:
         return self._flip(key, super().get(key, **limits))
 
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> bytes:
-        return self._flip(key, super().read(key, nbytes=nbytes, xet_hash=xet_hash))
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
+        return self._flip(key, super().read(key, nbytes=nbytes, pin=pin))
 
     def _flip(self, key: str, data: bytes) -> bytes:
         if key != self.key or not self.times:

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from deltachain.demo.chain_report import ChainReport
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineReport:
+class OnlineReport(ChainReport):
     """Measurements of the asynchronous demo.
 
     Attributes:
         engine: The engine.
-        versions: Number of versions, version 0 included.
-        mismatching_bits: Number of different bits between the trainer's last weights and the chain.
         replica_agrees: Whether the replica's live weights have the state of the last version.
-        bytes_sent: Size of all deltas, in bytes.
-        anchor_bytes: Size of all anchors, in bytes.
-        bytes_dense: Size of full bf16 copies of the same versions, in bytes.
-        late_joiner_bytes: Bytes fetched by a follower that joins at the end.
-        late_joiner_plan: Plan of this follower.
-        verified: Whether ``deltachain verify`` passed.
-        seconds: Duration of the demo.
-        parameters: Number of elements of the model.
         samples: Number of games passed to the trainer.
         tokens: Number of sampled tokens in them.
         unknown_versions: Number of these tokens with an impossible version.
@@ -42,17 +33,7 @@ class OnlineReport:
     """
 
     engine: str
-    versions: int
-    mismatching_bits: int
     replica_agrees: bool
-    bytes_sent: int
-    anchor_bytes: int
-    bytes_dense: int
-    late_joiner_bytes: int
-    late_joiner_plan: str
-    verified: bool
-    seconds: float
-    parameters: int
     samples: int
     tokens: int
     unknown_versions: int
@@ -76,10 +57,6 @@ class OnlineReport:
     def learnt(self) -> bool:
         """Whether the reward rose; ``reward_error`` gives the uncertainty."""
         return self.reward_last > self.reward_first
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all fields in JSON types."""
-        return asdict(self)
 
     def print(self, console: Console) -> None:
         """Print a table."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +18,11 @@ from datasets import Dataset
 from transformers import (
     AutoTokenizer,
     PrinterCallback,
-    TrainerCallback,
-    TrainerControl,
     TrainerState,
-    TrainingArguments,
 )
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+from typing_extensions import override
 
 from deltachain.control.transfer import DeltaChainWeightTransfer
 from deltachain.demo.compare_bits import dump_bits
@@ -31,6 +30,7 @@ from deltachain.demo.online.cpu import run_on_cpu
 from deltachain.demo.online.engine import EngineKind
 from deltachain.demo.online.rollouts import GameTable, GameWorker
 from deltachain.demo.process_setup import quiet_libraries, spare_one_core
+from deltachain.demo.reward_callback import RewardCallback
 
 LEARNING_RATE: Final = 1e-4
 GROUP: Final = 8
@@ -176,28 +176,18 @@ def _arguments(orders: TrainerOptions) -> AsyncGRPOConfig:
     )
 
 
-class _StepLog(TrainerCallback):
+class _StepLog(RewardCallback):
     """Prints the metrics of each step."""
 
     def __init__(self, transfer: DeltaChainWeightTransfer) -> None:
         self._transfer = transfer
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **_: object,
-    ) -> None:
-        """Print one line a step."""
-        del args, control
-        if logs is None or "reward" not in logs:
-            return
+    @override
+    def on_reward(self, step: int, logs: Mapping[str, float]) -> None:
         announced = self._transfer.announced
         say(
             event="step",
-            step=state.global_step,
+            step=step,
             reward=logs["reward"],
             version=self._transfer.version,
             sync_s=logs.get("perf/weight_sync_s"),

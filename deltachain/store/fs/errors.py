@@ -1,4 +1,4 @@
-"""What fsspec file systems say, in deltachain's words.
+"""From the errors and metadata of fsspec to those of deltachain.
 
 Most raise an ``OSError``. Some let through what the library below them raises; such classes are
 looked up among the modules that are loaded, because none of these libraries need be installed.

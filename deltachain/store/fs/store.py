@@ -132,7 +132,7 @@ class FsspecStore(Store):
         return data
 
     @override
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """Read a whole object of known size, a large remote one in pieces; see ``Store``."""
         check_range(0, nbytes)
         path = self._path(key)

@@ -1,4 +1,4 @@
-"""The one door to the API of the Hugging Face Hub: every request is counted, budgeted and retried.
+"""Client of the Hugging Face Hub's API: every request is counted, rate-limited and retried.
 
 Requests go through the session of ``huggingface_hub``, with its proxies and certificates, and with
 its token: ``HF_TOKEN``, or the one that ``hf auth login`` saved. Its errors end here.
@@ -32,10 +32,10 @@ from deltachain.store.hf.reply import (
 )
 
 _TRY_S: Final = 20.0
-"""Seconds that one try may wait for an answer."""
+"""Timeout of one attempt."""
 
 _REDIRECTS: Final = 4
-"""Requests that one may become."""
+"""Redirects that are followed, at most, counting the first request."""
 
 PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
 """Between tries: the Hub counts them, so none follows at once."""
@@ -60,7 +60,7 @@ _RATE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """Which bucket, where, and by whose leave.
+    """Address of a bucket, and the token for it.
 
     Attributes:
         endpoint: Of the Hub.
@@ -77,7 +77,7 @@ class BucketLocation:
 
 @dataclass(frozen=True, slots=True)
 class _Trouble:
-    """Why a request has to be tried again; nothing is said where it has not."""
+    """Reason to retry a request; empty if there is none."""
 
     said: str = ""
     hint: str = ""
@@ -145,7 +145,7 @@ class Hub:
         body: bytes | None = None,
         media: str = "application/json",
     ) -> Reply:
-        """Send a request until it is answered: refusals by status are raised, others tried again.
+        """Send a request, with retries; a status that refuses it is raised.
 
         Every request has to be idempotent: an answer may be lost after the request was served.
 
@@ -186,7 +186,9 @@ class Hub:
             tries += 1
 
     def ask(self, url: str, token: str) -> tuple[int, Any]:
-        """Ask the storage beside the Hub, once: a status and a document. Counted by nobody.
+        """Ask the Xet storage once, and return its status and document.
+
+        It is not counted against the request budget.
 
         Raises:
             StoreUnavailableError: It did not answer.
@@ -207,7 +209,7 @@ class Hub:
     def _try(
         self, method: str, url: str, body: bytes | None, media: str, deadline: Deadline
     ) -> tuple[Reply | None, _Trouble]:
-        """One try: a reply, or what went wrong."""
+        """Send a request once; return the reply, or the reason to retry."""
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
         from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
 
@@ -257,10 +259,10 @@ class Hub:
         raise RedirectedError(response.status_code, "")
 
     def _judge(self, reply: Reply, wanted: type, key: str) -> _Trouble:
-        """What is wrong with a reply that may be another the next time; nothing, if it is one.
+        """Find a reason to retry in a reply; empty if it is a valid answer.
 
         Raises:
-            DeltaChainError: It will not.
+            DeltaChainError: A retry would not change it.
         """
         if self._is_answer(reply):
             return _Trouble()
@@ -284,7 +286,7 @@ class Hub:
         return reply.status == 422
 
     def _refusal(self, reply: Reply, key: str) -> DeltaChainError:
-        """The error for an answer that trying again does not change."""
+        """Build the error for an answer that a retry would not change."""
         url, words = self.place.url, reply.words
         if reply.status == 401:
             return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)

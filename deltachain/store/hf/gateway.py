@@ -22,7 +22,7 @@ _TRY_S: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class GatewayKey:
-    """An access key of the gateway, and where that is."""
+    """Access key and endpoint of the gateway."""
 
     endpoint: str
     key_id: str
@@ -30,7 +30,7 @@ class GatewayKey:
 
 
 class Maybe(Exception):  # noqa: N818
-    """The object is there, and an earlier try of this very call may have put it there."""
+    """The object exists, and an earlier attempt of the same call may have written it."""
 
 
 class Gateway:

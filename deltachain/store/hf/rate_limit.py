@@ -1,4 +1,4 @@
-"""How many requests may leave in a stretch of time."""
+"""Sliding-window rate limit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Budget:
             self._sleep(wait_s)
 
     def charge(self, requests: int) -> None:
-        """Account for requests that left unasked: those that come after wait for them."""
+        """Count requests that were sent without ``take``; later ones wait for them."""
         with self._lock:
             self._sent.extend([self._clock()] * requests)
 

@@ -17,11 +17,11 @@ _CODINGS: Final = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 
 
 class ReplyError(Exception):
-    """An answer that is not one of the Hub: it counts as lost."""
+    """A reply that did not come from the Hub; the request is retried."""
 
 
 class RedirectedError(Exception):
-    """A request that is sent elsewhere: by a portal, or by a proxy that has another address.
+    """A redirect to another server, by a captive portal or a proxy.
 
     Args:
         status: Of the answer.

@@ -108,18 +108,18 @@ class HfStore(Store):
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         found = self._find(key)
         check_limit(key, self.url, nbytes=found.nbytes, limit=limit)
-        return bytes(self._xet.read(found.xet_hash, nbytes=found.nbytes, key=key))
+        return bytes(self._xet.read(found.pin, nbytes=found.nbytes, key=key))
 
     @override
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """Read a whole object of known size, by its hash if that is known too; see ``Store``."""
         check_range(0, nbytes)
         check_key(key)
-        if not xet_hash:
+        if not pin:
             found = self._find(key)
             check_nbytes(key, self.url, expected=nbytes, actual=found.nbytes)
-            xet_hash = found.xet_hash
-        return self._xet.read(xet_hash, nbytes=nbytes, key=key)
+            pin = found.pin
+        return self._xet.read(pin, nbytes=nbytes, key=key)
 
     @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
@@ -127,7 +127,7 @@ class HfStore(Store):
         found = self._find(key)
         if start + length > found.nbytes:
             raise too_short(key, self.url, nbytes=found.nbytes, end=start + length)
-        return bytes(self._xet.read_range(found.xet_hash, start, length, key=key))
+        return bytes(self._xet.read_range(found.pin, start, length, key=key))
 
     @override
     def put(self, key: str, data: Buffer) -> str:
@@ -251,7 +251,7 @@ class HfStore(Store):
     def _names(self, key: str, content: str) -> bool:
         """Whether a path has this content."""
         found = self.find(key)
-        return found is not None and found.xet_hash == content
+        return found is not None and found.pin == content
 
     def _parse(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
         """The objects below the prefix among the rows of a reply."""
@@ -262,7 +262,7 @@ class HfStore(Store):
                     key=path.removeprefix(self._folder),
                     nbytes=int(row["size"]),
                     modified=_seconds(row.get("uploadedAt") or row.get("mtime")),
-                    xet_hash=str(row["xetHash"]),
+                    pin=str(row["xetHash"]),
                 )
 
     def _holds(self, key: str, data: bytes) -> bool:
@@ -276,7 +276,7 @@ class HfStore(Store):
             )
         if found.nbytes != len(data):
             return False
-        return self._xet.read(found.xet_hash, nbytes=len(data), key=key) == data
+        return self._xet.read(found.pin, nbytes=len(data), key=key) == data
 
 
 def _seconds(date: str | None) -> float | None:

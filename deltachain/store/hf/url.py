@@ -1,4 +1,4 @@
-"""What a ``hf://`` URL, its options and the environment say about a store."""
+"""Configuration of a ``hf://`` store: URL, options and environment."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _sessions_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """Leave to use the storage for a while."""
+    """Cached access token of the storage."""
 
     endpoint: str
     token: str = field(repr=False)
@@ -53,7 +53,7 @@ class _Access:
     good_until: float
 
     def arguments(self) -> dict[str, Any]:
-        """As ``hf_xet`` takes them.
+        """Return arguments for ``hf_xet``.
 
         Without an address to renew the token at: that would be a request that nobody counts.
         """
@@ -215,7 +215,7 @@ class Xet:
         ) from trouble
 
     def _access(self, kind: _Kind) -> _Access:
-        """Leave to read or write, of which one request to the Hub is good for a while."""
+        """Return a token for reading or writing: the cached one, or a new one from the Hub."""
         with self._locks[kind]:
             held = self._held.get(kind)
             if held is None or time.time() >= held.good_until:

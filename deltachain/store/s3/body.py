@@ -1,4 +1,4 @@
-"""Bytes on their way to and from S3, as boto3 takes and gives them."""
+"""Request and response bodies of boto3."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Download:
         self._body = body
 
     def readinto(self, buffer: memoryview, /) -> int:
-        """Fill some of ``buffer`` and say how much; 0 at the end.
+        """Read into ``buffer`` and return the number of bytes; 0 at the end.
 
         Raises:
             CutError: The rest will not come.

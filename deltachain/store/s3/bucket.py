@@ -1,4 +1,4 @@
-"""Requests on one bucket: repeated while they fail for reasons that pass, with errors of ours."""
+"""Requests to one bucket, with retries and typed errors."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _REDIRECT: Final = (
 
 
 class StatusError(Exception):
-    """An answer that the caller of a request asked to be told of."""
+    """A status that the caller handles."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -33,7 +33,7 @@ class StatusError(Exception):
 
 
 class Calls:
-    """Sends what the methods of a client send; thread-safe.
+    """Sends requests of a client, with retries; thread-safe.
 
     Args:
         client: A client that does not repeat requests itself.

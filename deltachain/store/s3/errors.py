@@ -1,4 +1,4 @@
-"""What boto3 raises, as the errors of deltachain."""
+"""From boto3's errors to those of deltachain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer of an S3 server must have to be believed."""
+"""Validation of responses from an S3 server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AnswerError(Exception):
 
 
 def whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
-    """An answer, if it has what it must have: one that was cut in its head counts as lost.
+    """Return a response that has all of some fields; one without was cut in its headers.
 
     Raises:
         AnswerError: It was.

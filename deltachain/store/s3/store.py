@@ -40,8 +40,6 @@ from deltachain.store.s3.bucket import Bucket
 from deltachain.threads import Pool
 from deltachain.types import Buffer
 
-_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
-
 _THREADS: Final = 16
 """Requests of one store that are under way at a time, beside those of its callers' threads."""
 
@@ -79,6 +77,8 @@ class S3Store(Store):
         ConfigError: The options, the environment or the profile do not make a client.
     """
 
+    capabilities: Final = Capabilities(conditional_put=True, list_consistent=True)
+
     def __init__(
         self, bucket: str, prefix: str = "", options: Mapping[str, Any] | None = None
     ) -> None:
@@ -92,12 +92,6 @@ class S3Store(Store):
 
     @property
     @override
-    def capabilities(self) -> Capabilities:
-        """Everything; see the class about servers that do not keep it."""
-        return _CAPABILITIES
-
-    @property
-    @override
     def requests(self) -> int:
         """Every HTTP request that was sent, those that were repeated too."""
         return self._bucket.requests
@@ -107,7 +101,7 @@ class S3Store(Store):
         return self._get(key, limit, self._bucket.deadline(check_key(key)))
 
     @override
-    def read(self, key: str, *, nbytes: int, xet_hash: str = "") -> Buffer:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """Read a whole object of known size, in ranges side by side; see ``Store``."""
         check_range(0, nbytes)
         deadline = self._bucket.deadline(check_key(key), nbytes)

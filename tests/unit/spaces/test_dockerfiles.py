@@ -72,6 +72,13 @@ def test_the_engine_is_a_release_that_is_tested(name: str) -> None:
     assert re.match(rf"{image}:v{version}(\.|-|$)", only(ROOT / "spaces" / name, "FROM"))
 
 
+def test_the_images_of_engines_differ_by_their_base_alone() -> None:
+    # A Space is built from its own folder alone, so each has a copy.
+    files = [(ROOT / "spaces" / name / "Dockerfile").read_text("utf-8") for name in ENGINES]
+    (_, *one), (_, *other) = (file.splitlines() for file in files)
+    assert one == other
+
+
 @every_space
 def test_it_runs_as_user_1000(space: Path) -> None:
     names = [name for name, _ in instructions(space)]

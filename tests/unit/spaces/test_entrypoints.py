@@ -144,6 +144,17 @@ def space(request: pytest.FixtureRequest, tmp_path: Path) -> Space:
     return found
 
 
+def test_the_scripts_differ_by_how_the_engine_is_started_alone() -> None:
+    # A Space is built from its own folder alone, so each has a copy.
+    shared = []
+    for engine in ("vLLM", "SGLang"):
+        script = (SPACES / f"{engine.lower()}-rollout" / "entrypoint.sh").read_text("utf-8")
+        before, _, start = script.partition(f"# {engine}. ")
+        assert "exec " in start
+        shared.append(before.replace(engine, "the engine"))
+    assert shared[0] == shared[1]
+
+
 @pytest.mark.parametrize("name", ["vllm", "sglang"])
 def test_bash_can_read_it(name: str) -> None:
     subprocess.run([BASH, "-n", str(SPACES / f"{name}-rollout" / "entrypoint.sh")], check=True)

@@ -84,21 +84,21 @@ def test_pinned_read_outlives_overwrite_and_delete(opened: Open) -> None:
     store = opened()
     pin = store.put("a", b"old content")
     store.put("a", b"new")
-    assert bytes(store.read("a", nbytes=11, xet_hash=pin)) == b"old content"
+    assert bytes(store.read("a", nbytes=11, pin=pin)) == b"old content"
     store.delete("a")
-    assert bytes(opened().read("a", nbytes=11, xet_hash=pin)) == b"old content"
+    assert bytes(opened().read("a", nbytes=11, pin=pin)) == b"old content"
 
 
 def test_find_tells_the_pin_that_put_returned(opened: Open) -> None:
     store = opened()
     pins = {key: store.put(key, key.encode()) for key in ("a", "b/c")}
-    assert {key: info.xet_hash for key, info in store.find_all([*pins, "absent"]).items()} == pins
-    assert {info.key: info.xet_hash for info in store.list()} == pins
+    assert {key: info.pin for key, info in store.find_all([*pins, "absent"]).items()} == pins
+    assert {info.key: info.pin for info in store.list()} == pins
 
 
 def test_unknown_content_is_not_found(opened: Open) -> None:
     with pytest.raises(ObjectNotFoundError) as caught:
-        opened().read("a", nbytes=5, xet_hash="ab" * 32)
+        opened().read("a", nbytes=5, pin="ab" * 32)
     assert caught.value.key == "a"
 
 
@@ -106,7 +106,7 @@ def test_unknown_content_is_not_found(opened: Open) -> None:
 def test_what_is_no_hash_is_refused_at_once(opened: Open, pin: str) -> None:
     store = opened()
     with pytest.raises(MalformedError, match="not a Xet hash"):
-        store.read("a", nbytes=1, xet_hash=pin)
+        store.read("a", nbytes=1, pin=pin)
     assert store.requests == 0
 
 
@@ -114,7 +114,7 @@ def test_empty_pin_does_not_stand_for_anything_else(opened: Open) -> None:
     store = opened()
     empty = store.put("a", b"")
     with pytest.raises(MalformedError):
-        store.read("a", nbytes=1, xet_hash=empty)
+        store.read("a", nbytes=1, pin=empty)
 
 
 def test_prefixes_are_apart(opened: Open) -> None:
@@ -169,7 +169,7 @@ def test_requests_are_those_that_the_hub_counts(
         spent.append(store.requests + shared.requests - before)
     pin = store.put("a", b"data")
     before = store.requests
-    store.read("a", nbytes=4, xet_hash=pin)
+    store.read("a", nbytes=4, pin=pin)
     assert store.requests == before
     # The first put and the first read have a storage token to get.
     assert spent == [2, 1, 2, 1, 2, 1, 1, 1, 1, 2, 1]
@@ -191,10 +191,10 @@ def test_storage_token_is_renewed_before_it_ends(hub: HubServer, opened: Open) -
     hub.configure(xet_token_s=62, calls=1_000_000)
     store = opened()
     pin = store.put("a", b"data")
-    store.read("a", nbytes=4, xet_hash=pin)
+    store.read("a", nbytes=4, pin=pin)
     before = store.requests
     time.sleep(2.1)
-    assert bytes(store.read("a", nbytes=4, xet_hash=pin)) == b"data"
+    assert bytes(store.read("a", nbytes=4, pin=pin)) == b"data"
     assert store.requests == before + 1
 
 
@@ -205,7 +205,7 @@ def test_large_object_is_put_without_a_copy_on_disk(
     data = pattern(20_000_000)
     store = opened()
     pin = store.put("a", memoryview(data))
-    assert bytes(store.read("a", nbytes=len(data), xet_hash=pin)) == data
+    assert bytes(store.read("a", nbytes=len(data), pin=pin)) == data
     assert store.get_range("a", 9_999_990, 20) == data[9_999_990:10_000_010]
 
 

@@ -36,7 +36,7 @@ def wait_until_struck(hub: HubServer, *doing: Future[object]) -> None:
 def test_read_only_token_follows_but_does_not_publish(hub: HubServer, opened: Open) -> None:
     pin = opened().put("a", b"data")
     reader = opened(token=hub.read_token)
-    assert reader.get("a") == bytes(reader.read("a", nbytes=4, xet_hash=pin)) == b"data"
+    assert reader.get("a") == bytes(reader.read("a", nbytes=4, pin=pin)) == b"data"
     assert [info.key for info in reader.list()] == ["a"]
     for call in (
         lambda: reader.put("a", b"other"),
@@ -53,7 +53,7 @@ def test_unknown_token_is_refused_and_not_shown(opened: Open) -> None:
     stranger = opened(token="hf_of_nobody")  # noqa: S106 - nobody's
     for call in (
         lambda: stranger.get("a"),
-        lambda: stranger.read("a", nbytes=1, xet_hash="ab" * 32),
+        lambda: stranger.read("a", nbytes=1, pin="ab" * 32),
         lambda: stranger.put("a", b""),
         lambda: stranger.find("a"),
         lambda: list(stranger.list()),
@@ -161,10 +161,10 @@ def test_stalled_download_is_given_up(hub: HubServer, opened: Open, path: str) -
     hub.inject(RequestFault(do="stall", path=path, seconds=30, times=100))
     start = time.monotonic()
     with pytest.raises(StoreUnavailableError):
-        store.read("a", nbytes=4, xet_hash=pin)
+        store.read("a", nbytes=4, pin=pin)
     assert time.monotonic() - start < 15
     hub.clear_faults()
-    assert bytes(store.read("a", nbytes=4, xet_hash=pin)) == b"data"
+    assert bytes(store.read("a", nbytes=4, pin=pin)) == b"data"
 
 
 def test_hub_killed_in_the_middle_of_an_upload(hub: HubServer, opened: Open) -> None:
@@ -178,7 +178,7 @@ def test_hub_killed_in_the_middle_of_an_upload(hub: HubServer, opened: Open) -> 
         hub.start()
         pin = putting.result()
     assert store.get("before") == b"data"
-    assert bytes(opened().read("a", nbytes=len(data), xet_hash=pin)) == data
+    assert bytes(opened().read("a", nbytes=len(data), pin=pin)) == data
 
 
 def test_hub_killed_in_the_middle_of_a_download(hub: HubServer, opened: Open) -> None:
@@ -186,7 +186,7 @@ def test_hub_killed_in_the_middle_of_a_download(hub: HubServer, opened: Open) ->
     pin = store.put("a", data)
     hub.inject(RequestFault(do="stall", path="/cas/xorbs", seconds=60))
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(store.read, "a", nbytes=len(data), xet_hash=pin)
+        reading = pool.submit(store.read, "a", nbytes=len(data), pin=pin)
         wait_until_struck(hub, reading)  # type: ignore[arg-type]
         hub.kill()
         hub.start()
@@ -196,13 +196,13 @@ def test_hub_killed_in_the_middle_of_a_download(hub: HubServer, opened: Open) ->
 def test_storage_that_is_down_never_makes_an_object_short(hub: HubServer, opened: Open) -> None:
     store = opened(deadline_s=1)
     pin = store.put("a", b"data")
-    store.read("a", nbytes=4, xet_hash=pin)
+    store.read("a", nbytes=4, pin=pin)
     hub.kill()
     for _ in range(3):
         with pytest.raises(StoreUnavailableError):
-            store.read("a", nbytes=4, xet_hash=pin)
+            store.read("a", nbytes=4, pin=pin)
         with pytest.raises(StoreUnavailableError):
-            store.read("a", nbytes=0, xet_hash=pin)
+            store.read("a", nbytes=0, pin=pin)
 
 
 @pytest.mark.parametrize("do", ["truncate", "status", "refuse"])
@@ -210,17 +210,17 @@ def test_broken_transfer_is_taken_up_again(hub: HubServer, opened: Open, do: str
     store, data = opened(), pattern(3_000_000)
     pin = store.put("a", data)
     hub.inject(RequestFault(do=do, path="/cas/xorbs", times=5))  # type: ignore[arg-type]
-    assert bytes(store.read("a", nbytes=len(data), xet_hash=pin)) == data
+    assert bytes(store.read("a", nbytes=len(data), pin=pin)) == data
     assert hub.faults_left() == 0
 
 
 def test_revoked_storage_token_is_replaced(hub: HubServer, opened: Open) -> None:
     store = opened()
     pin = store.put("a", b"data")
-    store.read("a", nbytes=4, xet_hash=pin)
+    store.read("a", nbytes=4, pin=pin)
     before = store.requests
     hub.inject(RequestFault(do="status", path="/cas/v[12]/reconstructions", status=401, times=2))
-    assert bytes(store.read("a", nbytes=4, xet_hash=pin)) == b"data"
+    assert bytes(store.read("a", nbytes=4, pin=pin)) == b"data"
     assert store.requests == before + 1
     hub.inject(RequestFault(do="status", path="/cas/v1/xorbs", status=401))
     data = os.urandom(100)
@@ -236,7 +236,7 @@ def test_flipped_bit_arrives(hub: HubServer, opened: Open) -> None:
     data = random.Random(1).randbytes(100_000)
     pin = store.put("a", data)
     hub.inject(RequestFault(do="corrupt", path="/cas/xorbs"))
-    read = bytes(store.read("a", nbytes=len(data), xet_hash=pin))
+    read = bytes(store.read("a", nbytes=len(data), pin=pin))
     assert len(read) == len(data)
     assert read != data
 
@@ -247,7 +247,7 @@ def test_stale_look_up_shows_the_old_object_whole(hub: HubServer, opened: Open) 
     hub.go_stale(60)
     pin = store.put("a", b"newer")
     assert store.get("a") == b"old"
-    assert bytes(store.read("a", nbytes=5, xet_hash=pin)) == b"newer"
+    assert bytes(store.read("a", nbytes=5, pin=pin)) == b"newer"
     hub.go_stale(0)
     assert store.get("a") == b"newer"
 
@@ -259,7 +259,7 @@ def test_content_that_the_storage_lost_is_not_registered(hub: HubServer, opened:
     pin = store.put("b", b"data")
     assert store.get("b") == b"data"
     with pytest.raises(ObjectNotFoundError):
-        store.read("b", nbytes=4, xet_hash=pin[:-1] + ("0" if pin[-1] != "0" else "1"))
+        store.read("b", nbytes=4, pin=pin[:-1] + ("0" if pin[-1] != "0" else "1"))
 
 
 class TestGateway:

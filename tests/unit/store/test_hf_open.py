@@ -184,7 +184,7 @@ def test_nothing_is_printed(
     store = opened()
     with caplog.at_level(logging.WARNING):
         pin = store.put("a", bytes(9_000_000))
-        store.read("a", nbytes=9_000_000, xet_hash=pin)
+        store.read("a", nbytes=9_000_000, pin=pin)
         store.get("a")
         list(store.list())
         store.delete("a")
