@@ -12,7 +12,7 @@ from deltachain.kernels import host
 from deltachain.publish.model.layout import Box
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import all_gather
+from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.ranks.ownership import check_cover, elect
 from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
@@ -63,21 +63,18 @@ def share(walk: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
             copies of one piece differ.
         RankError: Some rank does not take part.
     """
-    walked: list[ModelTensors] = []
-
-    def holding() -> HeldShards:
-        walked.append(walk())
-        return _holding(walked[0], alone=ranks.count == 1)
-
-    holdings = all_gather(ranks, "held", holding, HeldShards)
+    with Collective(ranks, "held") as collective:
+        model = walk()
+        mine = _holding(model, alone=ranks.count == 1)
+        holdings = collective.all_gather(mine, HeldShards)
     _check(holdings)
     buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
     boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]
     owned = elect(boxes, of_the_first=buffers)
-    mine = tuple(w for w in walked[0].weights if w.spec.name in owned[ranks.number])
+    weights = tuple(w for w in model.weights if w.spec.name in owned[ranks.number])
     specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
     aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
-    return replace(walked[0], weights=mine, specs=specs, aliases=aliases)
+    return replace(model, weights=weights, specs=specs, aliases=aliases)
 
 
 def _holding(source: ModelTensors, *, alone: bool) -> HeldShards:
