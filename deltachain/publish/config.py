@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +67,19 @@ class PublishConfig:
 
     metadata: dict[str, str] = field(default_factory=dict)
     """Words of your own for every manifest."""
+
+    @classmethod
+    def at(cls, url: str, config: PublishConfig | None, **settings: Any) -> PublishConfig:  # noqa: ANN401 - fields
+        """Settings for a URL.
+
+        Args:
+            url: Where the chain lies; replaces the one in ``config``.
+            config: All settings at once, if given.
+            settings: Single settings, by the names of the fields.
+        """
+        if config is None:
+            return cls(url=url, **settings)
+        return replace(config, url=url, **settings)
 
     def __post_init__(self) -> None:
         allowed = {

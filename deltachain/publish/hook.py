@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -101,8 +100,7 @@ def attach(
     if every_steps < 1:
         raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
     inner = unwrap_optimizer(optimizer)
-    chosen = dataclasses.replace(config, url=url, **settings) if config else None
-    publisher = Publisher(chosen or PublishConfig(url=url, **settings)).attach(model)
+    publisher = Publisher(PublishConfig.at(url, config, **settings)).attach(model)
     steps = 0
 
     def after_step(*_: object) -> None:

@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from threading import Event, RLock
-from types import TracebackType
-from typing import Self
+
+from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.closeable import Closeable
 from deltachain.errors import (
     BaseMismatchError,
     BrokenChainError,
@@ -39,7 +40,7 @@ from deltachain.types import StateDigest, Version
 logger = logging.getLogger(__name__)
 
 
-class Subscriber:
+class Subscriber(Closeable):
     """Keeps one target at a version of a chain.
 
     ``stage`` does everything that can fail and only reads the target; ``swap`` writes. A subscriber
@@ -318,21 +319,11 @@ class Subscriber:
         """What the target holds and how far behind it is, for people and probes."""
         return status_of(self)
 
+    @override
     def close(self) -> None:
         """Give store and target back. Closing twice is allowed."""
         self.target.close()
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage the way to a committed version from what was held at a generation."""

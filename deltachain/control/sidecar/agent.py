@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
+from typing_extensions import override
+
+from deltachain.closeable import Closeable
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
@@ -32,7 +34,7 @@ class Reader(Protocol):
         """Give the connection back; what is served stays."""
 
 
-class Agent:
+class Agent(Closeable):
     """Follows a chain on behalf of a server.
 
     A version is fetched, decoded and proven in a folder while the server goes on with what it has.
@@ -76,21 +78,11 @@ class Agent:
         """
         yield from self.subscriber.follow(stop=stop, looked=self._looked)
 
+    @override
     def close(self) -> None:
         """Give everything back. Closing twice is allowed."""
         self._server.close()
         self.subscriber.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _looked(self, trouble: DeltaChainError | None) -> None:
         if trouble is None:
