@@ -1,4 +1,4 @@
-"""A diff: what changed of the weights that a rank publishes, routed to the checkpoint."""
+"""A diff: the changed elements of the weights that a rank publishes, routed to the checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RoutedChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """What changed of the weights that a rank publishes; routed and digested once.
+    """Changed elements of the weights that a rank publishes; routed and digested once.
 
     Attributes:
         live: Changes by live weight and flat indices into what the rank holds of it; weights
@@ -67,7 +67,7 @@ def route(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
 
 
 def digest_changes(spec: TensorSpec, changes: Changes) -> StateDigest:
-    """What the changes of one tensor add to its state digest."""
+    """What the changes of one tensor add to the state digest."""
     key = digest_key(spec)
     new = host.digest_at(key, changes.indices, changes.new)
     return new - host.digest_at(key, changes.indices, changes.old)

@@ -33,7 +33,7 @@ class Attachment:
     _handle: RemovableHandle
 
     def detach(self) -> None:
-        """Stop publishing; what was published last is committed first."""
+        """Commit the last version, and stop publishing."""
         self._handle.remove()
         self.publisher.close()
 
@@ -115,12 +115,12 @@ def attach(
 def unwrap_optimizer(optimizer: object) -> Optimizer:
     """The torch optimizer inside Accelerate's wrapper.
 
-    That is an Optimizer by class, but lacks what hooks need: to register one raises AttributeError
-    although the method is there. Other wrappers (DeepSpeed's, Megatron's) copy masters into the
-    model after the inner step: a hook there would see the step before.
+    That is an Optimizer by class, but lacks the attributes of hooks: registering one raises
+    AttributeError although the method exists. Other wrappers (DeepSpeed's, Megatron's) copy
+    masters into the model after the inner step: a hook there would see the step before.
 
     Raises:
-        ConfigError: There is none inside, or what wraps it may do more than step.
+        ConfigError: There is none inside, or its wrapper may do more than step.
     """
     while hasattr(optimizer, "optimizer"):
         if type(optimizer).__module__.partition(".")[0] != "accelerate":

@@ -26,7 +26,7 @@ from deltachain.errors import (
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import NO_CHANGES, Diff
 from deltachain.publish.model.assets import checked, collect_assets
-from deltachain.publish.model.source import Live, walk
+from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.ranks.barrier import Decision, PublishBarrier
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import FAILURES
@@ -70,8 +70,8 @@ class Publisher(Closeable):
     again by the next diff. Call it from one thread.
 
     Where ``torch.distributed`` is initialised, every rank makes a publisher and calls the same
-    methods; each publishes a part of what it holds, the first one commits. Ranks tell each other
-    words through the store of the process group, never weights.
+    methods; each publishes a part of its weights, rank 0 commits. Ranks send each other small
+    messages through the store of the process group, never weights.
 
     Args:
         config: Settings, or the URL alone.
@@ -81,8 +81,10 @@ class Publisher(Closeable):
         last: The newest receipt, if there is one.
     """
 
-    # The publisher's thread gets a session and a flight, and sets no attribute but ``last``. It
-    # hands over through the flight's futures: what the thread did is looked at once they are done.
+    # No lock: all attributes but ``last`` belong to the caller's thread. The publisher's thread
+    # works on a session and a frozen flight; the caller's touches neither before the flight's
+    # outcome is done, apart from reading the number ``session.head``. ``last`` is one reference,
+    # replaced at once.
 
     def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:
         self.config = PublishConfig(url=config) if isinstance(config, str) else config
@@ -102,7 +104,7 @@ class Publisher(Closeable):
 
     def attach(
         self,
-        model: nn.Module | Live,
+        model: nn.Module | TensorSource,
         *,
         assets: Mapping[str, bytes] | None = None,
         group: ProcessGroup | None = None,
@@ -113,20 +115,19 @@ class Publisher(Closeable):
         Blocks until that version is committed: a first anchor can take minutes.
 
         Args:
-            model: On any device, wrapped or not, whole or sharded. Or a function that gives the
-                names and tensors of a checkpoint, whole or as DTensors, anew for every version: an
-                export of a trainer whose own parameters say nothing of a checkpoint. Each rank
-                gives what it has; what several have is published once.
+            model: On any device, wrapped or not, whole or sharded. Or an export: a function that
+                yields the names and tensors of a checkpoint, whole or as DTensors, anew for every
+                version, for trainers whose parameters are not those of a checkpoint. Each rank
+                yields the tensors that it has; one on several ranks is published once.
             assets: Small files for the chain. Not given: see ``PublishConfig.assets``.
             group: The ranks that publish, if those are not all of ``torch.distributed``.
-            alone: Whether this process was given all of the model, so that other ranks have no part
-                in publishing it.
+            alone: Whether this process has the whole model, and no other rank publishes.
 
         Raises:
             ConfigError: The model cannot be published; the hint says what to do instead.
             ChainMismatchError: The URL holds the chain of another model.
-            PublisherFencedError: Another publisher was quicker.
-            RankError: Another rank could not do its part.
+            PublisherFencedError: Another publisher was first.
+            RankError: Another rank failed, or did not answer in time.
         """
         if self._session is not None:
             raise ConfigError("this publisher is attached already", hint="make another one")
@@ -135,7 +136,7 @@ class Publisher(Closeable):
         self._ranks = Ranks.alone() if alone else join()
         session = begin(
             self._store,
-            lambda: walk(model, dtype=config.dtype, checkpoint=config.base),
+            lambda: collect_weights(model, dtype=config.dtype, checkpoint=config.base),
             config,
             lambda: collect_assets(model, config) if assets is None else checked(assets, config),
             self._ranks,
@@ -167,14 +168,14 @@ class Publisher(Closeable):
         return self._ranks.count == 1
 
     def publish(self, *, step: int | None = None) -> Published:
-        """Publish what has changed since the last version.
+        """Publish the changes since the last version.
 
-        While a version is in flight the change is left to the next call (or, as configured, waited
-        for); the future then resolves with the version that covers it. Ranks call this after the
-        same steps, and know each other's calls by ``step``.
+        While a version is in flight, the changes are left to the next call, or waited for if so
+        configured; the future then resolves with the version that covers them. Ranks call this
+        after the same steps, and match their calls by ``step``.
 
         Returns:
-            A future of the receipt; it raises what went wrong.
+            A future of the receipt, or of the error.
 
         Raises:
             DeltaChainError: An earlier publish failed and ``on_error`` is ``raise``.
@@ -188,7 +189,7 @@ class Publisher(Closeable):
         return future
 
     def is_left(self, published: Published) -> bool:
-        """Whether a call of ``publish`` is left to the next one, which will resolve its future."""
+        """Whether a call of ``publish`` was left to the next one, which resolves its future."""
         return published in self._waiting
 
     def flush(self) -> PublishReceipt | None:
@@ -208,13 +209,16 @@ class Publisher(Closeable):
 
     @override
     def close(self) -> None:
-        """Flush, and give everything back. Closing twice is allowed."""
+        """Flush, and release all resources. Closing twice is allowed."""
         try:
             self.flush()
             failed, self._failed = self._failed, None
             if failed is not None and self._failure is not None and self._fenced is None:
-                said = "closed at version %d; what was trained since may not be published: %s"
-                logger.warning(said, self.version, self._failure)
+                logger.warning(
+                    "closed at version %d; what was trained since may not be published: %s",
+                    self.version,
+                    self._failure,
+                )
             if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.close()
         finally:
@@ -231,7 +235,7 @@ class Publisher(Closeable):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None and self._ranks.count > 1:
-            for future in self._take_waiting():  # the other ranks may never meet this one again
+            for future in self._take_waiting():  # a flush would wait for ranks that may not come
                 future.set_exception(RankError("training ended before this was published"))
         super().__exit__(kind, error, traceback)
 
@@ -263,7 +267,7 @@ class Publisher(Closeable):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise what went wrong, or log it and leave those who wait to the next version."""
+        """Raise an error; or log it, and leave the waiting calls to the next version."""
         if self.config.on_error == "warn" and isinstance(error, DeltaChainError):
             self._failure = error
             logger.warning("publish failed, the next version makes up for it: %s", error)
@@ -273,7 +277,7 @@ class Publisher(Closeable):
         raise error
 
     def _stop(self, error: PublisherFencedError) -> None:
-        """Another publisher owns the chain: nothing that waits will ever be committed."""
+        """Fail all waiting calls: another publisher owns the chain, none will be committed."""
         for future in self._take_waiting():
             future.set_exception(error)
         if self.config.on_error == "raise":
@@ -290,7 +294,7 @@ class Publisher(Closeable):
             decision = self._agree(session, free=free)
         except DeltaChainError as error:
             if not self._is_busy:
-                self._land()  # what failed before is said first
+                self._land()  # an earlier error is raised first
             if isinstance(error, PublisherFencedError):
                 self._fenced = error
                 self._stop(error)
@@ -302,19 +306,17 @@ class Publisher(Closeable):
                 self._launch(session, decision.head)
 
     def _agree(self, session: Session, *, free: bool) -> Decision:
-        """Whether every rank is free; if so rank 0 waits until all commits are settled."""
+        """Decide with all ranks whether to publish now; rank 0 first settles earlier commits."""
         with self._barrier.meet() as collective:
             ready = collective.gather(free, bool)
-            decision = None
-            if self._ranks.leads:
-                decision = Decision(go=False)
-                if all(ready):
-                    if self._fenced is not None:
-                        raise self._fenced
-                    if self._flight is not None:
-                        wait([self._flight.outcome])
-                    head = session.settle() if session.writer.uncertain else session.head
-                    decision = Decision(go=True, head=head)
+            decision = Decision(go=False)
+            if self._ranks.leads and all(ready):
+                if self._fenced is not None:
+                    raise self._fenced
+                if self._flight is not None:
+                    wait([self._flight.outcome])
+                head = session.settle() if session.writer.uncertain else session.head
+                decision = Decision(go=True, head=head)
             return collective.broadcast(decision, Decision)
 
     def _launch(self, session: Session, head: Version) -> None:
@@ -348,7 +350,7 @@ class Publisher(Closeable):
         """Commit a version, then an anchor behind it if one is due; in the publisher's thread."""
         try:
             conclusion = session.commit(flight.attempt)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the futures gets it
+        except BaseException as error:  # noqa: BLE001 - the futures raise it
             for future in (flight.outcome, *flight.covered):
                 future.set_exception(error)
             return

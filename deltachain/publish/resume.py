@@ -1,4 +1,4 @@
-"""Beginning or continuing a chain when a publisher attaches to a model."""
+"""Begin or continue a chain when a publisher attaches to a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.place import open_or_make
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
-from deltachain.publish.ranks.sharing import share
+from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.session import Attempt, Session
 from deltachain.publish.snapshot import WINDOW, Snapshot
 from deltachain.publish.upload import sparse_nbytes
@@ -40,7 +40,7 @@ class Position(msgspec.Struct, frozen=True):
 
 def begin(
     store: Store,
-    walk: Callable[[], ModelTensors],
+    collect: Callable[[], ModelTensors],
     config: PublishConfig,
     assets: Callable[[], Mapping[str, bytes]],
     ranks: Ranks,
@@ -48,11 +48,11 @@ def begin(
     """Make the chain, or take it over; the newest version is then the model as it is now.
 
     Args:
-        store: Where.
-        walk: Collects what this rank holds of the model.
+        store: Where the chain lies.
+        collect: Collects the weights on this rank.
         config: How to publish.
-        assets: Collects small files for the chain; called on the first rank.
-        ranks: All who publish.
+        assets: Collects small files for the chain; called on rank 0.
+        ranks: All ranks that publish.
 
     Raises:
         ChainMismatchError: The URL holds the chain of another model.
@@ -61,14 +61,14 @@ def begin(
         ConfigError: The model does not hold the bits of the base checkpoint.
         RankError: Another rank could not do its part.
     """
-    source = share(walk, ranks)
+    source = divide(collect, ranks)
     with Collective(ranks, "begin") as collective:
         snapshot = Snapshot(source)
         collective.gather(True, bool)  # nothing is taken over before every rank is ready
-        writer = _take(store, source, config, assets) if ranks.leads else None
+        writer = _take_chain(store, source, config, assets) if ranks.leads else None
         position = collective.broadcast(_position(writer) if writer else None, Position)
     with Collective(ranks, "open") as collective:
-        writer = writer or _beside(store, source, config, position)
+        writer = writer or _open_chain(store, source, config, position)
         collective.all_gather(True, bool)
     session = Session(source, snapshot, writer, config, ranks)
     if writer.parent is None:
@@ -82,22 +82,22 @@ def _position(writer: Writer) -> Position:
     return Position(epoch=writer.epoch, head=writer.parent.version if writer.parent else -1)
 
 
-def _take(
+def _take_chain(
     store: Store,
     source: ModelTensors,
     config: PublishConfig,
     assets: Callable[[], Mapping[str, bytes]],
 ) -> Writer:
-    """The position of the rank that commits."""
+    """Open or make the chain and take it over, on rank 0."""
     chain = open_or_make(store, source.table(), assets, chain_id=uuid.uuid4().hex, base=config.base)
     writer = take_over(chain, numel=source.numel, metadata=config.metadata)
     return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
 
 
-def _beside(
+def _open_chain(
     store: Store, source: ModelTensors, config: PublishConfig, position: Position
 ) -> Writer:
-    """The position of a rank that puts parts, and commits nothing."""
+    """Open the chain on a rank that puts parts and commits nothing."""
     chain = Chain.open(store)
     parent = chain.read(position.head) if position.head >= 0 else None
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=parent)
@@ -106,17 +106,17 @@ def _beside(
 
 
 def first_version(session: Session, *, step: int | None = None) -> None:
-    """Version 0: an anchor, or a reference to a checkpoint that everybody has."""
+    """Commit version 0: an anchor, or a reference to a checkpoint that every follower has."""
     session.commit(Attempt(topic="first", base=session.config.base, step=step))
 
 
 class RankDifference(msgspec.Struct, frozen=True):
-    """What tells one rank's weights from those of the newest version.
+    """Difference of one rank's weights from those of the newest version.
 
     Attributes:
         state: What its weights add to the state digest.
-        change: What telling them apart adds to it; nothing where the chain cannot be read.
-        nbytes: About the bytes of a delta that does.
+        change: What the difference adds to it; ``None`` where the chain cannot be read.
+        nbytes: Approximate bytes of the difference as a delta.
     """
 
     state: StateDigest
@@ -125,9 +125,9 @@ class RankDifference(msgspec.Struct, frozen=True):
 
 
 def catch_up(session: Session, head: Committed, *, step: int | None = None) -> None:
-    """Publish what tells the snapshot from the newest version: a delta, or an anchor if smaller.
+    """Publish the difference of the snapshot from the newest version, if there is one.
 
-    Nothing, where nothing does.
+    As a delta, or as an anchor where that is smaller or the version cannot be read.
     """
     with Collective(session.ranks, "states") as collective:
         states = collective.all_gather(session.snapshot.state, StateDigest)
@@ -145,7 +145,7 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
 
 
 def _weigh(session: Session, diff: Diff | None) -> RankDifference:
-    """What the others need to know of this rank's difference."""
+    """Size and digest of this rank's difference."""
     if diff is None:
         return RankDifference(session.snapshot.state)
     absolute = session.config.encoding != "step"
@@ -170,7 +170,7 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
 
 
 def _difference(session: Session, head: Committed) -> Diff | None:
-    """What tells the snapshot from the newest version; ``None`` where that cannot be read."""
+    """Difference of the snapshot from the newest version; ``None`` where that cannot be read."""
     chain, config = session.writer.chain, session.config
     try:
         fetched = fetch(chain, chain.plan(None, head), base=config.base)
@@ -184,7 +184,7 @@ def _difference(session: Session, head: Committed) -> Diff | None:
 def _compare(
     fetched: Fetched, source: ModelTensors, snapshot: Snapshot
 ) -> Iterator[tuple[str, Changes]]:
-    """What tells the snapshot from the weights that a plan from nothing gives."""
+    """Changes from the weights that a plan from nothing gives to those of the snapshot."""
     for weight in source.weights:
         bits = snapshot.bits(weight)
         then = np.empty_like(bits)

@@ -75,11 +75,11 @@ class EdgeShare(msgspec.Struct, frozen=True):
 
 
 class Conclusion(msgspec.Struct, frozen=True):
-    """What rank 0 tells the others of a committed version.
+    """A committed version, as rank 0 broadcasts it.
 
     Attributes:
         receipt: Of the version.
-        anchor_due: Whether a newcomer would now pay too much without another anchor.
+        anchor_due: Whether an anchor is due behind it.
     """
 
     receipt: PublishReceipt
@@ -87,10 +87,10 @@ class Conclusion(msgspec.Struct, frozen=True):
 
 
 class Session:
-    """What a publisher works with once it is attached; every rank has one.
+    """State of a publisher that is attached to a model, on every rank.
 
     Args:
-        source: What of the live weights this rank publishes.
+        source: The live weights that this rank publishes.
         snapshot: Their bits as last published.
         writer: The position in the chain; only that of rank 0 moves on.
         config: The publisher's settings.
@@ -114,12 +114,12 @@ class Session:
 
     @cached_property
     def anchor_nbytes(self) -> int:
-        """About the bytes of an anchor."""
+        """Approximate bytes of an anchor."""
         return int(DENSE_SHARE * sum(spec.nbytes for spec in self.source.specs))
 
     @property
     def anchor_due(self) -> bool:
-        """Whether a newcomer would pay too much without another anchor; rank 0 knows."""
+        """Whether joining would be too expensive without another anchor; known on rank 0."""
         limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
         return self.writer.parent is not None and self.writer.newcomer_cost > limit
 
@@ -128,7 +128,7 @@ class Session:
 
         Raises:
             PublisherFencedError: Another publisher has committed the version after it.
-            StoreError: It cannot be told yet.
+            StoreError: The outcome is still unknown.
         """
         self.writer.settle()
         if self.writer.parent is not None:
@@ -139,9 +139,9 @@ class Session:
         """Commit the next version: every rank puts its share, rank 0 concludes.
 
         Raises:
-            StoreError: It is not committed, or nobody can tell.
+            StoreError: It is not committed, or the outcome is unknown.
             PublisherFencedError: Another publisher was first.
-            RankError: Another rank could not do its part.
+            RankError: Another rank failed, or did not answer in time.
         """
         start = time.perf_counter()
         keys = self._keys("anchor" if attempt.diff is None else "delta", self.head + 1)
@@ -182,10 +182,10 @@ class Session:
     def conclude(
         self, keys: EdgeKeys, attempt: Attempt, shares: Sequence[EdgeShare], encode_s: float
     ) -> Conclusion:
-        """Commit what all ranks have put; on rank 0.
+        """Commit the shares of all ranks as the next version; on rank 0.
 
         Raises:
-            StoreError: It is not committed, or nobody can tell.
+            StoreError: It is not committed, or the outcome is unknown.
             PublisherFencedError: Another publisher was first.
             ConfigError: The model does not hold the bits of the base checkpoint.
         """
@@ -221,8 +221,8 @@ class Session:
         """Add an anchor of the newest version.
 
         Raises:
-            StoreError: It is not there; the chain is as it was.
-            RankError: Another rank could not do its part.
+            StoreError: It was not added; the chain is unchanged.
+            RankError: Another rank failed, or did not answer in time.
         """
         keys = self._keys("anchor", self.head)
         with Collective(self.ranks, topic) as collective:
@@ -257,7 +257,7 @@ class Session:
         if total != self.snapshot.state:
             raise ConfigError(
                 "a frozen weight was changed in place: the anchor would not be the version",
-                hint="what changes must be trainable, or a buffer, when the publisher attaches",
+                hint="weights that change must be trainable or buffers when the publisher attaches",
             )
 
     def _window_numel(self, weight: Weight) -> int:
@@ -269,7 +269,7 @@ class Session:
 
 
 def joined(shares: Sequence[EdgeShare]) -> Edge:
-    """One edge of every rank's parts."""
+    """Join the parts of all ranks in one edge."""
     edges = [share.edge for share in shares]
     return Edge(
         kind=edges[0].kind,

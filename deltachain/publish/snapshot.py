@@ -31,7 +31,7 @@ WINDOW: Final = 1 << 22
 class Snapshot:
     """Bits of every weight that training may change, as last published.
 
-    ``diff_`` moves the snapshot on; ``restore`` takes that back. One thread at a time.
+    ``diff_`` moves the snapshot on; ``restore`` reverts that. Not thread-safe.
 
     Args:
         source: The weights; their bits now are the first content.
@@ -43,7 +43,7 @@ class Snapshot:
         self._on_device = on_device
         self._kept: dict[str, Tensor] = {}
         self._state = StateDigest()
-        for weight in source.now():
+        for weight in source.live_weights():
             bits = wire_bits(weight)
             for window in weight.route.windows(WINDOW):
                 self._state += digest_window(window, bits)
@@ -53,12 +53,12 @@ class Snapshot:
 
     @property
     def state(self) -> StateDigest:
-        """What this rank's snapshot and frozen weights add to the state digest."""
+        """Sum of this rank's snapshot and frozen weights in the state digest."""
         return self._state
 
     @property
     def kernel(self) -> str:
-        """Which kernels compare, for receipts."""
+        """Name of the kernels that compare, for receipts."""
         on_device = self._on_device or any(w.tensor.is_cuda for w in self._source.weights)
         return "device" if on_device else host.NAME
 
@@ -71,7 +71,7 @@ class Snapshot:
         """Find what changed since the last call, and move the snapshot on: whole or not at all."""
         found: dict[str, Changes] = {}
         try:
-            for weight in self._source.now():
+            for weight in self._source.live_weights():
                 kept = self._kept.get(weight.spec.name)
                 if kept is None:
                     continue
@@ -86,12 +86,12 @@ class Snapshot:
         return diff
 
     def restore(self, diff: Diff) -> None:
-        """Take a diff back: it was not committed, and the next one must find it again."""
+        """Revert a diff that was not committed, so that the next one finds it again."""
         self._state -= diff.digest
         self._put_back(diff.live)
 
     def redo(self, diff: Diff) -> None:
-        """Take a :meth:`restore` back: the diff was committed after all."""
+        """Apply a restored diff again: it was committed after all."""
         self._state += diff.digest
         for name, changes in diff.live.items():
             host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.new)
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    """What the elements of a window contribute, given all bits that the rank holds."""
+    """State digest of a window, out of ``bits``: all that the rank holds of the tensor."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):
         return host.digest(key, mine, window.indices.start)

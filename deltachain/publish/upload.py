@@ -21,7 +21,7 @@ from deltachain.store import Store
 from deltachain.types import Bits, TensorSpec, Version
 
 DENSE_SHARE: Final = 0.7
-"""What byte planes and zstd leave of dense bf16 weights (0.69 measured on trained ones)."""
+"""Share of dense bf16 weights that byte planes and zstd leave (0.69 measured on trained ones)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +102,10 @@ class EdgeUpload:
 
 
 def sparse_change(found: RoutedChanges, bits: Bits | None, *, absolute: bool) -> Change:
-    """What goes on the wire for one tensor, the smaller: its changes, or all its bits.
+    """The smaller wire form of a tensor that changed: its changes, or all its bits.
 
     Args:
-        found: What changed.
+        found: Its changes.
         bits: All bits of the tensor after the change; ``None`` if other ranks hold some of them.
         absolute: Whether sparse deltas carry bits rather than steps.
     """
@@ -124,7 +124,7 @@ def sparse_change(found: RoutedChanges, bits: Bits | None, *, absolute: bool) ->
 
 
 def sparse_nbytes(spec: TensorSpec, changes: Changes, *, absolute: bool) -> int:
-    """About the bytes of a sparse delta: what its streams take before compression."""
+    """Approximate bytes of a sparse delta: of its streams, before compression."""
     nnz = changes.indices.size
     if absolute:
         return nnz * (1 + spec.itemsize)

@@ -83,7 +83,7 @@ class DeltaChainCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Commit what is left, and close."""
+        """Commit the last version, and close."""
         del control
         if self.publisher is None:
             return

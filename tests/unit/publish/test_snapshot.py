@@ -7,17 +7,17 @@ from torch import nn
 
 from deltachain.errors import ConfigError
 from deltachain.publish.diff import Diff
-from deltachain.publish.model.source import walk
+from deltachain.publish.model.source import collect_weights
 from deltachain.publish.snapshot import Snapshot
 from deltachain.testing.models import TinyModel, bits_of, plain_model, same, train_
 
 
 def snapshot_of(model: nn.Module, *, on_device: bool = False, dtype: str | None = None) -> Snapshot:
-    return Snapshot(walk(model, dtype=dtype), on_device=on_device)
+    return Snapshot(collect_weights(model, dtype=dtype), on_device=on_device)
 
 
 def kept(snapshot: Snapshot, model: nn.Module) -> dict[str, object]:
-    return {w.spec.name: snapshot.bits(w).tolist() for w in walk(model).weights}
+    return {w.spec.name: snapshot.bits(w).tolist() for w in collect_weights(model).weights}
 
 
 def listed(diff: Diff) -> dict[str, list[list[int]]]:
@@ -39,7 +39,7 @@ def test_the_device_path_finds_what_the_host_path_finds(
         assert listed(found) == listed(device.diff_())
         assert found.live
         assert host.state == device.state
-        weights = walk(live, dtype=dtype).weights
+        weights = collect_weights(live, dtype=dtype).weights
         assert all(np.array_equal(host.bits(w), device.bits(w)) for w in weights)
 
 
@@ -90,7 +90,7 @@ def test_tensors_that_a_load_replaced_are_found() -> None:
     snapshot = snapshot_of(model)
     model.load_state_dict(other.state_dict(), assign=True)
     snapshot.diff_()
-    weights = walk(model).weights
+    weights = collect_weights(model).weights
     assert same({w.spec.name: snapshot.bits(w) for w in weights}, bits_of(other))
 
 
