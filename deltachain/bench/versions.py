@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,9 +10,8 @@ import numpy as np
 from deltachain.bench.chains import bf16_bits
 from deltachain.chain.chain import Chain
 from deltachain.chain.plan import Plan
-from deltachain.codec import Change
 from deltachain.format.documents import Edge, Table
-from deltachain.publish.upload import EdgeKeys, dense_change, upload
+from deltachain.publish.upload import EdgeKeys, EdgeUpload, dense_change
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.types import StateDigest, TensorSpec
@@ -53,21 +51,17 @@ def make_version(store: Store, nbytes: int) -> AnchorVersion:
     numel = min(WEIGHTS, round(nbytes / DENSE_SHARE / 2))
     specs = [TensorSpec(f"layers.{n}.weight", "BF16", (numel,)) for n in range(count)]
     rng = np.random.default_rng(0)
-    total = StateDigest()
-
-    def changes() -> Iterator[Change]:
-        nonlocal total
-        for spec in specs:
-            values = rng.standard_normal(spec.numel, dtype=np.float32)
-            change = dense_change(spec, bf16_bits(values * np.float32(STD)))
-            total += change.digest
-            yield change
-
     table = Table(tensors=tuple((s.name, s.dtype, s.shape) for s in specs))
     chain = Chain.create(store, table, chain_id="bench", time=0.0, assets={})
     writer = Writer(chain, numel=numel * count, metadata={}, parent=None)
-    slot = EdgeKeys(kind="anchor", version=0, epoch=0, commit_id="bench")
-    edge = upload(chain, slot, changes(), raw=False, part_nbytes=1 << 40)
+    keys = EdgeKeys(kind="anchor", version=0, epoch=0, commit_id="bench")
+    upload, total = EdgeUpload(store, keys, raw=False, part_nbytes=1 << 40), StateDigest()
+    for spec in specs:
+        values = rng.standard_normal(spec.numel, dtype=np.float32)
+        change = dense_change(spec, bf16_bits(values * np.float32(STD)))
+        total += change.digest
+        upload.add(change)
+    edge = upload.finish()
     draft = writer.draft(state=total, step=None, nnz=numel * count)
     committed = writer.commit(draft, edge)
     ref = edge.parts[0]

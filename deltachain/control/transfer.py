@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -69,8 +68,7 @@ class DeltaChainWeightTransfer:
         config: PublishConfig | None = None,
         **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
     ) -> None:
-        chosen = dataclasses.replace(config, url=url, **settings) if config else None
-        self.config = chosen or PublishConfig(url=url, **settings)
+        self.config = PublishConfig.at(url, config, **settings)
         self.publisher: Publisher | None = None
         self.receipts: list[PublishReceipt] = []
         self.announced: Announced | None = None

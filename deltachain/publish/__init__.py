@@ -1,4 +1,4 @@
-"""The trainer's side: find what changed, encode it, commit it as the next version."""
+"""The trainer's side: find changed weights, encode them, commit them as the next version."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""How a publisher behaves."""
+"""Settings of a publisher."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +21,10 @@ class PublishConfig:
 
     url: str
     """Where the chain lies: a folder, or a URL that begins with ``s3://``, ``hf://buckets/``,
-    ``file:///``, ``memory://``, ``gs://``, ``az://`` or what else fsspec knows."""
+    ``file:///``, ``memory://``, ``gs://``, ``az://`` or of another scheme of fsspec."""
 
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """What the library behind the store needs to know beyond the URL and the environment."""
+    """Options of the library behind the store, beyond the URL and the environment."""
 
     encoding: str = "step"
     """How deltas are written: ``step`` is the smallest, ``overwrite`` carries new bits instead of
@@ -40,12 +40,12 @@ class PublishConfig:
 
     assets: Path | None = None
     """Folder whose configuration and tokenizer files travel with the chain, so that ``pull`` makes
-    a checkpoint that loads. Not given: what the model and tokenizer at hand can write."""
+    a checkpoint that loads. Not given: files that the model and tokenizer write."""
 
     trust_remote_code: bool = False
     """Whether those files may name code in a repository (``auto_map``: ``repo--modeling.Class``),
-    which whoever loads a follower's folder so runs. Not given: they travel without, and a warning
-    says so."""
+    code that loading a follower's folder then runs. Not given: such entries are removed, with a
+    warning."""
 
     anchor_factor: float = 3.0
     """An anchor is added when a newcomer's cheapest plan costs more than this many anchors. At 1 %
@@ -60,15 +60,28 @@ class PublishConfig:
     the next version."""
 
     deadline_s: float = 300.0
-    """Seconds that the first rank waits for the others, in ``publish`` or for their parts of a
-    version; then nothing is committed, and ``on_error`` says what follows. The others wait three
-    times as long for what it says: it may itself wait for one of them, and then for the store."""
+    """Seconds that rank 0 waits for the others, in ``publish`` or for their parts of a version;
+    then nothing is committed, and ``on_error`` applies. The others wait three times as long for
+    rank 0: it may itself wait for one of them, and then for the store."""
 
     part_nbytes: int = 512 << 20
     """Most bytes of changes that go into one object before compression."""
 
     metadata: dict[str, str] = field(default_factory=dict)
-    """Words of your own for every manifest."""
+    """Your own metadata, written into every manifest."""
+
+    @classmethod
+    def at(cls, url: str, config: PublishConfig | None, **settings: Any) -> PublishConfig:  # noqa: ANN401 - fields
+        """Settings for a URL.
+
+        Args:
+            url: Where the chain lies; replaces the one in ``config``.
+            config: All settings at once, if given.
+            settings: Single settings, by the names of the fields.
+        """
+        if config is None:
+            return cls(url=url, **settings)
+        return replace(config, url=url, **settings)
 
     def __post_init__(self) -> None:
         ENCODINGS.chosen(self.encoding)

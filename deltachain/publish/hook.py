@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
@@ -34,7 +33,7 @@ class Attachment:
     _handle: RemovableHandle
 
     def detach(self) -> None:
-        """Stop publishing; what was published last is committed first."""
+        """Commit the last version, and stop publishing."""
         self._handle.remove()
         self.publisher.close()
 
@@ -101,8 +100,7 @@ def attach(
     if every_steps < 1:
         raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
     inner = unwrap_optimizer(optimizer)
-    chosen = dataclasses.replace(config, url=url, **settings) if config else None
-    publisher = Publisher(chosen or PublishConfig(url=url, **settings)).attach(model)
+    publisher = Publisher(PublishConfig.at(url, config, **settings)).attach(model)
     steps = 0
 
     def after_step(*_: object) -> None:
@@ -117,12 +115,12 @@ def attach(
 def unwrap_optimizer(optimizer: object) -> Optimizer:
     """The torch optimizer inside Accelerate's wrapper.
 
-    That is an Optimizer by class, but lacks what hooks need: to register one raises AttributeError
-    although the method is there. Other wrappers (DeepSpeed's, Megatron's) copy masters into the
-    model after the inner step: a hook there would see the step before.
+    That is an Optimizer by class, but lacks the attributes of hooks: registering one raises
+    AttributeError although the method exists. Other wrappers (DeepSpeed's, Megatron's) copy
+    masters into the model after the inner step: a hook there would see the step before.
 
     Raises:
-        ConfigError: There is none inside, or what wraps it may do more than step.
+        ConfigError: There is none inside, or its wrapper may do more than step.
     """
     while hasattr(optimizer, "optimizer"):
         if type(optimizer).__module__.partition(".")[0] != "accelerate":

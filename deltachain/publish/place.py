@@ -1,4 +1,4 @@
-"""Where in a store a publisher goes on: the chain, its identity, the version to commit behind."""
+"""Find where a publisher continues: the chain, its identity, the version to commit behind."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ LEAPS: Final = 25
 def newest(chain: Chain) -> Committed | None:
     """The version to commit behind; ``None`` in a new chain.
 
-    Manifests are listed, for what lies behind a gap is found by no search: whoever commits up to it
-    would be stopped there. A version whose manifest alone is lost is passed over, and so is what is
-    missing below the hint: others went on above it.
+    Manifests are listed, since no search finds those behind a gap, where a later commit would be
+    stopped. A version whose manifest alone is lost is passed over, and so are missing ones below
+    the hint: other publishers continued above them.
 
     Raises:
         BrokenChainError: There are versions behind a gap.
@@ -93,7 +93,7 @@ def open_or_make(
     with it and has the state that its manifest says.
 
     Args:
-        store: Where.
+        store: Where the chain lies.
         table: Of this model.
         assets: Collects small files for the chain.
         chain_id: For a new chain.

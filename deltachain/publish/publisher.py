@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from typing_extensions import override
 
+from deltachain.closeable import Closeable
 from deltachain.errors import (
     ChainError,
     ConfigError,
@@ -21,16 +24,15 @@ from deltachain.errors import (
     RankError,
 )
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.diff import NO_CHANGES, Diff
 from deltachain.publish.model.assets import checked, collect_assets
-from deltachain.publish.model.source import Live, walk
+from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.ranks.barrier import Decision, PublishBarrier
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import FAILURES, broadcast
+from deltachain.publish.ranks.collectives import FAILURES
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
-from deltachain.publish.session import EdgeShare, Session
-from deltachain.publish.snapshot import Diff
-from deltachain.publish.upload import EdgeKeys
+from deltachain.publish.session import Attempt, Session
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
 from deltachain.types import Version
@@ -40,33 +42,26 @@ logger = logging.getLogger(__name__)
 Published: TypeAlias = "Future[PublishReceipt]"
 
 
-class Flight(NamedTuple):
-    """A diff on its way to being a version.
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A version on its way: made by the caller's thread, committed by the publisher's.
 
     Attributes:
-        topic: Under which ranks talk about it.
-        diff: What changed; nothing where finding it failed.
-        error: Why that failed on this rank: the others are told when they bring their parts.
-        diff_s: Seconds it took.
-        step: The trainer's.
+        version: The number that it will have.
+        diff: What changed on this rank; empty where finding it failed.
+        attempt: What is committed.
         covered: The calls of ``publish`` that it answers.
+        outcome: Its receipt or error; done before any of ``covered`` is.
     """
 
-    topic: str
+    version: Version
     diff: Diff
-    error: Exception | None
-    diff_s: float
-    step: int | None
-    covered: list[Published]
-
-    def put(self, session: Session, slot: EdgeKeys) -> EdgeShare:
-        """This rank's part of it."""
-        if self.error is not None:
-            raise self.error
-        return session.put_delta(slot, self.diff)
+    attempt: Attempt
+    covered: Sequence[Published]
+    outcome: Published = field(default_factory=Future)
 
 
-class Publisher:
+class Publisher(Closeable):
     """Publishes the weights of one model as a chain.
 
     ``attach`` once, ``publish`` after every optimizer step, ``close`` at the end (or ``with``).
@@ -75,8 +70,8 @@ class Publisher:
     again by the next diff. Call it from one thread.
 
     Where ``torch.distributed`` is initialised, every rank makes a publisher and calls the same
-    methods; each publishes a part of what it holds, the first one commits. Ranks tell each other
-    words through the store of the process group, never weights.
+    methods; each publishes a part of its weights, rank 0 commits. Ranks send each other small
+    messages through the store of the process group, never weights.
 
     Args:
         config: Settings, or the URL alone.
@@ -86,17 +81,22 @@ class Publisher:
         last: The newest receipt, if there is one.
     """
 
+    # No lock: all attributes but ``last`` belong to the caller's thread. The publisher's thread
+    # works on a session and a frozen flight; the caller's touches neither before the flight's
+    # outcome is done, apart from reading the number ``session.head``. ``last`` is one reference,
+    # replaced at once.
+
     def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:
         self.config = PublishConfig(url=config) if isinstance(config, str) else config
         self.last: PublishReceipt | None = None
         self._store = store or open_store(self.config.url, self.config.storage_options, writer=True)
         self._pool = Pool(1, "deltachain-publish")
         self._session: Session | None = None
-        self._in_flight: Published | None = None
-        self._busy = False
+        self._flight: Flight | None = None
+        self._landed: Future[None] | None = None
         self._waiting: list[Published] = []
         self._waiting_step: int | None = None
-        self._unsettled: tuple[Version, Diff] | None = None
+        self._failed: Flight | None = None
         self._fenced: PublisherFencedError | None = None
         self._failure: DeltaChainError | None = None
         self._ranks = Ranks.alone()
@@ -104,7 +104,7 @@ class Publisher:
 
     def attach(
         self,
-        model: nn.Module | Live,
+        model: nn.Module | TensorSource,
         *,
         assets: Mapping[str, bytes] | None = None,
         group: ProcessGroup | None = None,
@@ -115,20 +115,19 @@ class Publisher:
         Blocks until that version is committed: a first anchor can take minutes.
 
         Args:
-            model: On any device, wrapped or not, whole or sharded. Or a function that gives the
-                names and tensors of a checkpoint, whole or as DTensors, anew for every version: an
-                export of a trainer whose own parameters say nothing of a checkpoint. Each rank
-                gives what it has; what several have is published once.
+            model: On any device, wrapped or not, whole or sharded. Or an export: a function that
+                yields the names and tensors of a checkpoint, whole or as DTensors, anew for every
+                version, for trainers whose parameters are not those of a checkpoint. Each rank
+                yields the tensors that it has; one on several ranks is published once.
             assets: Small files for the chain. Not given: see ``PublishConfig.assets``.
             group: The ranks that publish, if those are not all of ``torch.distributed``.
-            alone: Whether this process was given all of the model, so that other ranks have no part
-                in publishing it.
+            alone: Whether this process has the whole model, and no other rank publishes.
 
         Raises:
             ConfigError: The model cannot be published; the hint says what to do instead.
             ChainMismatchError: The URL holds the chain of another model.
-            PublisherFencedError: Another publisher was quicker.
-            RankError: Another rank could not do its part.
+            PublisherFencedError: Another publisher was first.
+            RankError: Another rank failed, or did not answer in time.
         """
         if self._session is not None:
             raise ConfigError("this publisher is attached already", hint="make another one")
@@ -137,7 +136,7 @@ class Publisher:
         self._ranks = Ranks.alone() if alone else join()
         session = begin(
             self._store,
-            lambda: walk(model, dtype=config.dtype, checkpoint=config.base),
+            lambda: collect_weights(model, dtype=config.dtype, checkpoint=config.base),
             config,
             lambda: collect_assets(model, config) if assets is None else checked(assets, config),
             self._ranks,
@@ -169,14 +168,14 @@ class Publisher:
         return self._ranks.count == 1
 
     def publish(self, *, step: int | None = None) -> Published:
-        """Publish what has changed since the last version.
+        """Publish the changes since the last version.
 
-        While a version is in flight the change is left to the next call (or, as configured, waited
-        for); the future then resolves with the version that covers it. Ranks call this after the
-        same steps, and know each other's calls by ``step``.
+        While a version is in flight, the changes are left to the next call, or waited for if so
+        configured; the future then resolves with the version that covers them. Ranks call this
+        after the same steps, and match their calls by ``step``.
 
         Returns:
-            A future of the receipt; it raises what went wrong.
+            A future of the receipt, or of the error.
 
         Raises:
             DeltaChainError: An earlier publish failed and ``on_error`` is ``raise``.
@@ -186,11 +185,11 @@ class Publisher:
         self._waiting.append(future)
         self._waiting_step = step
         self._barrier.call(step)
-        self._try(session, free=not self._busy or self.config.when_busy == "wait")
+        self._try(session, free=not self._is_busy or self.config.when_busy == "wait")
         return future
 
     def is_left(self, published: Published) -> bool:
-        """Whether a call of ``publish`` is left to the next one, which will resolve its future."""
+        """Whether a call of ``publish`` was left to the next one, which resolves its future."""
         return published in self._waiting
 
     def flush(self) -> PublishReceipt | None:
@@ -208,14 +207,18 @@ class Publisher:
             self._land()
         return self.last
 
+    @override
     def close(self) -> None:
-        """Flush, and give everything back. Closing twice is allowed."""
+        """Flush, and release all resources. Closing twice is allowed."""
         try:
             self.flush()
-            unsettled, self._unsettled = self._unsettled, None
-            if unsettled is not None and self._failure is not None and self._fenced is None:
-                said = "closed at version %d; what was trained since may not be published: %s"
-                logger.warning(said, self.version, self._failure)
+            failed, self._failed = self._failed, None
+            if failed is not None and self._failure is not None and self._fenced is None:
+                logger.warning(
+                    "closed at version %d; what was trained since may not be published: %s",
+                    self.version,
+                    self._failure,
+                )
             if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.close()
         finally:
@@ -224,9 +227,7 @@ class Publisher:
             self._pool.shutdown()
             self._store.close()
 
-    def __enter__(self) -> Self:
-        return self
-
+    @override
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -234,9 +235,13 @@ class Publisher:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None and self._ranks.count > 1:
-            for future in self._take_waiting():  # the other ranks may never meet this one again
+            for future in self._take_waiting():  # a flush would wait for ranks that may not come
                 future.set_exception(RankError("training ended before this was published"))
-        self.close()
+        super().__exit__(kind, error, traceback)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._flight is not None and not self._flight.outcome.done()
 
     def _require_session(self) -> Session:
         if self._session is None:
@@ -245,16 +250,24 @@ class Publisher:
 
     def _land(self) -> None:
         """Wait for the version in flight; its failure is raised, or logged."""
-        flight, self._in_flight = self._in_flight, None
-        error = flight.exception() if flight is not None else None
+        flight, self._flight = self._flight, None
+        if flight is None or self._landed is None:
+            return
+        error = self._landed.exception()  # of an anchor: errors of the version are its outcome
+        if flight.outcome.exception() is not None:
+            error = flight.outcome.exception()
+            self._require_session().snapshot.restore(flight.diff)
+            self._failed = flight
+        if error is None:
+            return
         if isinstance(error, PublisherFencedError):
             self._fenced = error
             self._stop(error)
-        elif error is not None:
+        else:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise what went wrong, or log it and leave those who wait to the next version."""
+        """Raise an error; or log it, and leave the waiting calls to the next version."""
         if self.config.on_error == "warn" and isinstance(error, DeltaChainError):
             self._failure = error
             logger.warning("publish failed, the next version makes up for it: %s", error)
@@ -264,7 +277,7 @@ class Publisher:
         raise error
 
     def _stop(self, error: PublisherFencedError) -> None:
-        """Another publisher owns the chain: nothing that waits will ever be committed."""
+        """Fail all waiting calls: another publisher owns the chain, none will be committed."""
         for future in self._take_waiting():
             future.set_exception(error)
         if self.config.on_error == "raise":
@@ -276,12 +289,12 @@ class Publisher:
         return [future for future in waiting if future.set_running_or_notify_cancel()]
 
     def _try(self, session: Session, *, free: bool) -> None:
-        """Launch, if all ranks are free to."""
+        """Launch a version, if every rank is free to."""
         try:
-            decision = self._barrier.wait(free=free, settle=self._settle)
+            decision = self._agree(session, free=free)
         except DeltaChainError as error:
-            if not self._busy:
-                self._land()  # what failed before is said first
+            if not self._is_busy:
+                self._land()  # an earlier error is raised first
             if isinstance(error, PublisherFencedError):
                 self._fenced = error
                 self._stop(error)
@@ -290,76 +303,70 @@ class Publisher:
         else:
             if decision.go:
                 self._land()
-                self._launch(session, decision)
+                self._launch(session, decision.head)
 
-    def _settle(self) -> Version:
-        """The newest committed version, once nothing is in flight; on the first rank."""
-        if self._fenced is not None:
-            raise self._fenced
-        if self._in_flight is not None:
-            wait([self._in_flight])
-        return self._require_session().settle()
+    def _agree(self, session: Session, *, free: bool) -> Decision:
+        """Decide with all ranks whether to publish now; rank 0 first settles earlier commits."""
+        with self._barrier.meet() as collective:
+            ready = collective.gather(free, bool)
+            decision = Decision(go=False)
+            if self._ranks.leads and all(ready):
+                if self._fenced is not None:
+                    raise self._fenced
+                if self._flight is not None:
+                    wait([self._flight.outcome])
+                head = session.settle() if session.writer.uncertain else session.head
+                decision = Decision(go=True, head=head)
+            return collective.broadcast(decision, Decision)
 
-    def _launch(self, session: Session, decision: Decision) -> None:
-        """Take the diff, and send it on its way."""
+    def _launch(self, session: Session, head: Version) -> None:
+        """Take the diff, and start its commit behind the newest version."""
         if self._fenced is not None:
             self._stop(self._fenced)
             return
-        unsettled, self._unsettled = self._unsettled, None
-        if unsettled is not None and unsettled[0] <= decision.head:
-            session.snapshot.redo(unsettled[1])  # it was committed after all
-        session.head = decision.head
-        start, diff, failure = time.perf_counter(), {}, None
+        failed, self._failed = self._failed, None
+        if failed is not None and failed.version <= head:
+            session.snapshot.redo(failed.diff)  # it was committed after all
+        session.head = head
+        start, diff, failure = time.perf_counter(), NO_CHANGES, None
         try:
             diff = session.snapshot.diff_()
         except FAILURES as error:
             if self._ranks.count == 1:
                 raise
             failure = error
-        flight = Flight(
+        attempt = Attempt(
             topic=self._barrier.topic,
             diff=diff,
-            error=failure,
-            diff_s=time.perf_counter() - start,
+            failure=failure,
             step=self._waiting_step,
-            covered=self._take_waiting(),
+            diff_s=time.perf_counter() - start,
         )
-        self._busy = True
-        self._in_flight = self._pool.submit(self._run, session, flight)
+        flight = Flight(head + 1, diff, attempt, self._take_waiting())
+        self._flight = flight
+        self._landed = self._pool.submit(self._run, session, flight)
 
-    def _run(self, session: Session, flight: Flight) -> PublishReceipt:
-        """Commit the diff, then an anchor behind it if one is due; in the publisher's thread."""
+    def _run(self, session: Session, flight: Flight) -> None:
+        """Commit a version, then an anchor behind it if one is due; in the publisher's thread."""
         try:
-            receipt = session.commit(
-                "delta",
-                partial(flight.put, session),
-                topic=flight.topic,
-                step=flight.step,
-                diff_s=flight.diff_s,
-            )
-        except BaseException as error:
-            session.snapshot.restore(flight.diff)
-            self._unsettled = session.head + 1, flight.diff
-            self._busy = False
-            for future in flight.covered:
+            conclusion = session.commit(flight.attempt)
+        except BaseException as error:  # noqa: BLE001 - the futures raise it
+            for future in (flight.outcome, *flight.covered):
                 future.set_exception(error)
-            raise
-        self.last = receipt
+            return
+        receipt = self.last = conclusion.receipt
         logger.info("%s", receipt)
         try:
-            _add_anchor(session, flight.topic)
+            if conclusion.anchor_due:
+                _add_anchor(session, flight.attempt.topic)
         finally:
-            self._busy = False  # first: whoever waits for the result may publish again at once
-            for future in flight.covered:
+            for future in (flight.outcome, *flight.covered):
                 future.set_result(receipt)
-        return receipt
 
 
 def _add_anchor(session: Session, topic: str) -> None:
-    """Add an anchor if one is due; the version is committed, whether or not that works."""
+    """Add an anchor; the version is committed, whether or not that works."""
     try:
-        if not broadcast(session.ranks, f"{topic}/due", lambda: session.anchor_due, bool):
-            return
         anchor = session.add_anchor(topic=f"{topic}/anchor")
     except DeltaChainError as error:
         logger.warning("no anchor yet, the next version tries again: %s", error)

@@ -1,4 +1,4 @@
-"""Publishing a checkpoint that is on disk: the way in for every trainer that writes checkpoints.
+"""Publish a checkpoint from disk, for trainers that write safetensors checkpoints.
 
 A push is a publisher that lives for one version. It takes the chain over with the version that it
 commits: its epoch is one higher than the head's, so that a publisher that was at work before is
@@ -37,10 +37,10 @@ from deltachain.types import TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """What a push did.
+    """Result of a push.
 
     Attributes:
-        chain: Where.
+        chain: The chain.
         head: The newest version now.
         committed: The versions that it added; none when the head held these bits already.
         anchor: The anchor that it added behind them, if one was due.
@@ -53,10 +53,10 @@ class Pushed:
 
 
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
-    """Make the newest version of a chain hold what a checkpoint holds.
+    """Make a checkpoint the newest version of a chain.
 
     The first push makes the chain: version 0 is an anchor, or a reference to ``config.base``; in
-    that case, what tells the checkpoint from the base becomes version 1.
+    that case, the difference of the checkpoint from the base becomes version 1.
 
     Args:
         store: Where the chain lies.
@@ -90,7 +90,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
 
 
 def _commit(session: Session, step: int | None) -> Iterator[Committed]:
-    """Commit what the head lacks."""
+    """Commit the difference of the checkpoint from the head."""
     writer = session.writer
     try:
         if writer.parent is None:
@@ -103,7 +103,7 @@ def _commit(session: Session, step: int | None) -> Iterator[Committed]:
             catch_up(session, _newest(writer), step=step)
             yield _newest(writer)
     except PublisherFencedError as exc:
-        exc.hint = "somebody else publishes here; if that is meant to be, push again"
+        exc.hint = "another publisher is at work here; if that is intended, push again"
         raise
 
 

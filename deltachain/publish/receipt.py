@@ -1,4 +1,4 @@
-"""What a publish did."""
+"""Receipt of a published version."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PublishReceipt:
         diff_s: Seconds the training loop waited for the diff.
         encode_s: Seconds of encoding and putting the parts, behind training.
         commit_s: Seconds of committing.
-        kernel: Which kernels compared.
-        restored: Documents of the chain that were gone from the store and were put back.
+        kernel: Name of the kernels that compared.
+        restored: Documents of the chain that were missing in the store and were put back.
     """
 
     version: Version
@@ -51,7 +51,7 @@ class PublishReceipt:
         return self.nnz / self.numel if self.numel else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """The figures a trainer's log shows, prefixed."""
+        """Metrics for a trainer's log, prefixed."""
         values: dict[str, float] = {
             "version": self.version,
             "changed_frac": self.density,

@@ -1,31 +1,29 @@
-"""Beginning or continuing a chain when a publisher attaches to a model."""
+"""Begin or continue a chain when a publisher attaches to a model."""
 
 from __future__ import annotations
 
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
-from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS
 from deltachain.errors import BrokenChainError, ConfigError, FormatError, ObjectNotFoundError
-from deltachain.format.documents import BaseRef, Edge
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.diff import Diff, route
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.place import open_or_make
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import all_gather, all_reduce
-from deltachain.publish.ranks.sharing import share
-from deltachain.publish.session import EdgeShare, Session
-from deltachain.publish.snapshot import WINDOW, Diff, Snapshot
+from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.ranks.sharing import divide
+from deltachain.publish.session import Attempt, Session
+from deltachain.publish.snapshot import WINDOW, Snapshot
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest
@@ -33,8 +31,8 @@ from deltachain.types import Bits, StateDigest
 logger = logging.getLogger(__name__)
 
 
-class Begun(msgspec.Struct, frozen=True):
-    """Where the first rank found or made the chain."""
+class Position(msgspec.Struct, frozen=True):
+    """Where rank 0 begins: its epoch, and the newest version; -1 where there is none."""
 
     epoch: int
     head: int
@@ -42,7 +40,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 def begin(
     store: Store,
-    walk: Callable[[], ModelTensors],
+    collect: Callable[[], ModelTensors],
     config: PublishConfig,
     assets: Callable[[], Mapping[str, bytes]],
     ranks: Ranks,
@@ -50,11 +48,11 @@ def begin(
     """Make the chain, or take it over; the newest version is then the model as it is now.
 
     Args:
-        store: Where.
-        walk: Collects what this rank holds of the model.
+        store: Where the chain lies.
+        collect: Collects the weights on this rank.
         config: How to publish.
-        assets: Collects small files for the chain; called on the first rank.
-        ranks: All who publish.
+        assets: Collects small files for the chain; called on rank 0.
+        ranks: All ranks that publish.
 
     Raises:
         ChainMismatchError: The URL holds the chain of another model.
@@ -63,98 +61,62 @@ def begin(
         ConfigError: The model does not hold the bits of the base checkpoint.
         RankError: Another rank could not do its part.
     """
-    source = share(walk, ranks)
-    snapshots: list[Snapshot] = []
-    writers: list[Writer] = []
-
-    def take(_: list[None]) -> Begun:
-        writers.append(_take(store, source, config, assets))
-        parent = writers[0].parent
-        return Begun(epoch=writers[0].epoch, head=parent.version if parent else -1)
-
-    kinds = (type(None), Begun)
-    begun = all_reduce(ranks, "begin", lambda: snapshots.append(Snapshot(source)), take, kinds)
-
-    def stand_beside() -> None:
-        if not ranks.leads:
-            writers.append(_beside(store, source, config, begun))
-
-    all_gather(ranks, "beside", stand_beside, type(None))
-    session = Session(source, snapshots[0], writers[0], config, ranks)
-    if session.writer.parent is None:
+    source = divide(collect, ranks)
+    with Collective(ranks, "begin") as collective:
+        snapshot = Snapshot(source)
+        collective.gather(True, bool)  # nothing is taken over before every rank is ready
+        writer = _take_chain(store, source, config, assets) if ranks.leads else None
+        position = collective.broadcast(_position(writer) if writer else None, Position)
+    with Collective(ranks, "open") as collective:
+        writer = writer or _open_chain(store, source, config, position)
+        collective.all_gather(True, bool)
+    session = Session(source, snapshot, writer, config, ranks)
+    if writer.parent is None:
         first_version(session)
     else:
-        catch_up(session, session.writer.parent)
+        catch_up(session, writer.parent)
     return session
 
 
-def _take(
+def _position(writer: Writer) -> Position:
+    return Position(epoch=writer.epoch, head=writer.parent.version if writer.parent else -1)
+
+
+def _take_chain(
     store: Store,
     source: ModelTensors,
     config: PublishConfig,
     assets: Callable[[], Mapping[str, bytes]],
 ) -> Writer:
-    """The position of the rank that commits."""
+    """Open or make the chain and take it over, on rank 0."""
     chain = open_or_make(store, source.table(), assets, chain_id=uuid.uuid4().hex, base=config.base)
     writer = take_over(chain, numel=source.numel, metadata=config.metadata)
     return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
 
 
-def _beside(store: Store, source: ModelTensors, config: PublishConfig, begun: Begun) -> Writer:
-    """The position of a rank that puts parts, and commits nothing."""
+def _open_chain(
+    store: Store, source: ModelTensors, config: PublishConfig, position: Position
+) -> Writer:
+    """Open the chain on a rank that puts parts and commits nothing."""
     chain = Chain.open(store)
-    parent = chain.read(begun.head) if begun.head >= 0 else None
+    parent = chain.read(position.head) if position.head >= 0 else None
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=parent)
-    writer.epoch = begun.epoch
+    writer.epoch = position.epoch
     return writer
 
 
 def first_version(session: Session, *, step: int | None = None) -> None:
-    """Version 0: an anchor, or a reference to a checkpoint that everybody has."""
-    base = session.config.base
-    if base is None:
-        session.commit("anchor", session.put_anchor, topic="first", step=step)
-        return
-    session.commit(
-        "anchor",
-        lambda _: EdgeShare(
-            Edge(kind="anchor"), session.snapshot.state, session.source.held_numel, 0
-        ),
-        topic="first",
-        step=step,
-        edge_of=lambda shares: base_edge(base, session.source, shares),
-    )
-
-
-def base_edge(folder: Path, source: ModelTensors, shares: Sequence[EdgeShare]) -> Edge:
-    """Version 0 as a reference to a checkpoint, once the model is proven to hold its bits.
-
-    Raises:
-        ConfigError: It does not, or the checkpoint lacks a tensor.
-    """
-    hint = (
-        "base must be the checkpoint that the model was loaded from, before training; "
-        "without it the first version is uploaded as an anchor"
-    )
-    checkpoint = Checkpoint(folder)
-    for spec in source.specs:
-        found = checkpoint.specs.get(spec.name)
-        if found != spec:
-            raise ConfigError(f"{folder} has {found}, the model has {spec}", hint=hint)
-    state = sum((share.state for share in shares), StateDigest())
-    if checkpoint.state(spec.name for spec in source.specs) != state:
-        raise ConfigError(f"the model does not hold the bits of {folder}", hint=hint)
-    reference = BaseRef(path=str(folder.resolve()), files=tuple(checkpoint.files()))
-    return Edge(kind="base", reference=reference)
+    """Commit version 0: an anchor, or a reference to a checkpoint that every follower has."""
+    session.commit(Attempt(topic="first", base=session.config.base, step=step))
 
 
 class RankDifference(msgspec.Struct, frozen=True):
-    """What tells one rank's weights from those of the newest version.
+    """Difference of one rank's weights from those of the newest version.
 
     Attributes:
         state: What its weights add to the state digest.
-        change: What telling them apart adds to it; nothing where the chain cannot be read.
-        nbytes: About the bytes of a delta that does.
+        change: What the difference adds to it; ``None`` where the chain cannot be read.
+        nbytes: Approximate bytes of the difference as a delta.
     """
 
     state: StateDigest
@@ -163,39 +125,32 @@ class RankDifference(msgspec.Struct, frozen=True):
 
 
 def catch_up(session: Session, head: Committed, *, step: int | None = None) -> None:
-    """Publish what tells the snapshot from the newest version: a delta, or an anchor if smaller.
+    """Publish the difference of the snapshot from the newest version, if there is one.
 
-    Nothing, where nothing does.
+    As a delta, or as an anchor where that is smaller or the version cannot be read.
     """
-    own = session.snapshot.state
-    states = all_gather(session.ranks, "states", lambda: own, StateDigest)
+    with Collective(session.ranks, "states") as collective:
+        states = collective.all_gather(session.snapshot.state, StateDigest)
     if sum(states, StateDigest()) == head.state:
         return
-    diffs: list[Diff | None] = []
-
-    def difference() -> RankDifference:
-        diffs.append(_difference(session, head))
-        return _weigh(session, diffs[0])
-
-    found = all_gather(session.ranks, "difference", difference, RankDifference)
-    diff = diffs[0]
+    with Collective(session.ranks, "difference") as collective:
+        diff = _difference(session, head)
+        found = collective.all_gather(_weigh(session, diff), RankDifference)
     if diff is not None and _is_proven(found, head) and _nbytes(found) < session.anchor_nbytes:
         logger.info("version %d continues from another state", head.version + 1)
-        known = diff
-        session.commit("delta", lambda slot: session.put_delta(slot, known), topic="up", step=step)
+        session.commit(Attempt(topic="up", diff=diff, step=step))
         return
     logger.warning("version %d starts over with an anchor", head.version + 1)
-    session.commit("anchor", session.put_anchor, topic="up", step=step)
+    session.commit(Attempt(topic="up", step=step))
 
 
 def _weigh(session: Session, diff: Diff | None) -> RankDifference:
-    """What the others need to know of this rank's difference."""
+    """Size and digest of this rank's difference."""
     if diff is None:
         return RankDifference(session.snapshot.state)
     encoding = ENCODINGS.chosen(session.config.encoding)
-    routed = session.snapshot.routed(diff)
-    nbytes = sum(encoding.estimate(spec, changes) for _, spec, changes in routed)
-    return RankDifference(session.snapshot.state, session.snapshot.change(diff), nbytes)
+    sizes = (encoding.estimate(one.spec, one.changes) for one in diff.routed)
+    return RankDifference(session.snapshot.state, diff.digest, sum(sizes))
 
 
 def _nbytes(found: Sequence[RankDifference]) -> int:
@@ -215,20 +170,21 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
 
 
 def _difference(session: Session, head: Committed) -> Diff | None:
-    """What tells the snapshot from the newest version; ``None`` where that cannot be read."""
+    """Difference of the snapshot from the newest version; ``None`` where that cannot be read."""
     chain, config = session.writer.chain, session.config
     try:
         fetched = fetch(chain, chain.plan(None, head), base=config.base)
-        return dict(_compare(fetched, session.source, session.snapshot))
+        changes = dict(_compare(fetched, session.source, session.snapshot))
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)
         return None
+    return route(changes, session.source.weights)
 
 
 def _compare(
     fetched: Fetched, source: ModelTensors, snapshot: Snapshot
 ) -> Iterator[tuple[str, Changes]]:
-    """What tells the snapshot from the weights that a plan from nothing gives."""
+    """Changes from the weights that a plan from nothing gives to those of the snapshot."""
     for weight in source.weights:
         bits = snapshot.bits(weight)
         then = np.empty_like(bits)

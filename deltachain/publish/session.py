@@ -4,28 +4,60 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import msgspec
 
 from deltachain.chain.plan import REQUEST_NBYTES
-from deltachain.codec import ENCODINGS, Change
+from deltachain.codec import ENCODINGS
+from deltachain.codec.encodings import Encoding
 from deltachain.errors import ChainError, ConfigError
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
+from deltachain.publish.base import base_edge
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.diff import Diff
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import all_reduce
+from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.receipt import PublishReceipt
-from deltachain.publish.snapshot import Diff, Snapshot
-from deltachain.publish.upload import DENSE_SHARE, EdgeKeys, sparse_change, upload, window_change
+from deltachain.publish.snapshot import Snapshot
+from deltachain.publish.upload import (
+    DENSE_SHARE,
+    EdgeKeys,
+    EdgeUpload,
+    sparse_change,
+    window_change,
+)
 from deltachain.publish.writer import Writer
 from deltachain.types import StateDigest, Version
 
 INDEX_NBYTES = 8
 """Of the index of an element, where a window is not a whole tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One attempt to commit the next version.
+
+    Attributes:
+        topic: Names it among the ranks; no other attempt has it.
+        diff: What changed on this rank; ``None`` for an anchor, which has all bits.
+        base: A checkpoint that followers have, for a version that refers to it.
+        failure: Why this rank has no diff, where there should be one: raised on every rank.
+        step: The trainer's.
+        diff_s: Seconds that the diff took.
+    """
+
+    topic: str
+    diff: Diff | None = None
+    base: Path | None = None
+    failure: Exception | None = None
+    step: int | None = None
+    diff_s: float = 0.0
 
 
 class EdgeShare(msgspec.Struct, frozen=True):
@@ -44,15 +76,27 @@ class EdgeShare(msgspec.Struct, frozen=True):
     requests: int
 
 
+class Conclusion(msgspec.Struct, frozen=True):
+    """A committed version, as rank 0 broadcasts it.
+
+    Attributes:
+        receipt: Of the version.
+        anchor_due: Whether an anchor is due behind it.
+    """
+
+    receipt: PublishReceipt
+    anchor_due: bool
+
+
 class Session:
-    """What a publisher works with once it is attached; every rank has one.
+    """State of a publisher that is attached to a model, on every rank.
 
     Args:
-        source: What of the live weights this rank publishes.
+        source: The live weights that this rank publishes.
         snapshot: Their bits as last published.
-        writer: The position in the chain; only the first rank's moves on.
+        writer: The position in the chain; only that of rank 0 moves on.
         config: The publisher's settings.
-        ranks: All who publish.
+        ranks: All ranks that publish.
 
     Attributes:
         head: The newest version that is known to be committed; -1 before the first.
@@ -72,12 +116,12 @@ class Session:
 
     @cached_property
     def anchor_nbytes(self) -> int:
-        """About the bytes of an anchor."""
+        """Approximate bytes of an anchor."""
         return int(DENSE_SHARE * sum(spec.nbytes for spec in self.source.specs))
 
     @property
     def anchor_due(self) -> bool:
-        """Whether a newcomer would pay too much without an anchor; the first rank knows."""
+        """Whether joining would be too expensive without another anchor; known on rank 0."""
         limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
         return self.writer.parent is not None and self.writer.newcomer_cost > limit
 
@@ -86,129 +130,137 @@ class Session:
 
         Raises:
             PublisherFencedError: Another publisher has committed the version after it.
-            StoreError: It cannot be told yet.
+            StoreError: The outcome is still unknown.
         """
         self.writer.settle()
         if self.writer.parent is not None:
             self.head = self.writer.parent.version
         return self.head
 
-    def put_anchor(self, slot: EdgeKeys) -> EdgeShare:
-        """Put all bits of the snapshot as the parts of an anchor; nothing names them yet.
+    def commit(self, attempt: Attempt) -> Conclusion:
+        """Commit the next version: every rank puts its share, rank 0 concludes.
 
         Raises:
-            ConfigError: They do not have the state of the snapshot.
-        """
-        requests = self.writer.chain.store.requests
-        total = StateDigest()
-
-        def changes() -> Iterator[Change]:
-            nonlocal total
-            for change in self._windows():
-                total += change.digest
-                yield change
-
-        edge = self._upload(slot, changes())
-        if total != self.snapshot.state:
-            raise ConfigError(
-                "a frozen weight was changed in place: the anchor would not be the version",
-                hint="what changes must be trainable, or a buffer, when the publisher attaches",
-            )
-        return self._share(edge, self.source.held_numel, requests)
-
-    def put_delta(self, slot: EdgeKeys, diff: Diff) -> EdgeShare:
-        """Put a diff as the parts of a delta; nothing names them yet."""
-        requests = self.writer.chain.store.requests
-        edge = self._upload(slot, self._changes(diff))
-        return self._share(edge, sum(c.indices.size for c in diff.values()), requests)
-
-    def commit(
-        self,
-        kind: PayloadKind,
-        put: Callable[[EdgeKeys], EdgeShare],
-        *,
-        topic: str,
-        step: int | None = None,
-        diff_s: float = 0.0,
-        edge_of: Callable[[Sequence[EdgeShare]], Edge] | None = None,
-    ) -> PublishReceipt:
-        """Commit what every rank puts as the next version.
-
-        Args:
-            kind: Of its edge.
-            put: This rank's part.
-            topic: Names this commit among the ranks; no other attempt has it.
-            step: The trainer's.
-            diff_s: Seconds that the diff took.
-            edge_of: Makes the edge of all parts, if it is not just all of them.
-
-        Raises:
-            StoreError: It is not committed, or nobody can tell.
+            StoreError: It is not committed, or the outcome is unknown.
             PublisherFencedError: Another publisher was first.
-            RankError: Another rank could not do its part.
+            RankError: Another rank failed, or did not answer in time.
+        """
+        start = time.perf_counter()
+        keys = self._keys("anchor" if attempt.diff is None else "delta", self.head + 1)
+        with Collective(self.ranks, attempt.topic) as collective:
+            share = self.put_share(keys, attempt)
+            shares = collective.gather(share, EdgeShare)
+            conclusion = None
+            if self.ranks.leads:
+                encode_s = time.perf_counter() - start
+                conclusion = self.conclude(keys, attempt, shares, encode_s)
+            conclusion = collective.broadcast(conclusion, Conclusion)
+        self.head = conclusion.receipt.version
+        return conclusion
+
+    def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
+        """Put this rank's parts of an edge; nothing names them yet.
+
+        Raises:
+            StoreError: A part could not be put.
+            ConfigError: The bits of an anchor do not have the state of the snapshot.
+        """
+        if attempt.failure is not None:
+            raise attempt.failure
+        diff, config, store = attempt.diff, self.config, self.writer.chain.store
+        requests, encoding = store.requests, ENCODINGS.chosen(config.encoding)
+        raw = encoding.own_arrays
+        upload = EdgeUpload(store, keys, raw=raw, part_nbytes=config.part_nbytes)
+        if diff is not None:
+            self._add_changes(upload, diff, encoding)
+        elif attempt.base is None:
+            self._add_all_bits(upload)
+        return EdgeShare(
+            edge=upload.finish(),
+            state=self.snapshot.state,
+            nnz=self.source.held_numel if diff is None else diff.nnz,
+            requests=store.requests - requests,
+        )
+
+    def conclude(
+        self, keys: EdgeKeys, attempt: Attempt, shares: Sequence[EdgeShare], encode_s: float
+    ) -> Conclusion:
+        """Commit the shares of all ranks as the next version; on rank 0.
+
+        Raises:
+            StoreError: It is not committed, or the outcome is unknown.
+            PublisherFencedError: Another publisher was first.
+            ConfigError: The model does not hold the bits of the base checkpoint.
         """
         start, store = time.perf_counter(), self.writer.chain.store
-        slot = self._slot(kind, self.head + 1)
-
-        def conclude(shares: list[EdgeShare]) -> PublishReceipt:
-            encoded, requests = time.perf_counter(), store.requests
-            edge = (edge_of or joined)(shares)
-            state = sum((share.state for share in shares), StateDigest())
-            nnz = sum(share.nnz for share in shares)
-            draft = self.writer.draft(slot.commit_id, state=state, step=step, nnz=nnz)
-            committed = self.writer.commit(draft, edge)
-            return PublishReceipt(
-                version=committed.version,
-                epoch=draft.epoch,
-                kind=edge.kind,
-                step=step,
-                state=state,
-                nnz=nnz,
-                numel=self.source.numel,
-                nbytes=edge.nbytes,
-                diff_s=diff_s,
-                requests=sum(share.requests for share in shares) + store.requests - requests,
-                encode_s=encoded - start,
-                commit_s=time.perf_counter() - encoded,
-                kernel=self.snapshot.kernel,
-                restored=self.writer.chain.take_restored(),
-                manifest=committed.digest,
-            )
-
-        kinds = (EdgeShare, PublishReceipt)
-        receipt = all_reduce(self.ranks, topic, lambda: put(slot), conclude, kinds)
-        self.head = receipt.version
-        return receipt
+        requests = sum(share.requests for share in shares) - store.requests
+        state = sum((share.state for share in shares), StateDigest())
+        edge = joined(shares)
+        if attempt.base is not None:
+            edge = base_edge(attempt.base, self.source.specs, state)
+        nnz = sum(share.nnz for share in shares)
+        draft = self.writer.draft(keys.commit_id, state=state, step=attempt.step, nnz=nnz)
+        committed = self.writer.commit(draft, edge)
+        receipt = PublishReceipt(
+            version=committed.version,
+            epoch=draft.epoch,
+            kind=edge.kind,
+            step=attempt.step,
+            state=state,
+            nnz=nnz,
+            numel=self.source.numel,
+            nbytes=edge.nbytes,
+            requests=requests + store.requests,
+            diff_s=attempt.diff_s,
+            encode_s=encode_s,
+            commit_s=time.perf_counter() - start,
+            kernel=self.snapshot.kernel,
+            restored=self.writer.chain.take_restored(),
+            manifest=committed.digest,
+        )
+        return Conclusion(receipt, self.anchor_due)
 
     def add_anchor(self, *, topic: str) -> EdgeSummary:
         """Add an anchor of the newest version.
 
         Raises:
-            StoreError: It is not there; the chain is as it was.
-            RankError: Another rank could not do its part.
+            StoreError: It was not added; the chain is unchanged.
+            RankError: Another rank failed, or did not answer in time.
         """
-        slot = self._slot("anchor", self.head)
+        keys = self._keys("anchor", self.head)
+        with Collective(self.ranks, topic) as collective:
+            shares = collective.gather(self.put_share(keys, Attempt(topic=topic)), EdgeShare)
+            summary = None
+            if self.ranks.leads:
+                committed = self.writer.parent
+                if committed is None:
+                    raise ChainError("an anchor follows a version, and there is none")
+                summary = self.writer.add_anchor(committed, joined(shares))
+            return collective.broadcast(summary, EdgeSummary)
 
-        def conclude(shares: list[EdgeShare]) -> EdgeSummary:
-            committed = self.writer.parent
-            if committed is None:
-                raise ChainError("an anchor follows a version, and there is none")
-            return self.writer.add_anchor(committed, joined(shares))
-
-        kinds = (EdgeShare, EdgeSummary)
-        return all_reduce(self.ranks, topic, lambda: self.put_anchor(slot), conclude, kinds)
-
-    def _slot(self, kind: PayloadKind, version: int) -> EdgeKeys:
-        """A place for this rank's parts of an edge: no other attempt, and no other rank, has it."""
+    def _keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
         epoch = self.writer.epoch
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
-    def _windows(self) -> Iterator[Change]:
-        """Everything that this rank publishes, as the snapshot has it."""
+    def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
+        for found in diff.routed:
+            there = found.weight.route.all_of(found.spec)
+            bits = None if there is None else self.snapshot.bits(found.weight)[there]
+            upload.add(sparse_change(found, bits, encoding=encoding))
+
+    def _add_all_bits(self, upload: EdgeUpload) -> None:
+        total = StateDigest()
         for weight in self.source.weights:
             bits = self.snapshot.bits(weight)
             for window in weight.route.windows(self._window_numel(weight)):
-                yield window_change(window, bits)
+                change = window_change(window, bits)
+                total += change.digest
+                upload.add(change)
+        if total != self.snapshot.state:
+            raise ConfigError(
+                "a frozen weight was changed in place: the anchor would not be the version",
+                hint="weights that change must be trainable or buffers when the publisher attaches",
+            )
 
     def _window_numel(self, weight: Weight) -> int:
         """Most elements of a window: a part of it stays within its bound, indices included."""
@@ -217,25 +269,9 @@ class Session:
             return max(slot.numel for slot in slots)  # no window has indices
         return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
 
-    def _changes(self, diff: Diff) -> Iterator[Change]:
-        encoding = ENCODINGS.chosen(self.config.encoding)
-        for weight, spec, changes in self.snapshot.routed(diff):
-            there = weight.route.all_of(spec)
-            bits = None if there is None else self.snapshot.bits(weight)[there]
-            yield sparse_change(spec, changes, bits, encoding=encoding)
-
-    def _upload(self, slot: EdgeKeys, changes: Iterator[Change]) -> Edge:
-        raw = ENCODINGS.chosen(self.config.encoding).own_arrays
-        part_nbytes = self.config.part_nbytes
-        return upload(self.writer.chain, slot, changes, raw=raw, part_nbytes=part_nbytes)
-
-    def _share(self, edge: Edge, nnz: int, requests: int) -> EdgeShare:
-        requests = self.writer.chain.store.requests - requests
-        return EdgeShare(edge=edge, state=self.snapshot.state, nnz=nnz, requests=requests)
-
 
 def joined(shares: Sequence[EdgeShare]) -> Edge:
-    """One edge of every rank's parts."""
+    """Join the parts of all ranks in one edge."""
     edges = [share.edge for share in shares]
     return Edge(
         kind=edges[0].kind,

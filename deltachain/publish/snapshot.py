@@ -7,8 +7,8 @@ are compared there: the copy crosses over in chunks, and only what changed comes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Final, TypeAlias
+from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import torch
@@ -18,13 +18,11 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host
 from deltachain.kernels.crossing import diff_across_
 from deltachain.kernels.reference import Changes
+from deltachain.publish.diff import Diff, route
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import Bits, StateDigest, TensorSpec
-
-Diff: TypeAlias = Mapping[str, Changes]
-"""What changed of what this rank holds, by the model's names: only tensors that did."""
+from deltachain.types import Bits, StateDigest
 
 WINDOW: Final = 1 << 22
 """Elements that are digested at a time where they are not consecutive in the checkpoint."""
@@ -33,7 +31,7 @@ WINDOW: Final = 1 << 22
 class Snapshot:
     """Bits of every weight that training may change, as last published.
 
-    ``diff_`` moves the snapshot on; ``restore`` takes that back. One thread at a time.
+    ``diff_`` moves the snapshot on; ``restore`` reverts that. Not thread-safe.
 
     Args:
         source: The weights; their bits now are the first content.
@@ -45,7 +43,7 @@ class Snapshot:
         self._on_device = on_device
         self._kept: dict[str, Tensor] = {}
         self._state = StateDigest()
-        for weight in source.now():
+        for weight in source.live_weights():
             bits = wire_bits(weight)
             for window in weight.route.windows(WINDOW):
                 self._state += digest_window(window, bits)
@@ -55,12 +53,12 @@ class Snapshot:
 
     @property
     def state(self) -> StateDigest:
-        """What this rank's snapshot and frozen weights add to the state digest."""
+        """Sum of this rank's snapshot and frozen weights in the state digest."""
         return self._state
 
     @property
     def kernel(self) -> str:
-        """Which kernels compare, for receipts."""
+        """Name of the kernels that compare, for receipts."""
         on_device = self._on_device or any(w.tensor.is_cuda for w in self._source.weights)
         return "device" if on_device else host.NAME
 
@@ -69,50 +67,37 @@ class Snapshot:
         kept = self._kept.get(weight.spec.name)
         return wire_bits(weight) if kept is None else _unsigned(kept)
 
-    def diff_(self) -> dict[str, Changes]:
+    def diff_(self) -> Diff:
         """Find what changed since the last call, and move the snapshot on: whole or not at all."""
         found: dict[str, Changes] = {}
         try:
-            for weight in self._source.now():
+            for weight in self._source.live_weights():
                 kept = self._kept.get(weight.spec.name)
                 if kept is None:
                     continue
                 changes = self._diff(weight, kept)
                 if changes.indices.size:
                     found[weight.spec.name] = changes
+            diff = route(found, self._source.weights)
         except BaseException:
             self._put_back(found)
             raise
-        self._state += self.change(found)
-        return found
+        self._state += diff.digest
+        return diff
 
     def restore(self, diff: Diff) -> None:
-        """Take a diff back: it was not committed, and the next one must find it again."""
-        self._state -= self.change(diff)
-        self._put_back(diff)
+        """Revert a diff that was not committed, so that the next one finds it again."""
+        self._state -= diff.digest
+        self._put_back(diff.live)
 
     def redo(self, diff: Diff) -> None:
-        """Take a :meth:`restore` back: the diff was committed after all."""
-        self._state += self.change(diff)
-        for name, changes in diff.items():
+        """Apply a restored diff again: it was committed after all."""
+        self._state += diff.digest
+        for name, changes in diff.live.items():
             host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.new)
 
-    def change(self, diff: Diff) -> StateDigest:
-        """What a diff does to the state digest."""
-        changes = (digest_change(spec, change) for _, spec, change in self.routed(diff))
-        return sum(changes, StateDigest())
-
-    def routed(self, diff: Diff) -> Iterator[tuple[Weight, TensorSpec, Changes]]:
-        """A diff in the checkpoint's names and indices, with the weight that each comes from."""
-        for weight in self._source.weights:
-            changes = diff.get(weight.spec.name)
-            if changes is None:
-                continue
-            for spec, select, indices in weight.route.split(changes.indices):
-                yield weight, spec, Changes(indices, changes.old[select], changes.new[select])
-
-    def _put_back(self, diff: Diff) -> None:
-        for name, changes in diff.items():
+    def _put_back(self, live: Mapping[str, Changes]) -> None:
+        for name, changes in live.items():
             host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.old)
 
     def _diff(self, weight: Weight, kept: Tensor) -> Changes:
@@ -125,15 +110,8 @@ class Snapshot:
         return host.diff_(snapshot, wire_bits(weight))
 
 
-def digest_change(spec: TensorSpec, changes: Changes) -> StateDigest:
-    """What the changes of one tensor do to its contribution."""
-    key = digest_key(spec)
-    new = host.digest_at(key, changes.indices, changes.new)
-    return new - host.digest_at(key, changes.indices, changes.old)
-
-
 def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    """What the elements of a window contribute, given all bits that the rank holds."""
+    """State digest of a window, out of ``bits``: all that the rank holds of the tensor."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):
         return host.digest(key, mine, window.indices.start)

@@ -1,14 +1,12 @@
-"""Changes to parts in the store."""
+"""The parts of an edge: changes, encoded and put into the store."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from deltachain.chain.chain import Chain
 from deltachain.codec import Change, encode_part
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.encodings.overwrite import OverwriteEncoding
@@ -17,18 +15,19 @@ from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import host
-from deltachain.kernels.reference import Changes
+from deltachain.publish.diff import RoutedChanges
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.snapshot import digest_change, digest_window
+from deltachain.publish.snapshot import digest_window
+from deltachain.store import Store
 from deltachain.types import Bits, TensorSpec, Version
 
 DENSE_SHARE: Final = 0.7
-"""What byte planes and zstd leave of dense bf16 weights (0.69 measured on trained ones)."""
+"""Share of dense bf16 weights that byte planes and zstd leave (0.69 measured on trained ones)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeKeys:
-    """Where the parts of one edge go."""
+    """Names of the parts that one rank puts in one attempt; nobody else has them."""
 
     kind: PayloadKind
     version: Version
@@ -36,24 +35,62 @@ class EdgeKeys:
     commit_id: str
 
 
-def upload(
-    chain: Chain, slot: EdgeKeys, changes: Iterable[Change], *, raw: bool, part_nbytes: int
-) -> Edge:
-    """Encode changes in parts of bounded size, put each, and describe the edge they make.
+class EdgeUpload:
+    """Encodes the changes of an edge in parts of bounded size; puts each once it is full.
 
-    Nothing is visible to a follower until a manifest or an edge record names the parts.
+    No follower sees the parts until a manifest or an edge record names them.
 
-    Raises:
-        StoreError: A part could not be put.
+    Args:
+        store: Where they go.
+        keys: Their names.
+        raw: Whether any safetensors reader is to open them.
+        part_nbytes: Most bytes of changes in a part before compression.
     """
-    refs: list[ObjectRef] = []
-    encodings: set[str] = set()
-    for number, group in enumerate(_parts(changes, part_nbytes)):
-        key = payload_key(slot.kind, slot.version, slot.epoch, slot.commit_id, number)
-        part = encode_part(group, raw=raw and not any(change.windows for change in group))
-        pin = chain.store.put(key, part.data)
-        encodings.update(part.encodings)
-        refs.append(
+
+    def __init__(self, store: Store, keys: EdgeKeys, *, raw: bool, part_nbytes: int) -> None:
+        self._store, self._keys = store, keys
+        self._raw, self._part_nbytes = raw, part_nbytes
+        self._group: dict[str, Change] = {}
+        self._nbytes = 0
+        self._parts: list[ObjectRef] = []
+        self._encodings: set[str] = set()
+
+    def add(self, change: Change) -> None:
+        """Add a change to the part; one that is too large for it, or has its tensor, is put first.
+
+        Raises:
+            StoreError: A part could not be put.
+        """
+        name, nbytes = change.delta.spec.name, change.delta.nbytes
+        if self._group and (self._nbytes + nbytes > self._part_nbytes or name in self._group):
+            self._put()
+        self._group[name] = change
+        self._nbytes += nbytes
+
+    def finish(self) -> Edge:
+        """Put the last part, and describe the edge.
+
+        Raises:
+            StoreError: It could not be put.
+        """
+        if self._group:
+            self._put()
+        kind, version = self._keys.kind, self._keys.version
+        return Edge(
+            kind=kind,
+            base=version - 1 if kind == "delta" else None,
+            encodings=tuple(sorted(self._encodings)),
+            parts=tuple(self._parts),
+        )
+
+    def _put(self) -> None:
+        keys = self._keys
+        key = payload_key(keys.kind, keys.version, keys.epoch, keys.commit_id, len(self._parts))
+        group = [self._group[name] for name in sorted(self._group)]  # the order of the table
+        part = encode_part(group, raw=self._raw and not any(change.windows for change in group))
+        pin = self._store.put(key, part.data)
+        self._encodings.update(part.encodings)
+        self._parts.append(
             ObjectRef(
                 key=key,
                 nbytes=len(part.data),
@@ -62,36 +99,18 @@ def upload(
                 pin=pin,
             )
         )
-    base = slot.version - 1 if slot.kind == "delta" else None
-    return Edge(kind=slot.kind, base=base, encodings=tuple(sorted(encodings)), parts=tuple(refs))
+        self._group, self._nbytes = {}, 0
 
 
-def _parts(changes: Iterable[Change], part_nbytes: int) -> Iterator[list[Change]]:
-    """Cut where a part would be too large, or have a tensor twice; each in the table's order."""
-    group: dict[str, Change] = {}
-    nbytes = 0
-    for change in changes:
-        name = change.delta.spec.name
-        if group and (nbytes + change.delta.nbytes > part_nbytes or name in group):
-            yield [group[name] for name in sorted(group)]
-            group, nbytes = {}, 0
-        group[name] = change
-        nbytes += change.delta.nbytes
-    if group:
-        yield [group[name] for name in sorted(group)]
-
-
-def sparse_change(
-    spec: TensorSpec, changes: Changes, bits: Bits | None, *, encoding: Encoding
-) -> Change:
-    """What goes on the wire for one tensor, the smaller: its changes, or all its bits.
+def sparse_change(found: RoutedChanges, bits: Bits | None, *, encoding: Encoding) -> Change:
+    """The smaller wire form of a tensor that changed: its changes, or all its bits.
 
     Args:
-        spec: The tensor.
-        changes: What changed.
-        bits: All its bits after the change; ``None`` if other ranks hold some of them.
+        found: Its changes.
+        bits: All bits of the tensor after the change; ``None`` if other ranks hold some of them.
         encoding: How changes are written; steps give way to ``overwrite`` where it is smaller.
     """
+    spec, changes = found.spec, found.changes
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
         return dense_change(spec, bits)
@@ -103,16 +122,16 @@ def sparse_change(
         values=changes.new if encoding.absolute else changes.new - changes.old,
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    return Change(delta, digest_change(spec, changes), encoding=encoding)
+    return Change(delta, found.digest, encoding=encoding)
 
 
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:
-    """All the bits of one tensor."""
+    """All bits of one tensor."""
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
 def window_change(window: AdjacentRuns, bits: Bits) -> Change:
-    """The bits of a window, given all that the rank holds."""
+    """The bits of a window, out of ``bits``: all that the rank holds of the tensor."""
     spec, indices = window.spec, window.indices
     digest = digest_window(window, bits)
     if isinstance(indices, range):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 HINT_EVERY: Final = 8
 """Versions between two writes of the hint: a request a version saved, for a few more probes by
-whoever comes without holding any version."""
+subscribers without a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Writer:
     """Commits versions one after another, in one epoch.
 
     Attributes:
-        chain: Where.
+        chain: The chain.
         parent: The newest committed version; ``None`` before the first.
         epoch: This publisher's.
         newcomer_cost: What the cheapest plan from nothing to ``parent`` costs, in bytes.
@@ -86,7 +86,7 @@ class Writer:
 
         Raises:
             PublisherFencedError: Another publisher was first.
-            StoreError: It is not committed, or nobody can tell; :meth:`settle` will.
+            StoreError: It is not committed, or the outcome is unknown until :meth:`settle`.
         """
         manifest = self._manifest(draft, edge)
         self._uncertain = manifest
@@ -131,7 +131,7 @@ class Writer:
         return summary
 
     def list_added(self, anchors: Iterable[EdgeSummary]) -> None:
-        """List anchors of the newest version that somebody else added, in the next manifest."""
+        """List anchors of the newest version from other publishers in the next manifest."""
         self._added += anchors
 
     def close(self) -> None:

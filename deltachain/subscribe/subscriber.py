@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from threading import Event, RLock
-from types import TracebackType
-from typing import Self
+
+from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.closeable import Closeable
 from deltachain.errors import (
     BaseMismatchError,
     BrokenChainError,
@@ -39,7 +40,7 @@ from deltachain.types import StateDigest, Version
 logger = logging.getLogger(__name__)
 
 
-class Subscriber:
+class Subscriber(Closeable):
     """Keeps a target at a version of a chain.
 
     ``stage`` fetches and verifies and only reads the target; ``swap`` writes. A subscriber never
@@ -319,21 +320,11 @@ class Subscriber:
         """Return the held version, its lag and its health, for operators and probes."""
         return status_of(self)
 
+    @override
     def close(self) -> None:
         """Release store and target; idempotent."""
         self.target.close()
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage a committed version from the version held at a generation."""

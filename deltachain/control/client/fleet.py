@@ -6,9 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Condition, Thread
-from types import TracebackType
-from typing import Final, Literal, Self, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
+from typing_extensions import override
+
+from deltachain.closeable import Closeable
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
@@ -66,7 +68,7 @@ class _Wanted:
         return found.version == self.version and found.manifest != self.manifest != ""
 
 
-class Fleet:
+class Fleet(Closeable):
     """Announces new versions to all replicas in parallel and tracks which version each holds.
 
     Each replica has a thread of its own, so that a hanging one does not delay others. A failed
@@ -147,6 +149,7 @@ class Fleet:
             enough=done,
         )
 
+    @override
     def close(self) -> None:
         """End all announcements; idempotent."""
         with self._changed:
@@ -154,17 +157,6 @@ class Fleet:
             self._changed.notify_all()
             for url in self.clients.keys() - self._served:
                 self.clients[url].close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _serve(self) -> None:
         """Start the missing threads; each ends with the fleet."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import httpx
+from typing_extensions import override
 
+from deltachain.closeable import Closeable
 from deltachain.control.client.http import Http, bearer, read, secret
 from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 from deltachain.errors import ControlPlaneError
@@ -16,7 +17,7 @@ from deltachain.types import Version
 _T = TypeVar("_T")
 
 
-class ReplicaClient:
+class ReplicaClient(Closeable):
     """HTTP client of a vLLM or SGLang server that follows a chain.
 
     Calls are idempotent: a version that is held already is not applied again. Thread-safe.
@@ -93,20 +94,10 @@ class ReplicaClient:
         """Verify the state digest of the live weights."""
         return self._tell("scrub")
 
+    @override
     def close(self) -> None:
         """Give connections back. Closing twice is allowed."""
         self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _tell(
         self, route: str, version: Version | None = None, manifest: str = ""

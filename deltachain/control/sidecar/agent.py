@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
+from typing_extensions import override
+
+from deltachain.closeable import Closeable
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
@@ -32,7 +34,7 @@ class Reader(Protocol):
         """Close the connection; the server keeps its weights."""
 
 
-class Agent:
+class Agent(Closeable):
     """Follows a chain in a folder for a stock server.
 
     Each version is fetched, decoded and verified in the folder while the server keeps serving.
@@ -76,21 +78,11 @@ class Agent:
         """
         yield from self.subscriber.follow(stop=stop, looked=self._looked)
 
+    @override
     def close(self) -> None:
         """Release store, folder and connection; idempotent."""
         self._server.close()
         self.subscriber.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _looked(self, trouble: DeltaChainError | None) -> None:
         if trouble is None:

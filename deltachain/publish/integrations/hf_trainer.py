@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Self
 
 from torch import nn
@@ -42,8 +41,7 @@ class DeltaChainCallback(TrainerCallback):
     ) -> None:
         if every_steps < 1:
             raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
-        chosen = dataclasses.replace(config, url=url, **settings) if config else None
-        self.config = chosen or PublishConfig(url=url, **settings)
+        self.config = PublishConfig.at(url, config, **settings)
         self.every_steps = every_steps
         self.receipts: list[PublishReceipt] = []
         self.publisher: Publisher | None = None
@@ -85,7 +83,7 @@ class DeltaChainCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Commit what is left, and close."""
+        """Commit the last version, and close."""
         del control
         if self.publisher is None:
             return

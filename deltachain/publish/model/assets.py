@@ -11,7 +11,7 @@ from torch import nn
 
 from deltachain.checkpoint import read_assets
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.source import Live, origin
+from deltachain.publish.model.source import TensorSource, origin
 from deltachain.remote_code import without_remote_code
 from deltachain.torch_names import unwrapped
 
@@ -25,7 +25,7 @@ class SavesItself(Protocol):
 
 
 def collect_assets(
-    model: nn.Module | Live, config: PublishConfig, *others: object
+    model: nn.Module | TensorSource, config: PublishConfig, *others: object
 ) -> dict[str, bytes]:
     """The files of the checkpoint at hand; else what model and tokenizer write themselves.
 
@@ -52,7 +52,7 @@ def collect_assets(
 
 
 def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, bytes]:
-    """Files that a caller gave, without what may not travel."""
+    """Files that a caller gave, with references to remote code removed unless trusted."""
     trusted = config.trust_remote_code
     return {
         name: without_remote_code(name, data, trusted=trusted, where=config.url)

@@ -1,8 +1,8 @@
-"""How a model's tensors become those of its checkpoint, found by converting their indices.
+"""Conversion of a model's tensors to those of its checkpoint, found by converting their indices.
 
 Models of transformers keep experts fused and some layers split or transposed, and undo that when
-they are saved. What that does is found once, by giving their own code numbered elements in place of
-weights.
+they are saved. The conversion is found once, by running their own code on numbered elements
+in place of weights.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of live tensors, by name."""
+"""Shapes of live tensors, by name."""
 
 
 class Destination(NamedTuple):
-    """Elements of a live tensor that go to one tensor of the checkpoint; see ``route.Slot``."""
+    """Elements of a live tensor that go to one checkpoint tensor; see :class:`ElementRun`."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Where a live tensor goes; see ``route.Route``.
+    """Where the elements of a live tensor go; see :class:`Route`.
 
     Attributes:
         targets: The tensors of the checkpoint.
-        table: Where neighbours part.
+        table: Position of every element, where the conversion separates neighbours.
     """
 
     targets: tuple[Destination, ...]
@@ -54,14 +54,14 @@ class Conversion:
 
 
 def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
-    """What becomes of the tensors that are not in the checkpoint as the model has them.
+    """Conversions of the tensors that are not in the checkpoint as the model has them.
 
     Args:
         model: Wrapped or not. Only models of transformers convert anything.
         shapes: Of all live tensors, whole ones.
 
     Raises:
-        ConfigError: The checkpoint has values that are no tensor's own.
+        ConfigError: The checkpoint has values that are computed, not moved.
     """
     saved = _saved_by_transformers(model)
     if saved is None:
@@ -82,13 +82,13 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
 
 
 def as_saved(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds in place of one tensor of a model."""
+    """Convert one tensor of a model to the tensors of a checkpoint."""
     saved = _saved_by_transformers(model)
     yield from ((name, tensor),) if saved is None else _convert(saved, {name: tensor}).items()
 
 
 def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
-    """The model that knows how it is saved, out of its wrappers."""
+    """The model of transformers inside its wrappers, if there is one."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None  # a model of it would have imported it
@@ -107,9 +107,9 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same without weights, and as it was before FSDP2 gave its modules other classes.
+    """The same model without weights, with the classes that its modules had before FSDP2.
 
-    By their names transformers finds out what becomes of a model that was not loaded.
+    transformers finds the conversion of a model that was not loaded by the names of its classes.
     """
     if model not in _twins:
         kinds = type(model).__mro__
@@ -123,7 +123,7 @@ _twins: WeakKeyDictionary[nn.Module, PreTrainedModel] = WeakKeyDictionary()
 
 
 def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What a checkpoint would hold in place of these tensors."""
+    """Convert tensors of a model to those of a checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
     converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -131,7 +131,7 @@ def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _groups(model: PreTrainedModel, shapes: Shapes) -> Iterator[list[str]]:
-    """Live tensors that are converted, those that meet in one tensor of the checkpoint together."""
+    """Live tensors that are converted, grouped by the checkpoint tensors that they share."""
     groups: list[tuple[list[str], set[str]]] = []
     stubborn: list[str] = []
     for name, shape in shapes.items():
@@ -154,7 +154,7 @@ def _groups(model: PreTrainedModel, shapes: Shapes) -> Iterator[list[str]]:
 
 
 def _numbered(model: PreTrainedModel, shapes: Shapes) -> list[Conversion]:
-    """Convert numbered elements in place of weights; targets are named by their position."""
+    """Convert numbered elements in place of weights; name targets by their position."""
     numbered = {
         name: (torch.arange(_numel(shape)) + (number << NUMBER_BIT)).view(shape)
         for number, (name, shape) in enumerate(shapes.items())
@@ -178,7 +178,7 @@ def _numbered(model: PreTrainedModel, shapes: Shapes) -> list[Conversion]:
 def _conversion(
     number: int, numel: int, shapes: Sequence[tuple[int, ...]], codes: Sequence[Indices]
 ) -> Conversion:
-    """Where the elements with one number above the bit are found."""
+    """Locate the elements of live tensor ``number`` in the converted tensors."""
     targets: list[Destination] = []
     table = np.empty(numel, np.int64)
     straight = True
@@ -201,7 +201,7 @@ def _consecutive(indices: Indices) -> bool:
 
 
 def _renamed(conversion: Conversion, names: Sequence[str]) -> Conversion:
-    """The same for another layer."""
+    """This conversion with the tensor names of another layer."""
     targets = tuple(t._replace(name=names[int(t.name)]) for t in conversion.targets)
     return Conversion(targets, conversion.table)
 

@@ -1,4 +1,4 @@
-"""Where the elements of a live tensor lie in the checkpoint: pure index arithmetic.
+"""Positions of a live tensor's elements in the checkpoint: pure index arithmetic.
 
 A rank of a sharded trainer holds a *box* of each tensor, and the checkpoint may have several
 tensors where the model has one (fused experts), or the same one in another order. A route leads
@@ -30,7 +30,7 @@ Selection: TypeAlias = slice | Indices
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What one rank holds of a tensor, in row-major order.
+    """The block of a tensor that one rank holds, in row-major order.
 
     Attributes:
         full: Shape of the whole tensor.
@@ -59,7 +59,7 @@ class Box:
 
     @property
     def run(self) -> int:
-        """Elements that are neighbours in the whole tensor, at least."""
+        """Least number of consecutive elements that are consecutive in the whole tensor."""
         run = 1
         for full, held in zip(reversed(self.full), reversed(self.shape), strict=True):
             run *= held
@@ -79,7 +79,7 @@ class Box:
         return at
 
     def before(self, index: int) -> int:
-        """How many elements of the box come before an index into the whole tensor."""
+        """Number of elements of the box before an index into the whole tensor."""
         if not self.numel:
             return 0
         count, stride, held = 0, math.prod(self.full), self.numel
@@ -99,7 +99,7 @@ class ElementRun(NamedTuple):
         spec: The checkpoint's tensor.
         start: Flat index of the first in the live tensor; of no meaning where there is a table.
         at: Flat index of the first in the checkpoint's; of no meaning where there is a table.
-        numel: How many.
+        numel: Number of elements.
     """
 
     spec: TensorSpec
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
     Attributes:
         spec: That tensor.
-        select: Which they are, of those that were asked about.
+        select: Their positions among the elements that were routed.
         indices: Flat indices into that tensor, ascending.
     """
 
@@ -123,7 +123,7 @@ class Piece(NamedTuple):
 
 
 class AdjacentRuns(NamedTuple):
-    """The same, for what lies side by side: indices of neighbours are a range."""
+    """A :class:`Piece` of a window; indices of consecutive elements are a range."""
 
     spec: TensorSpec
     select: Selection
@@ -132,12 +132,12 @@ class AdjacentRuns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Route:
-    """From what a rank holds of one live tensor to the checkpoint.
+    """Mapping from the elements of one live tensor on a rank to those of the checkpoint.
 
     Attributes:
-        box: What it holds.
-        slots: Where that goes, ascending by ``start``; they cover the live tensor.
-        table: Where it goes if neighbours part: number of the slot and place in its tensor, for
+        box: The elements on the rank.
+        slots: Runs of elements, ascending by ``start``; they cover the live tensor.
+        table: Where neighbours are separated: number of the slot and index in its tensor, for
             every element of the whole live tensor. Shared by all tensors of one shape.
     """
 
@@ -147,11 +147,11 @@ class Route:
 
     @classmethod
     def straight(cls, spec: TensorSpec, box: Box | None = None) -> Route:
-        """To the checkpoint's tensor of the same name and shape."""
+        """Route to the checkpoint's tensor of the same name and shape."""
         return cls(box or Box.whole(spec.shape), (ElementRun(spec, 0, 0, spec.numel),))
 
     def all_of(self, spec: TensorSpec) -> slice | None:
-        """Where the rank holds all of one tensor of the checkpoint, in its order; else nothing."""
+        """The slice of the box that is one whole checkpoint tensor, in order; else ``None``."""
         for slot in self.slots if self.table is None else ():
             if slot.spec == spec and slot.numel == spec.numel:
                 low = self.box.before(slot.start)
@@ -160,10 +160,10 @@ class Route:
         return None
 
     def split(self, local: Indices) -> Iterator[Piece]:
-        """Tell apart what goes to different tensors of the checkpoint.
+        """Split indices by tensor of the checkpoint.
 
         Args:
-            local: Ascending flat indices into what the rank holds.
+            local: Ascending flat indices into the box.
         """
         at = self.box.flat(local)
         if self.table is not None:
@@ -191,7 +191,7 @@ class Route:
                 yield slot.spec, order[low:high], codes[low:high] & PLACE
 
     def windows(self, limit: int) -> Iterator[AdjacentRuns]:
-        """Everything that the rank holds, in pieces of at most ``limit`` elements."""
+        """All elements of the box, in pieces of at most ``limit`` elements."""
         if self.table is not None:
             at = self.box.flat(np.arange(self.box.numel))
             for spec, select, indices in self._look_up(self.table, at):
@@ -215,6 +215,6 @@ class Route:
 
 
 def _cuts(indices: Indices, limit: int) -> list[int]:
-    """Where to cut what grows too large, or is in too many pieces itself."""
+    """Bounds of windows of at most ``limit`` elements and ``RUNS`` consecutive pieces."""
     gaps = np.flatnonzero(np.diff(indices) != 1) + 1
     return sorted({indices.size, *range(0, indices.size, limit), *gaps[RUNS - 1 :: RUNS].tolist()})

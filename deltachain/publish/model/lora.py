@@ -1,4 +1,4 @@
-"""What a model with LoRA adapters publishes: the adapter alone, or what it makes of its base.
+"""Exports of a model with LoRA adapters: the adapter alone, or the base with it merged.
 
 Both are exports (see :meth:`Publisher.attach`) and leave the live model as it is: merging into live
 bf16 weights and taking that back changes most of them.
@@ -36,7 +36,7 @@ def adapter_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tupl
 
 
 def adapter_assets(model: PeftModel, adapter: str = "default") -> dict[str, bytes]:
-    """What else makes an adapter: its configuration.
+    """The configuration files of an adapter.
 
     Raises:
         ConfigError: The model has no such adapter.
@@ -89,7 +89,7 @@ def _added(layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401 
 
 
 def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
-    """Refuse what ``W + s B A`` of linear layers is not all of."""
+    """Refuse adapters that do more than ``W + s B A`` of linear layers."""
     wanted = (
         "use_dora",
         "lora_bias",

@@ -1,4 +1,4 @@
-"""What this process holds of a live tensor."""
+"""The local shard of a live tensor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box
 
 INSTEAD: Final = "publish checkpoints with `deltachain push`, or an iterator of whole tensors"
-"""What a trainer does whose shards do not say where they belong."""
+"""Hint for trainers whose shards do not say where they belong."""
 
 
-def held(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
-    """The local part of a tensor, and which box of the whole it is. Communicates nothing.
+def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
+    """The local part of a tensor, and its box in the whole. Communicates nothing.
 
     Args:
         name: For errors.
         tensor: A parameter or a buffer; a ``DTensor`` under FSDP2, tensor or expert parallelism.
 
     Raises:
-        ConfigError: It is sharded in a way that no box describes; the hint says what to do instead.
+        ConfigError: Its sharding cannot be described by a box; the hint says what to do instead.
     """
     if not is_sharded(tensor):
         return tensor, Box.whole(tuple(tensor.shape))
@@ -52,7 +52,7 @@ def held(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``; its module takes long to import where nobody needs it."""
+    """Whether it is a ``DTensor``; found without importing its slow module."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
@@ -64,7 +64,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def _rows(sharded: Any, dim: int) -> Tensor:  # noqa: ANN401 - a DTensor
-    """The indices along one dimension that this rank keeps, by splitting all of them alike."""
+    """Indices along one dimension that this rank keeps, found by sharding an ``arange`` alike."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415
 
     def alike(placement: Any) -> Any:  # noqa: ANN401 - a placement
@@ -81,10 +81,10 @@ def _rows(sharded: Any, dim: int) -> Tensor:  # noqa: ANN401 - a DTensor
 
 
 def refuse_foreign(model: nn.Module) -> None:
-    """Refuse what other libraries shard in ways of their own.
+    """Refuse models sharded by FSDP1 or DeepSpeed.
 
     Raises:
-        ConfigError: They did; the hint says what to do instead.
+        ConfigError: The model is; the hint says what to do instead.
     """
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):

@@ -17,7 +17,7 @@ from deltachain.errors import ConfigError, FormatError
 from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.layout import ElementRun, Route
-from deltachain.publish.model.shard import held, local_of, refuse_foreign
+from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import TensorSpec
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What this rank holds of one tensor of the model.
+    """The shard of one tensor of the model on this rank.
 
     Attributes:
         spec: The model's name for it, wire dtype, shape of the whole tensor.
-        tensor: The local part of the parameter or buffer, as it was when the model was walked.
-        frozen: Whether training leaves it alone: then it is in anchors and digests only.
-        route: Where that lies in the checkpoint.
-        is_buffer: Whether it is no parameter: then ranks may have values of their own.
+        tensor: The local part of the parameter or buffer, as it was when weights were collected.
+        frozen: Whether it is not trained: then it is in anchors and digests only.
+        route: From its elements to those of the checkpoint.
+        is_buffer: Whether it is a buffer: then its values may differ between ranks.
     """
 
     spec: TensorSpec
@@ -44,12 +44,12 @@ class Weight:
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
-        """A whole tensor that the checkpoint has just so."""
+        """A whole tensor that is in the checkpoint under the same name and shape."""
         return cls(spec, tensor, frozen, Route.straight(spec))
 
 
-Live: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-"""Gives every tensor, by a name that is its own; asked again for every version."""
+TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
+"""A function that yields every tensor under a unique name; called again for every version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,19 @@ class ModelTensors:
         weights: What this rank publishes, sorted by name.
         specs: The tensors of the checkpoint, those of other ranks included, sorted by name.
         aliases: Further names of tied weights, and the name each is published under.
-        live: Gives the tensors.
+        live: Yields the live tensors.
     """
 
     weights: tuple[Weight, ...]
     specs: tuple[TensorSpec, ...]
     aliases: Mapping[str, str]
-    live: Live
+    live: TensorSource
 
-    def now(self) -> Iterator[Weight]:
-        """The weights as they are now, in the order in which they are given.
+    def live_weights(self) -> Iterator[Weight]:
+        """Yield the weights with their current tensors, in the order of ``live``.
 
-        Loading a state may have replaced tensors, and an export makes new ones each time: none is
-        held for longer than it takes to look at it.
+        Loading a state may have replaced tensors, and an export makes new ones each time: no
+        reference is kept to any of them.
 
         Raises:
             ConfigError: A weight is gone, has another shape or dtype, or is no longer frozen.
@@ -102,7 +102,7 @@ class ModelTensors:
 
 
 def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
-    """The local part of a tensor, if it is still what was attached."""
+    """The local part of a tensor, checked against the one that was attached."""
     name, then = weight.spec.name, weight.tensor
     local = local_of(tensor)
     if (local.shape, local.dtype) != (then.shape, then.dtype):
@@ -119,14 +119,14 @@ def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
     return local
 
 
-def walk(
-    model: nn.Module | Live, *, dtype: str | None = None, checkpoint: Path | None = None
+def collect_weights(
+    model: nn.Module | TensorSource, *, dtype: str | None = None, checkpoint: Path | None = None
 ) -> ModelTensors:
-    """Collect what this process holds of a model: parameters and buffers, tied ones once.
+    """Collect the parameters and buffers of a model on this process, tied ones once.
 
     Args:
-        model: Wrapped or not; on any device; whole, or sharded as DTensors. Or what gives the
-            tensors of a checkpoint, in the dtypes to publish, as an export of a trainer does.
+        model: Wrapped or not; on any device; whole, or sharded as DTensors. Or an export, which
+            yields the tensors of a checkpoint in the dtypes to publish.
         dtype: Wire dtype of every floating point weight.
         checkpoint: Where the model's checkpoint lies, for the wire dtypes. Not given: where the
             model says that it was loaded from, if that is a folder.
@@ -135,7 +135,7 @@ def walk(
         ConfigError: The model cannot be published as it is; the hint says what to do instead.
     """
     if not isinstance(model, nn.Module):
-        return _walk_export(model, dtype)
+        return _collect_export(model, dtype)
     model = unwrapped(model)
     refuse_foreign(model)
     _refuse_adapters(model)
@@ -162,14 +162,14 @@ def walk(
     return ModelTensors(tuple(weights), specs, named, partial(named_tensors, model))
 
 
-def _walk_export(live: Live, dtype: str | None) -> ModelTensors:
-    """Collect what an export gives; its tensors are not kept."""
+def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
+    """Collect the tensors of an export, without keeping them."""
     weights: dict[str, Weight] = {}
     for name, tensor in live():
         if name in weights:
             raise ConfigError(
                 f"the export gives {name!r} twice",
-                hint="what a checkpoint joins must be given joined, once",
+                hint="tensors that the checkpoint has joined must be yielded joined, once",
             )
         weight = _weight(name, tensor.detach(), None, dtype, {})
         gone = torch.empty_like(weight.tensor, device="meta")
@@ -185,7 +185,7 @@ def _weight(
     dtype: str | None,
     wire: Mapping[str, str],
 ) -> Weight:
-    local, box = held(name, tensor)
+    local, box = local_shard(name, tensor)
     _refuse(name, local)
     goes = conversion or Conversion((Destination(name, box.full, 0, 0, tensor.numel()),))
     wanted = _wire_dtype(goes.targets, local, dtype, wire)
@@ -199,7 +199,7 @@ def _weight(
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Each of these tensors once, sorted by name.
+    """The distinct specs, sorted by name.
 
     Raises:
         ConfigError: Two of them differ and have one name.
@@ -213,7 +213,7 @@ def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor by its first name, and the further names of tied ones."""
+    """Tensors by their first name, and the other names of tied ones."""
     names: dict[int, str] = {}
     live: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -239,7 +239,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _refuse(name: str, tensor: Tensor) -> None:
-    """Say what to do with weights that have no bits of their own here."""
+    """Refuse weights without bits of their own on the wire."""
     if tensor.is_meta:
         raise ConfigError(f"{name!r} has no data yet (meta device)", hint="attach after loading")
     if tensor.dtype not in WIRE_NAMES or not tensor.is_contiguous():
@@ -282,12 +282,12 @@ def _checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
 def _wire_dtype(
     targets: Sequence[Destination], tensor: Tensor, dtype: str | None, wire: Mapping[str, str]
 ) -> str:
-    """The dtype in which all that a live tensor becomes is published."""
+    """Wire dtype of all checkpoint tensors that a live tensor becomes."""
     own, name = WIRE_NAMES[tensor.dtype], targets[0].name
     found = {wire.get(target.name, own) for target in targets}
     if len(found) > 1:
         raise ConfigError(
-            f"{name!r} and what lies beside it in the model are {sorted(found)} in the checkpoint",
+            f"{name!r} and tensors fused with it are {sorted(found)} in the checkpoint",
             hint="give dtype= explicitly",
         )
     wanted = dtype if dtype and tensor.is_floating_point() else found.pop()

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
 from deltachain.errors import RankError
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import all_reduce
+from deltachain.publish.ranks.collectives import Collective
 from deltachain.types import Version
-
-
-class RankReady(msgspec.Struct, frozen=True):
-    """Whether a rank can take a diff when it reaches the barrier."""
-
-    free: bool
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -51,29 +46,19 @@ class PublishBarrier:
         self._call, self._again = f"{step}.{self._seen[step]}", 0
         self._seen[step] += 1
 
-    def wait(self, *, free: bool, settle: Callable[[], Version]) -> Decision:
-        """Wait for all ranks, and decide on rank 0.
-
-        Args:
-            free: Whether this rank can take a diff.
-            settle: On rank 0: returns the newest committed version.
+    @contextmanager
+    def meet(self) -> Iterator[Collective]:
+        """The collective in which the ranks decide at this call.
 
         Raises:
             RankError: A rank did not arrive in time.
-            DeltaChainError: ``settle`` failed.
         """
         # Named by the call: a rank that missed a flush is in step at the next one.
         self.topic = f"{self._call}.{self._again}"
         self._again += 1
-
-        def decide(all_ready: list[RankReady]) -> Decision:
-            go = all(ready.free for ready in all_ready)
-            return Decision(go=True, head=settle()) if go else Decision(go=False)
-
-        kinds = (RankReady, Decision)
-        topic = f"{self.topic}/barrier"
         try:
-            return all_reduce(self._ranks, topic, lambda: RankReady(free=free), decide, kinds)
+            with Collective(self._ranks, f"{self.topic}/barrier") as collective:
+                yield collective
         except RankError as exc:
             exc.hint = f"{exc.hint}; every rank calls publish after the same steps"
             raise

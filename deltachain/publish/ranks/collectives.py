@@ -1,9 +1,10 @@
-"""Collectives over JSON values: gather, reduce on rank 0, broadcast; errors reach every rank."""
+"""A collective over JSON values of the ranks of a trainer; errors reach every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Self, TypeVar, cast
 
 import msgspec
 
@@ -12,7 +13,6 @@ from deltachain.errors import DeltaChainError, RankError
 from deltachain.publish.ranks.channel import Ranks
 
 _T = TypeVar("_T")
-_Mine = TypeVar("_Mine")
 
 SHARED: Final = (
     errors.PublisherFencedError,
@@ -42,81 +42,111 @@ class Message(msgspec.Struct, frozen=True):
     failure: RankFailure | None = None
 
 
-def all_gather(ranks: Ranks, topic: str, mine: Callable[[], _T], kind: type[_T]) -> list[_T]:
-    """Compute a value on every rank; the values of all, on every rank.
+class Collective:
+    """One collective of all ranks, as a ``with`` block: gather and broadcast, or all-gather.
 
-    Raises:
-        RankError: Another rank failed, or sent nothing in time.
-        DeltaChainError: This rank failed.
-    """
-    message, error = _attempt(mine)
-    messages = ranks.all_gather(topic, msgspec.json.encode(message))
-    if error is not None:
-        raise error
-    return _values(messages, kind)
+    An error in the block is sent in place of the value that the other ranks wait for, so that it is
+    raised on all of them. A single rank gets its own values back; nothing is encoded.
 
+    ::
 
-def broadcast(ranks: Ranks, topic: str, action: Callable[[], _T], kind: type[_T]) -> _T:
-    """Compute a value on rank 0 alone; the value, on every rank.
-
-    Raises:
-        DeltaChainError: Rank 0 failed.
-    """
-    if not ranks.leads:
-        return _received(ranks.broadcast(topic, None), kind)
-    message, error = _attempt(action)
-    ranks.broadcast(topic, msgspec.json.encode(message))
-    if error is not None:
-        raise error
-    return msgspec.json.decode(message.value, type=kind)
-
-
-def all_reduce(
-    ranks: Ranks,
-    topic: str,
-    mine: Callable[[], _Mine],
-    reduce: Callable[[list[_Mine]], _T],
-    kinds: tuple[type[_Mine], type[_T]],
-) -> _T:
-    """Gather one value per rank on rank 0, reduce them there, broadcast the result.
-
-    ``reduce`` is not called unless every rank sent its value in time.
+        with Collective(ranks, "sizes") as collective:
+            sizes = collective.gather(measure(), int)
+            total = collective.broadcast(sum(sizes) if ranks.leads else None, int)
 
     Args:
         ranks: All ranks.
         topic: Name of this collective, unique among those of these ranks.
-        mine: Computes the value of this rank.
-        reduce: On rank 0: the result of all values, in the order of ranks.
-        kinds: Types of a value and of the result.
-
-    Raises:
-        DeltaChainError: This rank failed, or ``reduce`` did.
-        RankError: Another rank failed, or sent nothing in time.
     """
-    message, error = _attempt(mine)
-    encoded = msgspec.json.encode(message)
 
-    def reduced() -> _T:
-        messages = ranks.gather(f"{topic}/parts", encoded)
-        if error is not None:
-            raise error
-        return reduce(_values(messages, kinds[0]))
+    def __init__(self, ranks: Ranks, topic: str) -> None:
+        self._ranks, self._topic = ranks, topic
+        self._has_sent = self._has_answered = False
 
-    if not ranks.leads:
-        ranks.gather(f"{topic}/parts", encoded)
-        if error is not None:
-            raise error
-    return broadcast(ranks, topic, reduced, kinds[1])
+    def gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Send a value to rank 0.
+
+        Returns:
+            The values of all ranks in their order, on rank 0; an empty list on the others.
+
+        Raises:
+            RankError: Another rank failed, or sent nothing in time.
+        """
+        if self._ranks.count == 1:
+            return [value]
+        message = _encode(value)
+        self._has_sent = True
+        return _values(self._ranks.gather(self._parts, message), kind)
+
+    def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
+        """Send a value of rank 0 to all ranks.
+
+        Args:
+            value: On rank 0; ignored on the others.
+            kind: Its type.
+
+        Raises:
+            DeltaChainError: Rank 0 failed, or sent nothing in time.
+        """
+        if self._ranks.count == 1:
+            return cast("_T", value)
+        if self._ranks.leads:
+            message = _encode(value)
+            self._has_answered = True
+            self._ranks.broadcast(self._topic, message)
+            return cast("_T", value)
+        return _received(self._ranks.broadcast(self._topic, None), kind)
+
+    def all_gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Send a value to every rank.
+
+        Returns:
+            The values of all ranks in their order.
+
+        Raises:
+            RankError: Another rank failed, or sent nothing in time.
+        """
+        if self._ranks.count == 1:
+            return [value]
+        message = _encode(value)
+        self._has_sent = self._has_answered = True
+        return _values(self._ranks.all_gather(self._parts, message), kind)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._ranks.count == 1 or not isinstance(error, FAILURES):
+            return
+        message = msgspec.json.encode(Message(failure=_failure(error)))
+        try:
+            if not self._has_sent:
+                # Whether others gather or all-gather: rank 0 waits for all of them, and leaves its
+                # message for them to read.
+                send = self._ranks.all_gather if self._ranks.leads else self._ranks.gather
+                send(self._parts, message)
+        finally:
+            if self._ranks.leads and not self._has_answered:
+                self._ranks.broadcast(self._topic, message)
+
+    @property
+    def _parts(self) -> str:
+        return f"{self._topic}/parts"
 
 
-def _attempt(action: Callable[[], object]) -> tuple[Message, Exception | None]:
-    try:
-        value = msgspec.json.encode(action())
-    except DeltaChainError as exc:
-        return Message(failure=RankFailure(type(exc).__name__, str(exc.args[0]), exc.hint)), exc
-    except FAILURES as exc:
-        return Message(failure=RankFailure(type(exc).__name__, repr(exc)[:500])), exc
-    return Message(value=msgspec.Raw(value)), None
+def _encode(value: object) -> bytes:
+    return msgspec.json.encode(Message(value=msgspec.Raw(msgspec.json.encode(value))))
+
+
+def _failure(error: Exception) -> RankFailure:
+    if isinstance(error, DeltaChainError):
+        return RankFailure(type(error).__name__, str(error.args[0]), error.hint)
+    return RankFailure(type(error).__name__, repr(error)[:500])
 
 
 def _values(messages: Sequence[bytes], kind: type[_T]) -> list[_T]:

@@ -1,4 +1,4 @@
-"""Which rank publishes what: pure functions of what every rank holds."""
+"""Assignment of shards to the ranks that publish them: pure functions of what every rank holds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box
 
 HeldBoxes: TypeAlias = Mapping[str, Box]
-"""What one rank holds, by the name of the live tensor."""
+"""Boxes that one rank holds, by name of the live tensor."""
 
 
-def elect(
+def assign_shards(
     holdings: Sequence[HeldBoxes], *, of_the_first: Collection[str] = ()
 ) -> list[frozenset[str]]:
-    """Give every box to one of the ranks that hold it, so that all have about as much to do.
+    """Assign every box to one of the ranks that hold it, with about equal elements for each rank.
 
-    Every rank finds the same answer from the same holdings. To be at coordinate 0 of all mesh
-    dimensions that replicate would not do: a tensor that a plan leaves out has a mesh of its own.
+    Every rank computes the same assignment from the same holdings. Coordinate 0 of all mesh
+    dimensions that replicate would not do: a tensor outside of a plan has a mesh of its own.
 
     Args:
         holdings: Of every rank.
-        of_the_first: What the first rank that holds it publishes: buffers, of which ranks may have
-            values of their own, are then all of one rank.
+        of_the_first: Names that the first rank holding them publishes: buffers, whose values may
+            differ between ranks, are then all from one rank.
 
     Returns:
         The names that each rank publishes.
@@ -46,7 +46,7 @@ def elect(
 
 
 def check_cover(name: str, boxes: Sequence[Box]) -> None:
-    """The boxes of all ranks, each counted once, are the whole tensor.
+    """Check that the boxes of all ranks, each counted once, cover the tensor.
 
     Raises:
         ConfigError: Elements are missing, or are in several boxes that are not the same.

@@ -1,4 +1,4 @@
-"""What every rank holds, told to all, so that each publishes a part and no part is left."""
+"""Ranks exchange what each holds, and divide it: every element is published by one of them."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from deltachain.kernels import host
 from deltachain.publish.model.layout import Box
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import all_gather
-from deltachain.publish.ranks.ownership import check_cover, elect
+from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.ranks.ownership import assign_shards, check_cover
 from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
 
 
 class HeldShard(msgspec.Struct, frozen=True):
-    """What one rank holds of one live tensor, as the others are told.
+    """The shard of one live tensor on one rank, as it is sent to the others.
 
     Attributes:
         full: Shape of the whole tensor.
-        offset: Where what is held begins in it.
-        shape: Of what is held.
-        frozen: Whether training leaves it alone.
-        is_buffer: Whether it is no parameter: all that ranks hold of one are the first holder's.
-        bits: A digest of what is held: ranks that hold the same must hold equal bits.
+        offset: Where the shard begins in it.
+        shape: Of the shard.
+        frozen: Whether it is not trained.
+        is_buffer: Whether it is a buffer: the first rank that holds one publishes it.
+        bits: Digest of the shard: copies on several ranks must be equal.
     """
 
     full: tuple[int, ...]
@@ -39,49 +39,46 @@ class HeldShard(msgspec.Struct, frozen=True):
 
     @property
     def box(self) -> Box:
-        """What is held."""
+        """Position of the shard in the tensor."""
         return Box(self.full, self.offset, self.shape)
 
 
 class HeldShards(msgspec.Struct, frozen=True):
-    """What one rank holds: live tensors, and the checkpoint's that they are part of."""
+    """All shards on one rank, and the tensors of the checkpoint that they are part of."""
 
     held: dict[str, HeldShard]
     specs: tuple[tuple[str, str, tuple[int, ...]], ...]
     aliases: dict[str, str]
 
 
-def share(walk: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
-    """What this rank publishes.
+def divide(collect: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
+    """Collect the weights on every rank, and divide them; returns those that this rank publishes.
 
     Args:
-        walk: Collects what it holds.
-        ranks: All of them.
+        collect: Collects the weights on this rank.
+        ranks: All ranks that publish.
 
     Raises:
         ConfigError: A rank's model cannot be published, the ranks' parts are not a whole model, or
             copies of one piece differ.
-        RankError: Some rank does not take part.
+        RankError: Another rank failed, or did not answer in time.
     """
-    walked: list[ModelTensors] = []
-
-    def holding() -> HeldShards:
-        walked.append(walk())
-        return _holding(walked[0], alone=ranks.count == 1)
-
-    holdings = all_gather(ranks, "held", holding, HeldShards)
+    with Collective(ranks, "held") as collective:
+        model = collect()
+        mine = _holding(model, alone=ranks.count == 1)
+        holdings = collective.all_gather(mine, HeldShards)
     _check(holdings)
     buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
     boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]
-    owned = elect(boxes, of_the_first=buffers)
-    mine = tuple(w for w in walked[0].weights if w.spec.name in owned[ranks.number])
+    owned = assign_shards(boxes, of_the_first=buffers)
+    weights = tuple(w for w in model.weights if w.spec.name in owned[ranks.number])
     specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
     aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
-    return replace(walked[0], weights=mine, specs=specs, aliases=aliases)
+    return replace(model, weights=weights, specs=specs, aliases=aliases)
 
 
 def _holding(source: ModelTensors, *, alone: bool) -> HeldShards:
-    weights = source.weights if alone else source.now()
+    weights = source.weights if alone else source.live_weights()
     held = {weight.spec.name: _held(weight, alone=alone) for weight in weights}
     specs = tuple((spec.name, spec.dtype, spec.shape) for spec in source.specs)
     return HeldShards(held, specs, dict(source.aliases))
@@ -94,7 +91,7 @@ def _held(weight: Weight, *, alone: bool) -> HeldShard:
 
 
 def _check(holdings: Sequence[HeldShards]) -> None:
-    """Together they hold one model."""
+    """Raise unless the ranks together hold one model."""
     if not any(holding.held for holding in holdings):
         raise ConfigError("there are no weights", hint="no rank has any part of a model")
     for name in sorted({name for holding in holdings for name in holding.held}):

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from deltachain.errors import ConfigError
-from deltachain.publish.model.source import ModelTensors, walk
+from deltachain.publish.model.source import ModelTensors, collect_weights
 from deltachain.publish.snapshot import wire_bits
 from deltachain.testing.models import bits_of
 
@@ -74,7 +74,7 @@ def joined() -> Any:
 def as_checkpoint(source: ModelTensors) -> dict[str, bytes]:
     """What a follower would write: every tensor put together from windows."""
     found = {spec.name: bytearray(spec.nbytes) for spec in source.specs}
-    for weight in source.now():
+    for weight in source.live_weights():
         bits = wire_bits(weight)
         for spec, select, indices in weight.route.windows(7):
             view = np.frombuffer(found[spec.name], bits.dtype)
@@ -89,7 +89,7 @@ def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
         nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
     plain = {name: p.detach() for name, p in model.named_parameters()}
     expected = revert_weight_conversion(model, plain)
-    source = walk(model)
+    source = collect_weights(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
     assert {spec.name: spec.shape for spec in source.specs} == shapes
     truth = {name: bits_of({name: t})[name].tobytes() for name, t in expected.items()}
@@ -97,7 +97,9 @@ def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
 
 
 def test_layers_of_one_shape_share_their_table() -> None:
-    tables = {id(w.route.table) for w in walk(transposed()).weights if "up_proj" in w.spec.name}
+    tables = {
+        id(w.route.table) for w in collect_weights(transposed()).weights if "up_proj" in w.spec.name
+    }
     assert len(tables) == 1
 
 
@@ -117,4 +119,4 @@ def test_values_that_are_computed_when_saving_are_refused() -> None:
         WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Doubled(0, 1)])
     ]
     with pytest.raises(ConfigError, match="computed anew"):
-        walk(model)
+        collect_weights(model)

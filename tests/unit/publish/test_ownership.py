@@ -4,7 +4,7 @@ import pytest
 
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box
-from deltachain.publish.ranks.ownership import check_cover, elect
+from deltachain.publish.ranks.ownership import assign_shards, check_cover
 
 
 def rows(first: int, count: int, of: int = 6) -> Box:
@@ -13,26 +13,26 @@ def rows(first: int, count: int, of: int = 6) -> Box:
 
 def test_every_piece_is_published_once_and_all_ranks_have_work() -> None:
     copies = [{f"w{n}": Box.whole((4, 4)) for n in range(6)} for _ in range(3)]
-    owned = elect(copies)
+    owned = assign_shards(copies)
     assert sorted(name for names in owned for name in names) == sorted(copies[0])
     assert [len(names) for names in owned] == [2, 2, 2]
 
 
 def test_a_shard_is_published_by_a_rank_that_holds_it() -> None:
     holdings = [{"w": rows(0, 3)}, {"w": rows(3, 3)}, {"w": rows(0, 3)}, {"w": rows(3, 3)}]
-    owned = elect(holdings)
+    owned = assign_shards(holdings)
     published = [holdings[rank]["w"] for rank in range(4) if "w" in owned[rank]]
     assert sorted(published, key=lambda box: box.offset) == [rows(0, 3), rows(3, 3)]
 
 
 def test_buffers_are_all_of_the_first_rank() -> None:
     copies = [{name: Box.whole((4,)) for name in ("mean", "var", "weight")} for _ in range(2)]
-    owned = elect(copies, of_the_first={"mean", "var"})
+    owned = assign_shards(copies, of_the_first={"mean", "var"})
     assert owned == [{"mean", "var"}, {"weight"}]
 
 
 def test_an_empty_shard_is_nobodys_and_an_empty_tensor_is_somebodys() -> None:
-    owned = elect([{"w": rows(0, 6), "none": Box.whole((0, 2))}, {"w": rows(6, 0)}])
+    owned = assign_shards([{"w": rows(0, 6), "none": Box.whole((0, 2))}, {"w": rows(6, 0)}])
     assert owned[1] == frozenset()
     assert owned[0] == {"w", "none"}
 

@@ -6,22 +6,22 @@ import torch
 from torch import nn
 
 from deltachain.errors import ConfigError
-from deltachain.kernels.reference import Changes
-from deltachain.publish.model.source import walk
+from deltachain.publish.diff import Diff
+from deltachain.publish.model.source import collect_weights
 from deltachain.publish.snapshot import Snapshot
 from deltachain.testing.models import TinyModel, bits_of, plain_model, same, train_
 
 
 def snapshot_of(model: nn.Module, *, on_device: bool = False, dtype: str | None = None) -> Snapshot:
-    return Snapshot(walk(model, dtype=dtype), on_device=on_device)
+    return Snapshot(collect_weights(model, dtype=dtype), on_device=on_device)
 
 
 def kept(snapshot: Snapshot, model: nn.Module) -> dict[str, object]:
-    return {w.spec.name: snapshot.bits(w).tolist() for w in walk(model).weights}
+    return {w.spec.name: snapshot.bits(w).tolist() for w in collect_weights(model).weights}
 
 
-def listed(diff: dict[str, Changes]) -> dict[str, list[list[int]]]:
-    return {name: [part.tolist() for part in changes] for name, changes in diff.items()}
+def listed(diff: Diff) -> dict[str, list[list[int]]]:
+    return {name: [part.tolist() for part in changes] for name, changes in diff.live.items()}
 
 
 @pytest.mark.parametrize("dtype", [None, "BF16"])
@@ -37,9 +37,9 @@ def test_the_device_path_finds_what_the_host_path_finds(
         train_(live, step)
         found = host.diff_()
         assert listed(found) == listed(device.diff_())
-        assert found
+        assert found.live
         assert host.state == device.state
-        weights = walk(live, dtype=dtype).weights
+        weights = collect_weights(live, dtype=dtype).weights
         assert all(np.array_equal(host.bits(w), device.bits(w)) for w in weights)
 
 
@@ -58,7 +58,7 @@ def test_a_diff_that_is_restored_is_found_again(on_device: bool) -> None:
     snapshot.restore(diff)
     snapshot.redo(diff)
     assert (kept(snapshot, model), snapshot.state) == (after, moved)
-    assert snapshot.diff_() == {}
+    assert snapshot.diff_().live == {}
 
 
 def test_the_state_is_that_of_a_fresh_snapshot() -> None:
@@ -82,7 +82,7 @@ def test_a_diff_that_fails_moves_nothing() -> None:
         snapshot.diff_()
     last.data = whole
     assert (kept(snapshot, model), snapshot.state) == (before, state)
-    assert set(snapshot.diff_()) == {"0.bias", "0.weight", "1.bias", "1.weight"}
+    assert set(snapshot.diff_().live) == {"0.bias", "0.weight", "1.bias", "1.weight"}
 
 
 def test_tensors_that_a_load_replaced_are_found() -> None:
@@ -90,7 +90,7 @@ def test_tensors_that_a_load_replaced_are_found() -> None:
     snapshot = snapshot_of(model)
     model.load_state_dict(other.state_dict(), assign=True)
     snapshot.diff_()
-    weights = walk(model).weights
+    weights = collect_weights(model).weights
     assert same({w.spec.name: snapshot.bits(w) for w in weights}, bits_of(other))
 
 
@@ -115,4 +115,4 @@ def test_empty_tensors_have_no_changes() -> None:
     model.weight = nn.Parameter(torch.empty(3, 0))
     for on_device in (False, True):
         snapshot = snapshot_of(model, on_device=on_device)
-        assert snapshot.diff_() == {}
+        assert snapshot.diff_().live == {}

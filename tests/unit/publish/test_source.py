@@ -17,7 +17,7 @@ from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.conversion import Destination
-from deltachain.publish.model.source import _wire_dtype, specs_of, walk
+from deltachain.publish.model.source import _wire_dtype, collect_weights, specs_of
 from deltachain.store import MemoryStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from deltachain.types import TensorSpec
@@ -32,7 +32,7 @@ class Wrapped(nn.Module):
 
 
 def dtypes(model: nn.Module, **settings: str) -> dict[str, str]:
-    return {w.spec.name: w.spec.dtype for w in walk(model, **settings).weights}  # type: ignore[arg-type]
+    return {w.spec.name: w.spec.dtype for w in collect_weights(model, **settings).weights}  # type: ignore[arg-type]
 
 
 def folder_of(tensors: dict[str, Tensor], folder: Path) -> Path:
@@ -54,7 +54,7 @@ def test_what_deepspeed_partitions_is_refused() -> None:
     parameter: Any = nn.Parameter(torch.zeros(0))
     parameter.ds_id = 7  # as ZeRO marks what it took apart; it needs compilers that CI lacks
     with pytest.raises(ConfigError, match="DeepSpeed") as caught:
-        walk(one_weight(parameter))
+        collect_weights(one_weight(parameter))
     assert "push" in caught.value.hint
     assert "iterator" in caught.value.hint
 
@@ -64,26 +64,26 @@ def test_adapters_are_refused_with_what_to_do_instead() -> None:
     model.proj = nn.Module()
     model.proj.lora_A = nn.Linear(3, 2)
     with pytest.raises(ConfigError, match="adapter") as caught:
-        walk(model)
+        collect_weights(model)
     assert "adapter_tensors" in caught.value.hint
     assert "merged_tensors" in caught.value.hint
 
 
 def test_a_model_without_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="meta device") as caught:
-        walk(nn.Linear(3, 2, device="meta"))
+        collect_weights(nn.Linear(3, 2, device="meta"))
     assert "after loading" in caught.value.hint
 
 
 def test_strided_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match="contiguous: False") as caught:
-        walk(one_weight(nn.Parameter(torch.zeros(4, 6).t())))
+        collect_weights(one_weight(nn.Parameter(torch.zeros(4, 6).t())))
     assert "push" in caught.value.hint
 
 
 def test_weights_of_a_dtype_without_wire_form_are_refused() -> None:
     with pytest.raises(ConfigError, match="complex64"):
-        walk(one_weight(nn.Parameter(torch.zeros(3, dtype=torch.complex64))))
+        collect_weights(one_weight(nn.Parameter(torch.zeros(3, dtype=torch.complex64))))
 
 
 def test_a_model_without_weights_is_refused() -> None:
@@ -93,7 +93,7 @@ def test_a_model_without_weights_is_refused() -> None:
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ConfigError, match="no wire form"):
-        walk(plain_model(), dtype="bfloat16")
+        collect_weights(plain_model(), dtype="bfloat16")
 
 
 def test_two_weights_of_one_name_are_refused() -> None:
@@ -101,13 +101,13 @@ def test_two_weights_of_one_name_are_refused() -> None:
     model.weight = nn.Parameter(torch.zeros(2))
     model.module = nn.Linear(2, 2, bias=False)  # module.weight, as DDP would name it
     with pytest.raises(ConfigError, match=r"two weights .* called 'weight'"):
-        walk(model)
+        collect_weights(model)
 
 
 def test_a_wire_dtype_wider_than_the_model_is_refused(tmp_path: Path) -> None:
     folder = folder_of({"0.weight": torch.zeros(40, 24)}, tmp_path / "fp32")
     with pytest.raises(ConfigError, match="BF16 in the model and F32") as caught:
-        walk(plain_model(), checkpoint=folder)
+        collect_weights(plain_model(), checkpoint=folder)
     assert "dtype=" in caught.value.hint
 
 
@@ -115,18 +115,18 @@ def test_a_wire_dtype_wider_than_the_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_wrappers_do_not_show_in_names() -> None:
-    plain = [w.spec.name for w in walk(plain_model()).weights]
+    plain = [w.spec.name for w in collect_weights(plain_model()).weights]
     assert plain == ["0.bias", "0.weight", "1.bias", "1.weight"]
     compiled: nn.Module = torch.compile(plain_model(), backend="eager")  # type: ignore[assignment]
-    assert [w.spec.name for w in walk(compiled).weights] == plain
-    assert [w.spec.name for w in walk(Wrapped(compiled)).weights] == plain
+    assert [w.spec.name for w in collect_weights(compiled).weights] == plain
+    assert [w.spec.name for w in collect_weights(Wrapped(compiled)).weights] == plain
     checkpointed = plain_model()
     checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # type: ignore[operator,index]
-    assert [w.spec.name for w in walk(checkpointed).weights] == plain
+    assert [w.spec.name for w in collect_weights(checkpointed).weights] == plain
 
 
 def test_tied_weights_are_published_once_under_their_first_name() -> None:
-    source = walk(TinyModel())
+    source = collect_weights(TinyModel())
     assert source.aliases == {"head.weight": "embed.weight"}
     assert [w.spec.name for w in source.weights].count("embed.weight") == 1
     assert "head.weight" not in {w.spec.name for w in source.weights}
@@ -139,7 +139,7 @@ def test_persistent_buffers_are_weights_and_others_are_not() -> None:
 
 
 def test_weights_are_sorted_by_name() -> None:
-    names = [w.spec.name for w in walk(TinyModel()).weights]
+    names = [w.spec.name for w in collect_weights(TinyModel()).weights]
     assert names == sorted(names)
 
 
@@ -163,7 +163,9 @@ def test_dtypes_come_from_the_checkpoint_that_the_model_was_loaded_from(tmp_path
 def test_dtypes_of_single_tensors_differ_as_in_the_checkpoint(tmp_path: Path) -> None:
     tensors = plain_model().state_dict()
     tensors["1.bias"] = tensors["1.bias"].float()
-    source = walk(plain_model(dtype=torch.float32), checkpoint=folder_of(tensors, tmp_path / "mix"))
+    source = collect_weights(
+        plain_model(dtype=torch.float32), checkpoint=folder_of(tensors, tmp_path / "mix")
+    )
     assert {w.spec.name for w in source.weights if w.spec.dtype == "F32"} == {"1.bias"}
 
 
@@ -242,7 +244,7 @@ def test_the_table_in_the_store_names_every_tensor(
 ) -> None:
     attach(TinyModel())
     table = Chain.open(store).table
-    assert table == walk(TinyModel()).table()
+    assert table == collect_weights(TinyModel()).table()
 
 
 def test_two_tensors_of_one_name_are_refused() -> None:
@@ -253,7 +255,7 @@ def test_two_tensors_of_one_name_are_refused() -> None:
 def test_what_a_checkpoint_has_in_two_dtypes_is_not_guessed() -> None:
     targets = [Destination(name, (1,), 0, 0, 1) for name in ("gate", "up")]
     wire = {"gate": "BF16", "up": "F32"}
-    with pytest.raises(ConfigError, match="what lies beside it") as caught:
+    with pytest.raises(ConfigError, match="tensors fused with it") as caught:
         _wire_dtype(targets, torch.zeros(2), None, wire)
     assert "dtype=" in caught.value.hint
 
@@ -273,6 +275,6 @@ def test_a_model_wrapped_for_ddp_keeps_its_dtypes_and_its_configuration(tmp_path
     model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     wrapped = type("DistributedDataParallel", (nn.Module,), {})()
     wrapped.module = model
-    assert {spec.dtype for spec in walk(wrapped).specs} == {"BF16"}
-    assert walk(wrapped).specs == walk(model).specs
+    assert {spec.dtype for spec in collect_weights(wrapped).specs} == {"BF16"}
+    assert collect_weights(wrapped).specs == collect_weights(model).specs
     assert "config.json" in collect_assets(wrapped, PublishConfig(url="memory://x"))

@@ -1,0 +1,37 @@
+"""Version 0 as a reference to a checkpoint that every follower has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import ConfigError
+from deltachain.format.documents import BaseRef, Edge
+from deltachain.types import StateDigest, TensorSpec
+
+
+def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
+    """Refer to a checkpoint, once the model is proven to hold its bits.
+
+    Args:
+        folder: The checkpoint.
+        specs: Tensors of the model.
+        state: State digest of the model.
+
+    Raises:
+        ConfigError: It does not hold them, or the checkpoint lacks a tensor.
+    """
+    hint = (
+        "base must be the checkpoint that the model was loaded from, before training; "
+        "without it the first version is uploaded as an anchor"
+    )
+    checkpoint = Checkpoint(folder)
+    for spec in specs:
+        found = checkpoint.specs.get(spec.name)
+        if found != spec:
+            raise ConfigError(f"{folder} has {found}, the model has {spec}", hint=hint)
+    if checkpoint.state(spec.name for spec in specs) != state:
+        raise ConfigError(f"the model does not hold the bits of {folder}", hint=hint)
+    reference = BaseRef(path=str(folder.resolve()), files=tuple(checkpoint.files()))
+    return Edge(kind="base", reference=reference)

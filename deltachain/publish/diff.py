@@ -1,0 +1,73 @@
+"""A diff: the changed elements of the weights that a rank publishes, routed to the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from deltachain.format.digest import digest_key
+from deltachain.kernels import host
+from deltachain.kernels.reference import Changes
+from deltachain.publish.model.source import Weight
+from deltachain.types import StateDigest, TensorSpec
+
+
+class RoutedChanges(NamedTuple):
+    """Changes of one tensor of the checkpoint.
+
+    Attributes:
+        weight: The live weight that they come from.
+        spec: The tensor of the checkpoint.
+        changes: By flat indices into that tensor.
+        digest: What they add to the state digest.
+    """
+
+    weight: Weight
+    spec: TensorSpec
+    changes: Changes
+    digest: StateDigest
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """Changed elements of the weights that a rank publishes; routed and digested once.
+
+    Attributes:
+        live: Changes by live weight and flat indices into what the rank holds of it; weights
+            without changes are left out.
+        routed: The same changes by tensor of the checkpoint, in the order of the weights.
+        digest: What all of them add to the state digest.
+    """
+
+    live: Mapping[str, Changes]
+    routed: tuple[RoutedChanges, ...]
+    digest: StateDigest
+
+    @property
+    def nnz(self) -> int:
+        """Number of changed elements."""
+        return sum(changes.indices.size for changes in self.live.values())
+
+
+NO_CHANGES = Diff({}, (), StateDigest())
+
+
+def route(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
+    """Route changes of live weights to the tensors of the checkpoint, and digest them."""
+    routed = []
+    for weight in weights:
+        found = live.get(weight.spec.name)
+        if found is None:
+            continue
+        for spec, select, indices in weight.route.split(found.indices):
+            changes = Changes(indices, found.old[select], found.new[select])
+            routed.append(RoutedChanges(weight, spec, changes, digest_changes(spec, changes)))
+    return Diff(live, tuple(routed), sum((one.digest for one in routed), StateDigest()))
+
+
+def digest_changes(spec: TensorSpec, changes: Changes) -> StateDigest:
+    """What the changes of one tensor add to the state digest."""
+    key = digest_key(spec)
+    new = host.digest_at(key, changes.indices, changes.new)
+    return new - host.digest_at(key, changes.indices, changes.old)
