@@ -84,6 +84,13 @@ class Publisher:
 
     Attributes:
         last: The newest receipt, if there is one.
+
+    Example:
+        >>> with deltachain.Publisher(new_url).attach(model) as publisher:
+        ...     train_step(model, optimizer)
+        ...     receipt = publisher.publish(step=1).result()
+        >>> receipt.version, receipt.kind
+        (1, 'delta')
     """
 
     def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The contract of ``Store`` as a test suite, for every store, ours or yours.
+"""Contract test suite of ``Store``, for built-in and third-party stores.
 
 Subclass ``StoreContract`` in a test module and give it two fixtures::
 
@@ -54,7 +54,7 @@ BAD_KEYS = (
     "x" * (MAX_SEGMENT_LENGTH + 1),
     "/".join("x" * 100 for _ in range(6)),
 )
-"""Keys that every store refuses."""
+"""Invalid keys, which every store must refuse."""
 
 GOOD_KEYS = (
     "a",
@@ -68,11 +68,11 @@ GOOD_KEYS = (
     "x" * MAX_SEGMENT_LENGTH,
     "/".join(["y" * 127] * 4) + "z",
 )
-"""Keys that every store takes; the last is as long as a key may be."""
+"""Valid keys; the last has the maximum length."""
 
 
 class StoreContract(RaceContract):
-    """What ``Store`` promises. Needs the fixtures ``store`` (empty) and ``reopen``."""
+    """Contract of ``Store``. Needs the fixtures ``store`` (empty) and ``reopen``."""
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 3_000_000])
     def test_object_is_read_back_as_written(
@@ -337,5 +337,5 @@ class StoreContract(RaceContract):
 
 
 def pattern(nbytes: int) -> bytes:
-    """``nbytes`` bytes of which no two windows of a few hundred are equal."""
+    """Return ``nbytes`` bytes without repeated windows of a few hundred bytes."""
     return np.arange(nbytes // 4 + 1, dtype="<u4").tobytes()[:nbytes]
