@@ -21,7 +21,7 @@ class RaceContract:
     """Rounds of each race; fewer if a put is slow."""
 
     def test_one_of_racing_put_if_absent_wins(self, store: Store, reopen: Reopen) -> None:
-        """Exactly one, and the object is the winner's.
+        """Exactly one of concurrent puts succeeds, and the object is the winner's.
 
         Without a conditional put at least one, and the object is a winner's, whole.
         """

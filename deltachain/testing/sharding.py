@@ -43,10 +43,10 @@ ODD: Final[dict[str, tuple[int, ...]]] = {
 """Shapes of tensors with special loaders; see :class:`engine.FakeModel`."""
 
 PLAIN: Final = ("conv", "sliced")
-"""Those of them that are bits of the checkpoint all the same."""
+"""Special tensors whose live bits equal bits of the checkpoint."""
 
 HOSTED: Final = tuple(name for name in ODD if name != "stuck")
-"""Those that some way leads to."""
+"""Special tensors that the engine can load."""
 
 Full: TypeAlias = Mapping[str, Tensor]
 """Checkpoint tensors, by name."""

@@ -1,6 +1,6 @@
 """Lets real followers read hostile objects, in a process with little memory.
 
-``python -m tests.hostile.follow_cases`` prints one JSON object for each case and kind of target, and
+``python -m tests.hostile.follow_cases`` prints a JSON object for each case and kind of target, and
 exits with 0 after the last. The caller checks the objects.
 """
 
