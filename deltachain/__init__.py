@@ -42,7 +42,7 @@ _HOME: Final = {
     "attach": "deltachain.publish",
     "open_store": "deltachain.store",
 }
-"""Where each public name lives; imported when first used, so that torch stays at the edges."""
+"""Package of each public name, imported on first use, so that torch is optional."""
 
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - the names are strings
 

@@ -47,6 +47,13 @@ class DeltaChainError(Exception):
     Args:
         message: The object concerned, the expected value and the found value.
         hint: The action that resolves the error, printed on a second line.
+
+    Example:
+        >>> try:
+        ...     deltachain.Subscriber(new_url, weights).update()
+        ... except deltachain.DeltaChainError as error:
+        ...     error.exit_code, error.retryable, error.hint
+        (3, False, 'no publisher has created a chain here yet; check the URL')
     """
 
     exit_code: ClassVar[int] = 1

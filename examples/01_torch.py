@@ -33,7 +33,7 @@ def main() -> None:
             optimizer.zero_grad()
         attachment.detach()
 
-        # Anywhere else, and whenever: a replica that has the same checkpoint, or nothing.
+        # On any machine, at any time: a replica that starts from the same checkpoint, or nothing.
         replica = model().bfloat16()
         with deltachain.Subscriber(url, replica) as subscriber:
             receipt = subscriber.update()

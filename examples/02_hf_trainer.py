@@ -1,4 +1,4 @@
-"""The Trainer of transformers, attached by one callback, and a folder that follows it.
+"""The Trainer of transformers with a publishing callback, and a folder that follows it.
 
 ::
 
@@ -19,7 +19,7 @@ from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """The same few lines, over and over."""
+    """A few sentences, repeated."""
 
     def __init__(self) -> None:
         lines = ["the small crow carries a bell.", "add 2 and 3: 5", "count: 1 2 3 4 5"]
@@ -54,7 +54,7 @@ def main() -> None:
         )
         trainer.train()
 
-        # What `deltachain follow URL --out DIR` keeps up to date: a folder that loads.
+        # The same as `deltachain follow URL --out DIR`: a checkpoint folder at the newest version.
         with deltachain.Subscriber(url, folder / "replica") as replica:
             print(replica.update())
         served = Qwen3ForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)

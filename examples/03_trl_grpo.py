@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, attached in one line after it is made.
+"""TRL's GRPOTrainer, attached in one line after its creation.
 
 ::
 

@@ -1,11 +1,11 @@
-"""TRL's AsyncGRPOTrainer here, a stock vLLM there, a folder between them instead of a bucket.
+"""TRL's AsyncGRPOTrainer and a stock vLLM server, connected by a folder instead of a bucket.
 
 ::
 
     make venv-vllm
     python examples/04_async_grpo_vllm.py
 
-`make demo-async` is the same with a real S3 server, a game's server, and what may go wrong.
+`make demo-async` is the same with an S3 server, a game server, and fault tolerance.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train(base: Path, url: str, engine: str, environment: str, diary: Path) -> A
         rollout_worker=GameWorker(games, tokenizer, lambda: transfer.version),
         weight_transfer=transfer,
     )
-    transfer.attach(trainer)  # on every rank: nothing is gathered
+    transfer.attach(trainer)  # on every rank, so that no rank gathers the model
     trainer.train()
     return transfer
 

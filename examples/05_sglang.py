@@ -1,4 +1,4 @@
-"""A stock SGLang follows a chain by itself, and labels its tokens with the version.
+"""A stock SGLang server follows a chain and labels its tokens with the version.
 
 ::
 

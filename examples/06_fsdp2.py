@@ -1,8 +1,8 @@
-"""Two ranks under FSDP2, each of which publishes its own shards; nobody gathers the model.
+"""Two ranks under FSDP2, each of which publishes its own shards, without a gather of the model.
 
 ::
 
-    python examples/06_fsdp2.py          # in earnest: torchrun --nproc-per-node 8 ...
+    python examples/06_fsdp2.py          # in production: torchrun --nproc-per-node 8 ...
 """
 
 from __future__ import annotations

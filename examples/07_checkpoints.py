@@ -1,4 +1,4 @@
-"""Any trainer that writes checkpoints: push them as versions, and look into a delta.
+"""Push the checkpoints of any trainer as versions, and inspect a delta.
 
 ::
 
@@ -22,7 +22,7 @@ from deltachain.cli.push import push
 
 
 def checkpoint(folder: Path, step: int) -> Path:
-    """What some trainer left behind."""
+    """Write a checkpoint, in place of a trainer."""
     torch.manual_seed(0)
     weight = torch.randn(512, 256).bfloat16()
     changed = torch.rand(weight.shape, generator=torch.Generator().manual_seed(step)) < 0.01

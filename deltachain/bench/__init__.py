@@ -1,6 +1,5 @@
-"""Measurements: realistic weights, what others' layouts cost on them, and what nothing can beat.
+"""Benchmarks on realistic weights, with other projects' formats and entropy limits to compare.
 
-The chains here are synthetic and their statistics are tested against published measurements, so
-that sizes and speeds measured on them say something about real training runs. Nothing in the
-rest of the package imports this one.
+The chains are synthetic; tests compare their statistics with published measurements, so that sizes
+and speeds are representative of real training runs.
 """

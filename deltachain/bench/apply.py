@@ -1,8 +1,8 @@
-"""Applying a delta: what is done while an engine serves, and what is done in its pause.
+"""Benchmark of applying a delta: stage (while an engine serves) and swap (in its pause).
 
-The swap writes staged bits in place; what nothing written with torch beats is a bare
-``index_copy_`` of as many elements. Staging reads the part, verifies every frame, decodes, gathers
-the old bits and proves the state digest. Both sides are exact, and proven to be before any timing.
+The swap writes staged bits in place; its baseline is a bare torch ``index_copy_`` of as many
+elements. Staging reads the part, verifies every frame, decodes, gathers the old bits and proves the
+state digest. Results are checked bit for bit before any timing.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 
 TENSORS: Final = 16
 NUMEL: Final = 1 << 22
-"""Elements a tensor."""
+"""Elements of a tensor."""
 DENSITY: Final = 0.012
 ROUNDS: Final = 20
 AIM: Final = 2.0
-"""Most time that a swap may take, in times of the bare ``index_copy_``."""
+"""Limit of the swap's duration, as a multiple of the bare ``index_copy_``."""
 
 BARE: Final = "torch index_copy_, bare"
 SWAP: Final = "swap"
@@ -52,11 +52,11 @@ class TensorSample:
     """One tensor before and after, live and as a delta.
 
     Attributes:
-        spec: What it is called.
-        live: What is written.
-        old: Bits before, where it changes.
-        new: Bits after, where it changes.
-        indices: Where it changes.
+        spec: Spec of the tensor.
+        live: The written tensor.
+        old: Old bits of the changed elements.
+        new: New bits of the changed elements.
+        indices: Flat indices of the changed elements.
     """
 
     spec: TensorSpec
@@ -71,13 +71,13 @@ class TensorSample:
         return bits_of(self.live).numpy().view(np.uint16)
 
     def put(self, bits: Bits) -> None:
-        """Set what changes, without any of the code under test."""
+        """Set the changed elements without the code under test."""
         self.bits[self.indices] = bits
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A dict of tensors one version behind, and the part that brings them forward."""
+    """A dict of tensors one version behind, and the part of the next version."""
 
     tensors: Sequence[TensorSample]
     target: TensorTarget
@@ -86,7 +86,7 @@ class Scene:
 
     @classmethod
     def generate(cls, tensors: int, numel: int, density: float) -> Scene:
-        """Normal weights, of which ``density`` moved by one unit in the last place."""
+        """Generate normal weights; ``density`` of them change by one unit in the last place."""
         made, changes, total = [], [], StateDigest()
         for number in range(tensors):
             data = Data.generate(numel, density, seed=number)
@@ -106,29 +106,29 @@ class Scene:
 
     @property
     def nnz(self) -> int:
-        """Elements that change."""
+        """Number of changed elements."""
         return sum(tensor.indices.size for tensor in self.tensors)
 
     @property
     def numel(self) -> int:
-        """Elements in all."""
+        """Number of all elements."""
         return sum(tensor.spec.numel for tensor in self.tensors)
 
     def put_old(self) -> None:
-        """Back to the version before."""
+        """Restore the old version."""
         for tensor in self.tensors:
             tensor.put(tensor.old)
 
     def put_new(self) -> None:
-        """Forward to the version after."""
+        """Set the new version."""
         for tensor in self.tensors:
             tensor.put(tensor.new)
 
     def stage(self) -> list[Patch]:
-        """Everything that can fail, ending in the proof.
+        """Stage the part, including the proof.
 
         Raises:
-            ArithmeticError: The result would not be what the part promises.
+            ArithmeticError: The staged bits have another digest.
         """
         part = Part.from_bytes(self.data)
         patches = [self.target.prepare(delta) for delta in part]
@@ -137,7 +137,7 @@ class Scene:
         return patches
 
     def check(self) -> list[Patch]:
-        """Stage, swap and take back, and compare every bit.
+        """Stage, swap and undo, and compare every bit.
 
         Raises:
             ArithmeticError: A bit differs.
@@ -168,7 +168,7 @@ class ApplyRow:
 
 
 def measure(scene: Scene, rounds: int) -> Timings:
-    """Prove everything exact, then time it, on one core."""
+    """Check exactness, then measure on one core."""
     with one_core():
         patches = scene.check()
         backwards = [patch.undo() for patch in patches]
@@ -203,7 +203,7 @@ def measure(scene: Scene, rounds: int) -> Timings:
 
 
 def rows(timings: Timings, scene: Scene) -> list[ApplyRow]:
-    """Every candidate, by changed element."""
+    """Compute the figures of every candidate."""
     return [
         ApplyRow(
             name=name,
@@ -219,7 +219,7 @@ def rows(timings: Timings, scene: Scene) -> list[ApplyRow]:
 def run(
     *, tensors: int = TENSORS, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS
 ) -> Mapping[str, Any]:
-    """Generate, prove, time; everything, for programs."""
+    """Generate, check and measure; return all figures for JSON."""
     say(f"{tensors} tensors of {numel / 1e6:.1f} M elements, {density:.2%} changed")
     scene = Scene.generate(tensors, numel, density)
     found = rows(measure(scene, rounds), scene)
@@ -241,7 +241,7 @@ def run(
 
 
 def main(*, json_output: bool, plot: Path | None = None) -> int:
-    """``deltachain bench apply``: 0 if a swap costs no more than twice the bare writes."""
+    """Run ``deltachain bench apply``; return 0 if a swap takes at most twice the bare writes."""
     result = run()
     title = f"Write {result['nnz'] / 1e6:.2f} M of {result['numel'] / 1e6:.0f} M bf16 elements"
     columns = ("", "best ns/change", "median", "dense GB/s", "times index_copy_")

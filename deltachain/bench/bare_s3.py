@@ -1,4 +1,4 @@
-"""The floor of an S3 store: boto3 alone, moving the same bytes the fastest way it documents."""
+"""Baseline of an S3 store: boto3 alone, moving the same bytes the fastest documented way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THREADS: Final = 8
 
 
 class BareS3:
-    """One bucket through boto3, configured by the environment as anybody's script is.
+    """One bucket through boto3, configured by the environment.
 
     Args:
         url: ``s3://bucket/prefix``; keys are below the prefix.
@@ -37,12 +37,12 @@ class BareS3:
         )
 
     def put(self, key: str, data: bytes) -> None:
-        """Put an object in parts."""
+        """Put an object by multipart upload."""
         body = io.BytesIO(data)
         self._client.upload_fileobj(body, self._bucket, self._at(key), Config=self._transfer)
 
     def get(self, key: str, nbytes: int) -> bytearray:
-        """Get an object by ranges into one buffer."""
+        """Get an object by concurrent ranges into one buffer."""
         buffer = bytearray(nbytes)
         view = memoryview(buffer)
 

@@ -1,9 +1,8 @@
-"""What a delta costs on the wire and on a core, on chains with the statistics of RL updates.
+"""Benchmark of the codec: size and speed of deltas with the statistics of RL updates.
 
-Every byte counts: header, directory, digests, frames and streams of the part, and the manifest that
-commits it, whose size does not grow with the model. Speeds include all
-digests: encoding computes the state digest of the changes and blake3 of frames and part; decoding
-verifies every frame. Every part is decoded and compared bit for bit.
+Sizes include all bytes of the part and the manifest that commits it, whose size does not grow with
+the model. Speeds include all digests: encoding computes the state digest of the changes and blake3
+of frames and part; decoding verifies every frame. Every part is decoded and compared bit for bit.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ ROUNDS: Final = 10
 
 AIM_DENSITY: Final = 0.012
 AIMS: Final[dict[str, float]] = {"step": 10.0, "overwrite": 20.0}
-"""Most bits a change, at about ``AIM_DENSITY``."""
+"""Limits of bits a change at about ``AIM_DENSITY``, by encoding."""
 
 TICKS: Final = (0.1, 0.2, 0.5, 1, 2, 5)
-"""Of the picture, in percent."""
+"""Range of the plot, in percent."""
 
 Specs = Mapping[str, TensorSpec]
 
@@ -69,13 +68,13 @@ class ChainRow:
     Attributes:
         label: How the learning rate was chosen.
         lr: Learning rate.
-        density: Changed share of all elements.
-        numel: Elements of the model.
-        nnz: Elements changed.
-        manifest_nbytes: The manifest that commits it, its window of recent edges full.
-        encodings: Ours.
-        layouts: Bits a change of others' layouts, by name.
-        limits: Bits a change that no encoding of a kind goes below, by name.
+        density: Changed over all elements.
+        numel: Number of elements of the model.
+        nnz: Number of changed elements.
+        manifest_nbytes: Size of the manifest with a full window of recent edges, in bytes.
+        encodings: Figures of deltachain's encodings.
+        layouts: Bits a change of other projects' formats, by name.
+        limits: Entropy limits in bits a change, by name.
     """
 
     label: str
@@ -90,20 +89,20 @@ class ChainRow:
 
 
 def encode(specs: Specs, changes: ChangedTensors, encoding: str) -> EncodedPart:
-    """One part of an update, the state digest of its changes included."""
+    """Encode an update as one part, including the state digest of its changes."""
     return encode_part(_parts(specs, changes, encoding), raw=REGISTRY.get(encoding).own_arrays)
 
 
 def decode(data: bytes) -> list[TensorDelta]:
-    """Open a part and read all of it."""
+    """Decode all tensors of a part."""
     return list(Part.from_bytes(data))
 
 
 def check(changes: ChangedTensors, deltas: Sequence[TensorDelta]) -> None:
-    """Prove that decoded deltas do exactly what the update did.
+    """Compare decoded deltas with the update, bit for bit.
 
     Raises:
-        ArithmeticError: They do not.
+        ArithmeticError: They differ.
     """
     left = {name for name, change in changes.items() if change.indices.size}
     for delta in deltas:
@@ -118,7 +117,7 @@ def check(changes: ChangedTensors, deltas: Sequence[TensorDelta]) -> None:
 
 
 def manifest_nbytes(part: EncodedPart, numel: int) -> int:
-    """Bytes of the manifest that commits ``part`` alone, as the chain writes it."""
+    """Return the size of the manifest that commits ``part``, in bytes."""
     digest, state = "0" * 64, "0" * 32
     version, commit = 1000, "0" * 32
     key = payload_key("delta", version, 0, commit, 0)
@@ -155,7 +154,7 @@ def manifest_nbytes(part: EncodedPart, numel: int) -> int:
 
 
 def measure(chain: SyntheticChain, label: str, rounds: int) -> ChainRow:
-    """Encode one update in every way, prove each, time each, on one core."""
+    """Encode one update with each encoding; check and measure each, on one core."""
     say(f"chain {label}")
     step = next(chain.steps(1))
     specs = {spec.name: spec for spec in chain.layout.specs()}
@@ -180,7 +179,7 @@ def measure(chain: SyntheticChain, label: str, rounds: int) -> ChainRow:
 
 
 def chains(base: SyntheticChain) -> Iterator[tuple[str, SyntheticChain]]:
-    """The chains to measure: by density, then by learning rate."""
+    """Yield the chains to measure: by density, then by learning rate."""
     for density in DENSITIES:
         yield f"at {density:.2%}", base.with_density(density)
     for lr in LEARNING_RATES:
@@ -188,7 +187,7 @@ def chains(base: SyntheticChain) -> Iterator[tuple[str, SyntheticChain]]:
 
 
 def missed(rows: Sequence[ChainRow]) -> list[str]:
-    """Encodings that are larger than they should be where the aim is set."""
+    """Return the encodings above their size limit."""
     at = min(rows, key=lambda row: abs(row.density - AIM_DENSITY))
     return [e.encoding for e in at.encodings if e.bits > AIMS.get(e.encoding, np.inf)]
 
@@ -199,7 +198,7 @@ def run(
     *,
     rounds: int = ROUNDS,
 ) -> tuple[list[ChainRow], Mapping[str, Any]]:
-    """Measure every chain; the rows, and everything for programs."""
+    """Measure every chain; return the rows, and all figures for JSON."""
     rows = [measure(chain, label, rounds) for label, chain in named(base)]
     document = {
         "benchmark": "codec",
@@ -215,7 +214,7 @@ def run(
 
 
 def main(*, json_output: bool, plot: Path | None = None) -> int:
-    """``deltachain bench codec``: 0 if our encodings are as small as they should be."""
+    """Run ``deltachain bench codec``; return 0 if all encodings are within their size limits."""
     rows, document = run(SyntheticChain(seed=1))
     report.emit(document, [_sizes(rows), _speeds(rows)], json_output=json_output)
     if plot is not None:
@@ -310,7 +309,7 @@ def _speeds(rows: Sequence[ChainRow]) -> Any:  # noqa: ANN401 - a rich table
 
 
 def _draw(rows: Sequence[ChainRow], path: Path) -> None:
-    """Bits a change by density: ours as lines, others as markers, limits dashed."""
+    """Plot bits a change by density: encodings as lines, others as markers, limits dashed."""
     plot = report.axes("One update on the wire")
     rows = sorted(rows, key=lambda row: row.density)
     at = [100 * row.density for row in rows]

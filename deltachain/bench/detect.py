@@ -1,8 +1,8 @@
-"""Finding what changed, against a pass that only reads and compares.
+"""Benchmark of finding changes, relative to a pass that only reads and compares.
 
-The snapshot differs from the weights at uniformly scattered places, which is the hardest case for
-kernels that skip what is equal. Every candidate moves its snapshot on to the weights; before each
-repetition the old bits are put back, outside the timing.
+Changes are scattered uniformly, the hardest case for kernels that skip equal blocks. Every
+candidate updates its snapshot; the old bits are restored before each repetition, outside the
+timing.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ AIMS: Final[dict[str, tuple[str, float]]] = {
     NUMPY: (FLOOR, 0.25),
     CAST_NUMBA: (CAST_FLOOR, 0.35),
 }
-"""Candidate -> its floor, and the least share of the floor's speed."""
+"""Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
 
 Kernel = Callable[[Bits, Any], Changes]
 
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Weights in both precisions, and a snapshot that is behind them.
+    """Weights in both precisions, and an older snapshot.
 
     Attributes:
-        master: fp32 values.
+        master: fp32 values, shape (numel,).
         current: Their bf16 bits.
-        snapshot: bf16 bits, other than ``current`` at ``indices``; kernels write it.
-        indices: Where it differs.
-        old: Its bits there.
+        snapshot: bf16 bits that differ from ``current`` at ``indices``; written by kernels.
+        indices: Indices of the changed elements.
+        old: Bits of the snapshot at ``indices``.
     """
 
     master: npt.NDArray[np.float32]
@@ -65,7 +65,7 @@ class Data:
 
     @classmethod
     def generate(cls, numel: int, density: float, seed: int = 0) -> Data:
-        """Normal weights, ``density`` of which have just moved by one unit in the last place."""
+        """Generate normal weights; ``density`` of them changed by one unit in the last place."""
         rng = np.random.default_rng(seed)
         master = rng.standard_normal(numel, np.float32) * np.float32(0.025)
         current = reference.cast_bf16(master)
@@ -75,14 +75,14 @@ class Data:
         return cls(master, current, snapshot, indices, snapshot[indices])
 
     def restore(self) -> None:
-        """Put the snapshot behind again."""
+        """Restore the old snapshot."""
         self.snapshot[self.indices] = self.old
 
     def check(self, name: str, kernel: Callable[[], Changes]) -> None:
-        """Prove that a kernel finds exactly what was changed, and moves the snapshot on.
+        """Check that a kernel finds exactly the changes and updates the snapshot.
 
         Raises:
-            ArithmeticError: It does not.
+            ArithmeticError: The kernel's result is wrong.
         """
         self.restore()
         found = kernel()
@@ -94,7 +94,7 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectRow:
-    """One candidate: seconds, dense bf16 gigabytes a second, and shares of its floor's speed."""
+    """One candidate: seconds, dense bf16 GB/s, and fractions of its baseline's speed."""
 
     name: str
     best_s: float
@@ -106,7 +106,7 @@ class DetectRow:
 
 
 def torch_naive(snapshot: Bits, current: Bits) -> Changes:
-    """What one would write: ``nonzero`` of ``ne``, then a gather of both."""
+    """Detect changes naively: ``nonzero`` of ``ne``, then a gather of both."""
     kept, now = (torch.from_numpy(bits.view(np.int16)) for bits in (snapshot, current))
     indices = torch.nonzero(torch.ne(kept, now)).view(-1)
     old, new = kept[indices], now[indices]
@@ -116,7 +116,7 @@ def torch_naive(snapshot: Bits, current: Bits) -> Changes:
 
 
 def measure(data: Data, rounds: int) -> Timings:
-    """Prove every kernel exact, then time all of them and the floors, one core."""
+    """Check every kernel, then measure all of them and the baselines on one core."""
     from deltachain.bench import floors  # noqa: PLC0415 - needs numba, as the next does
     from deltachain.kernels import jit  # noqa: PLC0415
 

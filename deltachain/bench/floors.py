@@ -1,4 +1,4 @@
-"""What no way of finding changes can beat: passes that read every byte once and keep nothing."""
+"""Baselines of finding changes: passes that read every byte once and store nothing."""
 
 from __future__ import annotations
 

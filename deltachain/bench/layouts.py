@@ -1,11 +1,11 @@
-"""What one update costs in the layouts of other systems, in bytes.
+"""Size of an update in the formats of other systems, in bytes.
 
-Each function is written anew from a description of the layout and counts the bytes of one update;
-none of the other systems' code is here, and nothing can be read back. Where a part of a layout
-is not described, the function leaves it out and says so, which favours the other system.
+Each function is written from a description of the format and only counts bytes; it contains no code
+of the other system. Undescribed parts of a format are omitted and documented, which favours the
+other system.
 
-Each docstring names the code that the description was taken from. The sizes which that code itself
-wrote on such chains are in ``tests/unit/bench/test_layouts.py``, next to the ones computed here.
+Each docstring names the described code. ``tests/unit/bench/test_layouts.py`` compares with the
+sizes written by that code on equal chains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from deltachain.types import WIRE_DTYPES, Indices
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """What changed in one tensor.
+    """The changes of one tensor.
 
     Attributes:
         numel: Elements of the tensor.
@@ -41,7 +41,7 @@ class TensorChange:
 
 
 ChangedTensors: TypeAlias = Mapping[str, TensorChange]
-"""Tensor name -> what changed, in checkpoint order; a tensor may have no change."""
+"""Changes by tensor name, in checkpoint order; a tensor may have none."""
 
 HeaderEntry: TypeAlias = tuple[str, str, int]
 """Tensor of a safetensors file: name, dtype, elements."""

@@ -1,8 +1,7 @@
-"""Entropy limits of one update, in bits a change: what no encoding of its kind can go below.
+"""Entropy limits of one update in bits a change, lower bounds for encodings of each kind.
 
-All figures are empirical entropies of the update at hand, as if its tables cost nothing. The
-terms are those of the codec study behind the format; ``tests/unit/bench/test_limits.py`` holds
-them against its table.
+All figures are empirical entropies of the given update, without the cost of tables.
+``tests/unit/bench/test_limits.py`` compares them with the codec study behind the format.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class EntropyLimits:
 
 
 def entropy_limits(step: Step) -> EntropyLimits:
-    """Limits of one update over all its tensors together.
+    """Compute the limits of one update over all its tensors.
 
     Raises:
         ConfigError: Nothing changed.

@@ -1,4 +1,4 @@
-"""Results of a benchmark as tables, as one JSON object, and as a picture."""
+"""Output of benchmarks: tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CAVEAT = "One core; the best of many repetitions, in turn. On a busy machine tru
 
 
 def machine() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Describe the machine and library versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -41,7 +41,7 @@ def emit(
     json_output: bool,
     caveat: str = CAVEAT,
 ) -> None:
-    """Write one JSON object, or the tables, to stdout."""
+    """Print one JSON object, or the tables."""
     if json_output:
         sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
         return
@@ -54,7 +54,7 @@ def emit(
 
 
 def grid(title: str, *columns: str) -> Table:
-    """An empty table: the first column names, the others hold figures."""
+    """Create a table with a column of names and columns of figures."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left")
@@ -62,7 +62,7 @@ def grid(title: str, *columns: str) -> Table:
 
 
 def axes(title: str) -> Axes:
-    """An empty picture; needs no display.
+    """Create an empty plot, without a display.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -78,7 +78,7 @@ def axes(title: str) -> Axes:
 
 
 def bars(path: Path, title: str, values: Mapping[str, float], unit: str) -> None:
-    """Write horizontal bars, in the order given from the top."""
+    """Plot horizontal bars, from the top in the given order."""
     plot = axes(title)
     plot.barh(list(values), list(values.values()))
     plot.invert_yaxis()
@@ -87,7 +87,7 @@ def bars(path: Path, title: str, values: Mapping[str, float], unit: str) -> None
 
 
 def save(plot: Axes, path: Path) -> None:
-    """Write the picture; the suffix says in which format."""
+    """Save the plot in the format of the file's suffix."""
     plot.get_figure(root=True).savefig(path, dpi=150)  # type: ignore[union-attr]
 
 
@@ -99,7 +99,7 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """The model's name, where Linux tells it."""
+    """Return the processor's name, from /proc/cpuinfo on Linux."""
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text(encoding="utf-8").splitlines():

@@ -1,4 +1,4 @@
-"""Tensor names and shapes of the models whose training is simulated."""
+"""Tensor names and shapes of the simulated models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelLayout:
     vocab: int
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Every tensor of the checkpoint in file order; the tied head is not stored twice."""
+        """Return the tensors of the checkpoint in file order, without the tied head."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
         for layer in range(self.layers):
             shapes |= self._layer(f"model.layers.{layer}.")

@@ -1,4 +1,4 @@
-"""What a chain's updates look like, bit by bit: the statistics that published runs report."""
+"""Bit statistics of a chain's updates, as reported for published runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPONENT_BIAS: Final = 127
 
 
 class ExponentRow(NamedTuple):
-    """Elements whose old bits have one exponent, and how many of them changed.
+    """Elements with one exponent of the old bits, and their changes.
 
     Attributes:
         exponent: Binary exponent: |w| lies in [2**exponent, 2**(exponent + 1)).
@@ -63,7 +63,7 @@ class ChainStats:
     exponents: tuple[ExponentRow, ...]
 
     def __str__(self) -> str:
-        """Two lines: the sizes, and the shares in percent."""
+        """Return two lines: sizes, and fractions in percent."""
         return (
             f"{self.numel / 1e6:.1f} M elements, {self.steps} steps, "
             f"median |w| {self.median_weight:.4f}\n"
@@ -86,7 +86,7 @@ class _Tally:
         self.same_direction = 0
 
     def add(self, old: U16, new: U16, before: Steps16 | None) -> Steps16:
-        """Count one tensor's step and return its dense integer steps, ``before`` of the next."""
+        """Count one tensor's step; return its dense integer steps, ``before`` of the next call."""
         moves = (new - old).view(np.int16)
         indices = np.flatnonzero(moves)
         changed = moves[indices]
@@ -105,7 +105,7 @@ class _Tally:
         return moves
 
     def rows(self) -> tuple[ExponentRow, ...]:
-        """The table by old exponent."""
+        """Return the rows by old exponent."""
         return tuple(
             ExponentRow(
                 exponent=int(biased) - EXPONENT_BIAS,
@@ -119,10 +119,10 @@ class _Tally:
 
 
 def chain_stats(steps: Iterable[Step]) -> ChainStats:
-    """Measure consecutive steps. Shares about the step before need at least two of them.
+    """Measure consecutive steps. Fractions about the previous step need at least two steps.
 
     Raises:
-        ConfigError: There is no step.
+        ConfigError: ``steps`` is empty.
     """
     tally = _Tally()
     before: dict[str, Steps16] = {}

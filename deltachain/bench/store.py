@@ -1,8 +1,7 @@
-"""A store: how fast objects go in and out, how soon a version is there, and what it costs in calls.
+"""Benchmark of a store: throughput, latency, and requests a version.
 
-On ``s3://`` every figure stands beside what bare boto3 takes for the same bytes in the same round,
-in pieces of 16 MiB by 8 threads into one buffer. All that is written is removed at the end, also by
-Ctrl-C.
+On ``s3://`` the baseline is bare boto3 with the same bytes in the same round, in ranges of 16 MiB
+by 8 threads into one buffer. All written objects are removed at the end, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 NBYTES: Final = 64_000_000
 ROUNDS: Final = 8
 LATENCIES: Final = 20
-"""Small objects that are written and read for latencies."""
+"""Number of small objects for latencies."""
 VERSIONS: Final = 5
-"""Versions that are published and followed to count requests."""
+"""Number of versions published and followed to count requests."""
 AIMS: Final[dict[str, tuple[str, float]]] = {"put": ("bare put", 0.8), "version": ("bare get", 0.7)}
-"""Candidate -> its floor, and the least share of the floor's speed."""
+"""Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
 NAMES: Final = {
     "bare put": "bare boto3: multipart put",
     "put": "put",
@@ -49,7 +48,7 @@ CAVEAT: Final = "Medians, in turn. Shares are the median over rounds of the shar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRow:
-    """One way to move the bytes: the median, and its speed as a share of the bare client's."""
+    """One candidate: median, and speed as a fraction of the bare client's."""
 
     name: str
     median_s: float
@@ -60,19 +59,19 @@ class StoreRow:
 
 @contextmanager
 def scratch(url: str) -> Iterator[Store]:
-    """A store below ``url`` that nothing else uses, and that is emptied at the end."""
+    """Open a store at a new prefix below ``url``, and empty it at the end."""
     store = open_store(f"{url.rstrip('/')}/bench-{secrets.token_hex(4)}", writer=True)
     try:
         yield store
     finally:
-        with suppress(StoreError):  # what went wrong before is what matters
+        with suppress(StoreError):  # must not hide an earlier error
             for info in list(store.list()):
                 store.delete(info.key)
         store.close()
 
 
 def measure(store: Store, version: AnchorVersion, bare: BareS3 | None, rounds: int) -> Timings:
-    """Time put and get of the version's part, and its fetch as a follower does it."""
+    """Measure put and get of a part, and the fetch of its version."""
     part = version.part
     ref = version.edge.parts[0]
 
@@ -102,7 +101,7 @@ def measure(store: Store, version: AnchorVersion, bare: BareS3 | None, rounds: i
 
 
 def latencies(store: Store) -> dict[str, dict[str, float]]:
-    """Milliseconds of small requests: median and 95th percentile."""
+    """Measure small requests: median and 95th percentile, in milliseconds."""
     calls: dict[str, Callable[[str], object]] = {
         "commit (put if absent)": lambda key: store.put_if_absent(key, b"x" * 4096),
         "look (find)": store.find,
@@ -123,7 +122,7 @@ def latencies(store: Store) -> dict[str, dict[str, float]]:
 
 
 def requests(url: str) -> dict[str, float]:
-    """Requests a version, of a publisher and of a follower that looks once a version."""
+    """Count requests a version of a publisher, and of a follower that polls once a version."""
     say(f"publish and follow {VERSIONS} versions")
     model = nn.Linear(256, 256).to(torch.bfloat16)
     mirror = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
@@ -149,7 +148,7 @@ def requests(url: str) -> dict[str, float]:
 
 
 def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    """Everything, for programs."""
+    """Run all measurements; return the figures for JSON."""
     with scratch(url) as store:
         say(f"a version of {nbytes / 1e6:.0f} MB")
         version = make_version(store, nbytes)
@@ -176,12 +175,12 @@ def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str,
 
 
 def aim_of(name: str) -> float:
-    """The least share of the bare client's speed; 0 where there is no aim."""
+    """Return the smallest allowed fraction of the bare client's speed; 0 for none."""
     return AIMS[name][1] if name in AIMS else 0.0
 
 
 def rows(timings: Timings, nbytes: int) -> Iterator[StoreRow]:
-    """Every candidate, and its share where there is a floor."""
+    """Compute the figures of every candidate."""
     floors = {"put": "bare put", "get": "bare get", "version": "bare get"}
     for name in timings.seconds:
         floor = floors.get(name, "")
@@ -197,10 +196,10 @@ def rows(timings: Timings, nbytes: int) -> Iterator[StoreRow]:
 def main(
     url: str | None, *, json_output: bool, nbytes: int = NBYTES, plot: Path | None = None
 ) -> int:
-    """``deltachain bench store``: 0 if nothing falls short of its share of the bare client."""
+    """Run ``deltachain bench store``; return 0 if all candidates reach their allowed speed."""
     if url is None:
         hint = "deltachain bench store s3://bucket/prefix"
-        raise ConfigError("which store is to be measured?", hint=hint)
+        raise ConfigError("no store given", hint=hint)
     result = run(url, nbytes=nbytes)
     title = f"{result['nbytes'] / 1e6:.0f} MB in {url}"
     speeds = report.grid(title, "", "median s", "MB/s", "of bare boto3")

@@ -1,8 +1,8 @@
-"""Timing that survives a busy machine: candidates in turn, many rounds, the best of each.
+"""Timing on a busy machine: candidates in turn, many rounds, the best of each.
 
-Other work on a machine only ever adds time, so the smallest of many repetitions is the best
-estimate of what the code itself takes; the median says how busy the machine was. What is compared
-runs in the same round, one after another, so that a slow minute hits all of it.
+Other processes only add time, so the minimum of many repetitions is the best estimate of the code
+itself; the median shows the load of the machine. Compared candidates run in the same round, one
+after another, so that load affects all of them.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any, Final
 import torch
 
 EVERY: Final = 5
-"""Rounds between two lines of progress."""
+"""Rounds between two progress messages."""
 
 
 def _nothing() -> None:
-    """Nothing to prepare."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Something to time.
+    """Code to measure.
 
     Attributes:
-        name: For the table.
-        run: What is timed.
-        prepare: Runs before each repetition, outside the timing.
+        name: Name in tables.
+        run: The measured function.
+        prepare: Called before each repetition, outside the timing.
     """
 
     name: str
@@ -43,33 +43,33 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of every candidate, one entry a round."""
+    """Seconds of each candidate by round."""
 
     seconds: Mapping[str, Sequence[float]]
 
     def best(self, name: str) -> float:
-        """The smallest."""
+        """Return the minimum, in seconds."""
         return min(self.seconds[name])
 
     def typical(self, name: str) -> float:
-        """The median."""
+        """Return the median, in seconds."""
         return median(self.seconds[name])
 
     def ratio(self, name: str, to: str) -> float:
-        """How many times as fast as ``to``: the best of both."""
+        """Return the speed relative to ``to``, by the minima."""
         return self.best(to) / self.best(name)
 
     def paired_ratio(self, name: str, to: str) -> float:
-        """The median over rounds of how many times as fast as ``to`` it was in that round."""
+        """Return the median over rounds of the speed relative to ``to`` in the same round."""
         pairs = zip(self.seconds[to], self.seconds[name], strict=True)
         return median(other / own for other, own in pairs)
 
 
 def round_robin(candidates: Sequence[Candidate], rounds: int) -> Timings:
-    """Time every candidate once a round, after one round that does not count.
+    """Measure every candidate once a round, after a warm-up round.
 
-    Every other round goes backwards: what one candidate leaves behind, such as bytes that a disk
-    has yet to take, then falls on each neighbour in turn.
+    Every other round is in reverse order, so that after-effects of a candidate, such as disk
+    writes, affect both neighbours.
     """
     seconds: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for number in range(rounds + 1):
@@ -87,7 +87,7 @@ def round_robin(candidates: Sequence[Candidate], rounds: int) -> Timings:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep this process and its thread pools on one core, where the system can do that."""
+    """Pin this process and its thread pools to one core, if the system supports it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -102,6 +102,6 @@ def one_core() -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Progress, which is not a result."""
+    """Print progress on stderr."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""One version of a synthetic model in a store, as large as asked for on the wire."""
+"""A version of a synthetic model with a given size on the wire."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WEIGHTS: Final = 1 << 23
 """Elements of each tensor: 16 MB in bf16."""
 
 STD: Final = 0.02
-"""Standard deviation of the weights: what decides how far their exponents compress."""
+"""Standard deviation of the weights, which determines the compression of their exponents."""
 
 DENSE_SHARE: Final = 0.69
-"""About what byte planes and zstd leave of such weights."""
+"""Approximate compression ratio of such weights by byte planes and zstd."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class AnchorVersion:
 
     Attributes:
         chain: The chain.
-        plan: From nothing to the version.
+        plan: Plan from nothing to the version.
         edge: The anchor.
-        part: Bytes of its part.
-        numel: Elements of the model.
+        part: Content of its part.
+        numel: Number of elements of the model.
     """
 
     chain: Chain
@@ -46,7 +46,7 @@ class AnchorVersion:
 
 
 def make_version(store: Store, nbytes: int) -> AnchorVersion:
-    """Commit a version of normal bf16 weights whose part has about ``nbytes`` bytes."""
+    """Commit a version of normal bf16 weights with a part of about ``nbytes`` bytes."""
     count = max(1, round(nbytes / DENSE_SHARE / 2 / WEIGHTS))
     numel = min(WEIGHTS, round(nbytes / DENSE_SHARE / 2))
     specs = [TensorSpec(f"layers.{n}.weight", "BF16", (numel,)) for n in range(count)]

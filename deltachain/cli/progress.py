@@ -16,6 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TransferSpeedColumn,
 )
+from typing_extensions import override
 
 from deltachain.cli.console import err
 from deltachain.store import Capabilities, ObjectInfo, Store
@@ -61,7 +62,7 @@ def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
             yield thing
 
 
-class MeteredStore:
+class MeteredStore(Store):
     """Store wrapper that reports the size of every object it reads or writes.
 
     Args:
@@ -74,65 +75,65 @@ class MeteredStore:
         self._moved = moved
 
     @property
+    @override
     def url(self) -> str:
-        """See :class:`Store`."""
         return self._store.url
 
     @property
+    @override
     def capabilities(self) -> Capabilities:
-        """See :class:`Store`."""
         return self._store.capabilities
 
     @property
+    @override
     def requests(self) -> int:
-        """See :class:`Store`."""
         return self._store.requests
 
+    @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """See :class:`Store`."""
         data = self._store.get(key, limit=limit)
         self._moved(len(data))
         return data
 
+    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """See :class:`Store`."""
         data = self._store.read(key, nbytes=nbytes, pin=pin)
         self._moved(nbytes)
         return data
 
+    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """See :class:`Store`."""
         data = self._store.get_range(key, start, length)
         self._moved(len(data))
         return data
 
+    @override
     def put(self, key: str, data: Buffer) -> str:
-        """See :class:`Store`."""
         pin = self._store.put(key, data)
         self._moved(len(data))
         return pin
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """See :class:`Store`."""
         self._store.put_if_absent(key, data)
         self._moved(len(data))
 
+    @override
     def find(self, key: str) -> ObjectInfo | None:
-        """See :class:`Store`."""
         return self._store.find(key)
 
+    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """See :class:`Store`."""
         return self._store.find_all(keys)
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """See :class:`Store`."""
         return self._store.list(prefix)
 
+    @override
     def delete(self, key: str) -> None:
-        """See :class:`Store`."""
         self._store.delete(key)
 
+    @override
     def close(self) -> None:
-        """See :class:`Store`."""
         self._store.close()

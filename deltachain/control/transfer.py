@@ -25,14 +25,7 @@ ITERATOR: Final = "_streaming_iter"
 
 
 class DeltaChainWeightTransfer:
-    """What ``AsyncGRPOTrainer(weight_transfer=...)`` takes: weights go over a store.
-
-    ::
-
-        transfer = DeltaChainWeightTransfer("s3://policies/run-1", engines=["http://a:8000"])
-        trainer = AsyncGRPOTrainer(..., weight_transfer=transfer)
-        transfer.attach(trainer)  # on every rank; without it rank 0 gathers the model
-        trainer.train()
+    """Weight transfer over a store for ``AsyncGRPOTrainer(weight_transfer=...)``.
 
     The trainer asks for a pause before it sends; here that does nothing. A version is uploaded, and
     staged by the engines, while they generate; each pauses by itself, for the swap alone.
@@ -54,6 +47,14 @@ class DeltaChainWeightTransfer:
         publisher: After the first sync.
         receipts: What was published, oldest first, version by version.
         announced: How the last announcement went.
+
+    Example:
+        >>> transfer = deltachain.DeltaChainWeightTransfer(new_url, engines=["http://a:8000"])
+        >>> trainer = AsyncGRPOTrainer(model, weight_transfer=transfer)    # doctest: +SKIP
+        >>> transfer.attach(trainer)    # doctest: +SKIP
+        >>> trainer.train()             # doctest: +SKIP
+
+        Call ``attach`` on every rank; without it rank 0 gathers the model.
     """
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own

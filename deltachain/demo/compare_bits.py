@@ -108,7 +108,7 @@ def dump_checkpoint(checkpoint: Path, path: Path) -> None:
 def compare(dump: Path, actual: Path) -> Comparison:
     """Count the bits in which a dump, a safetensors file or a folder of them differs from a dump.
 
-    Tied names stand for each other: one of them is enough, but each one present must be right.
+    Tied names are equivalent: one of them suffices, but each one present must be equal.
     """
     wanted, found = _read_dump(dump), _read(actual)
     aliases = {**found.aliases, **wanted.aliases}
@@ -132,7 +132,7 @@ def compare(dump: Path, actual: Path) -> Comparison:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the two commands and print what came of it as JSON; returns the exit code."""
+    """Run one of the two commands and print its result as JSON; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     dumping = commands.add_parser("dump", help="dump the bf16 bits of a checkpoint")
@@ -189,7 +189,7 @@ def _read_checkpoint(path: Path) -> Dump:
     for file in _safetensors_files(path):
         for name, dtype, shape, raw in _read_safetensors(file):
             if name in tensors:
-                raise ValueError(f"{file}: {name} was in an earlier file already")
+                raise ValueError(f"{file}: {name} is also in an earlier file")
             shapes[name] = shape
             tensors[name] = (
                 np.frombuffer(raw, dtype="<i2").reshape(shape) if dtype == "BF16" else None
@@ -205,11 +205,11 @@ def _safetensors_files(path: Path) -> list[Path]:
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-    """Name, dtype, shape and bytes of each tensor: 8 bytes of length, a JSON header, then data."""
+    """Yield name, dtype, shape and bytes of each tensor in a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
-            raise ValueError(f"{path}: a header of {length} bytes is not one of safetensors")
+            raise ValueError(f"{path}: invalid header length {length}")
         header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         for name, entry in header.items():
@@ -222,7 +222,7 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], b
 
 
 def _differing_bits(wanted: Int16Bits | None, found: Int16Bits | None) -> int:
-    """How many bits differ; all of them if the two cannot be laid over each other."""
+    """Count different bits; all bits if shapes differ or one side is missing."""
     if wanted is None:
         raise ValueError("a dump holds bf16 bits only")
     if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:

@@ -17,6 +17,10 @@ class PublishConfig:
 
     Raises:
         ConfigError: A value is none of those allowed.
+
+    Example:
+        >>> config = deltachain.PublishConfig(url=new_url, encoding="overwrite")
+        >>> publisher = deltachain.Publisher(config)
     """
 
     url: str

@@ -76,9 +76,6 @@ def attach(
     weights, nor how often the optimizer steps between two versions. On several ranks, call it on
     each, after the model is wrapped.
 
-    >>> attachment = deltachain.attach(model, optimizer, url="/mnt/policy")   # doctest: +SKIP
-    >>> callback = deltachain.attach(trainer, url="/mnt/policy")              # doctest: +SKIP
-
     Args:
         model: On any device, wrapped or not. Or a trainer of transformers or TRL, which gets a
             callback.
@@ -90,6 +87,14 @@ def attach(
 
     Raises:
         ConfigError: ``optimizer`` is none, or the model cannot be published.
+
+    Example:
+        >>> attachment = deltachain.attach(model, optimizer, url=new_url)
+        >>> train_step(model, optimizer)     # calls optimizer.step(), which publishes version 1
+        >>> attachment.detach()              # waits for the commit
+        >>> attachment.publisher.last.version
+        1
+        >>> callback = deltachain.attach(trainer, url="/mnt/policy")    # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
         from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it

@@ -79,6 +79,13 @@ class Publisher(Closeable):
 
     Attributes:
         last: The newest receipt, if there is one.
+
+    Example:
+        >>> with deltachain.Publisher(new_url).attach(model) as publisher:
+        ...     train_step(model, optimizer)
+        ...     receipt = publisher.publish(step=1).result()
+        >>> receipt.version, receipt.kind
+        (1, 'delta')
     """
 
     # No lock: all attributes but ``last`` belong to the caller's thread. The publisher's thread

@@ -27,6 +27,13 @@ class PublishReceipt:
         commit_s: Seconds of committing.
         kernel: Name of the kernels that compared.
         restored: Documents of the chain that were missing in the store and were put back.
+
+    Example:
+        >>> with deltachain.Publisher(new_url).attach(model) as publisher:
+        ...     train_step(model, optimizer)
+        ...     receipt = publisher.publish(step=1).result()
+        >>> receipt.step, receipt.nnz, receipt.numel
+        (1, 3, 6)
     """
 
     version: Version

@@ -59,6 +59,13 @@ def open_store(
     Raises:
         ConfigError: The scheme is not supported, the URL has no place in it, or the store takes no
             such options.
+
+    Example:
+        >>> store = deltachain.open_store(new_url)
+        >>> store.put_if_absent("notes/1.txt", b"first")
+        >>> store.get("notes/1.txt")
+        b'first'
+        >>> store.close()
     """
     text = os.fspath(url)
     if not text or "\0" in text:

@@ -16,6 +16,10 @@ class SubscribeConfig:
 
     Raises:
         ConfigError: A value is out of range.
+
+    Example:
+        >>> config = deltachain.SubscribeConfig(url=url, poll_s=5)
+        >>> subscriber = deltachain.Subscriber(config, weights)
     """
 
     url: str

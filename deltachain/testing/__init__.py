@@ -1,4 +1,4 @@
-"""Contract suites and twins for testing what is built on deltachain, and deltachain itself.
+"""Contract suites, fault injection and emulated servers for tests of deltachain and its users.
 
-Nothing is imported here: some of these modules need pytest, which deltachain does not depend on.
+Import the modules directly: some need pytest, which deltachain does not depend on.
 """

@@ -1,11 +1,11 @@
-"""A store that goes wrong by script, for crash and corruption tests.
+"""A store with scripted faults, for crash and corruption tests.
 
 >>> FaultyStore(inner, Fault("kill-after", "manifests/", nth=2))        # doctest: +SKIP
 >>> FaultyStore(inner, Fault("corrupt", "deltas/", times=None))         # doctest: +SKIP
 
-Each fault counts the calls that it is about: those that write, read or list, as its action says, an
-object whose key begins with its prefix. It strikes from the ``nth`` on, ``times`` times.
-``clock_jump`` sets the clock of this process instead.
+Each fault counts the calls of its kind (write, read or list, by its action) for keys with its
+prefix. It applies from the ``nth`` call on, ``times`` times. ``clock_jump`` changes the wall clock
+of this process instead.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, Literal, TypeAlias, TypeVar
 from unittest import mock
+
+from typing_extensions import override
 
 from deltachain.errors import AlreadyExistsError, StorePermissionError, StoreUnavailableError
 from deltachain.store.base import (
@@ -48,24 +50,23 @@ Action: TypeAlias = Literal[
     "stale-list",
     "slow",
 ]
-"""What goes wrong.
+"""Actions of a fault.
 
-Of writes: ``kill`` and ``kill-after`` end this process by SIGKILL, before or after the object is
-there; ``fail`` and ``lose-reply`` say that the store is unavailable, without and with the effect;
-``full`` and ``refuse`` are a full disk and missing permission. ``own-412``, of ``put_if_absent``
-alone, writes the object and then says that there is one: a request that was repeated after its
-reply was lost.
+Writes: ``kill`` and ``kill-after`` send SIGKILL to this process before or after the write; ``fail``
+and ``lose-reply`` raise StoreUnavailableError without and with the write; ``full`` and ``refuse``
+are a full disk and a missing permission. ``own-412`` (only ``put_if_absent``) writes the object and
+raises AlreadyExistsError, like a repeated request after a lost reply.
 
-Of reads: ``cut`` ends a body in the middle, which a store says to be unavailable; ``corrupt`` flips
-a bit in the middle, ``truncate`` leaves the last byte out. ``fail-read`` and ``hide`` are of looks
-as well: the store is unavailable, or finds no such object. ``fail-read`` is of listings too.
+Reads: ``cut`` ends the body in the middle (StoreUnavailableError); ``corrupt`` flips a bit in the
+middle; ``truncate`` drops the last byte. ``fail-read`` and ``hide`` apply to ``find`` as well: the
+store is unavailable, or does not find the object. ``fail-read`` also applies to listings.
 
-Of listings: ``stale-list`` shows no object that was not there when the fault was added, and makes
-the store say that it does so. ``find`` is not stale; ``hide`` is for that.
+Listings: ``stale-list`` omits objects that were created after the fault was added, and sets the
+capability accordingly. ``find`` is not affected; use ``hide`` for that.
 
-Of every call: ``slow`` makes it take ``seconds`` more.
+All calls: ``slow`` adds a delay of ``seconds``.
 
-A 500 and a 503 are both ``fail`` or ``fail-read``: a store has no status codes.
+Status codes 500 and 503 are both ``fail`` or ``fail-read``.
 """
 
 _T = TypeVar("_T")
@@ -80,14 +81,14 @@ _DELETES: Final = frozenset({"slow"})
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One line of the script.
+    """One scripted fault.
 
     Attributes:
-        do: What goes wrong, or a function that is called before a write.
-        prefix: Of the keys that it is about.
-        nth: The first call that it strikes, counted from 1.
-        times: How many calls in a row it strikes; None for all that follow.
-        seconds: How much longer a ``slow`` call takes.
+        do: The action, or a function that is called before a write.
+        prefix: Prefix of affected keys.
+        nth: First affected call, counted from 1.
+        times: Number of affected calls in a row; None for all.
+        seconds: Delay of a ``slow`` call.
     """
 
     do: Action | Callable[[], object]
@@ -97,22 +98,22 @@ class Fault:
     seconds: float = 0.0
 
     def strikes(self, call: int) -> bool:
-        """Whether it strikes the ``call``-th call that it is about."""
+        """Return whether it affects the ``call``-th matching call."""
         return self.nth <= call and (self.times is None or call < self.nth + self.times)
 
 
-class FaultyStore:
-    """Another store, and what goes wrong with it.
+class FaultyStore(Store):
+    """Store wrapper with scripted faults.
 
     Args:
-        inner: The store.
-        faults: What goes wrong, and when.
+        inner: The wrapped store.
+        faults: The faults.
 
     Attributes:
-        inner: The store itself, for a look behind the faults.
-        down: While set, every call says that the store is unavailable.
-        struck: The action and the key of every fault that struck, oldest first.
-        keys_read: Every key that was read whole, oldest first.
+        inner: The wrapped store, to bypass faults.
+        down: While true, every call raises StoreUnavailableError.
+        struck: Action and key of every fault that applied, oldest first.
+        keys_read: Keys of all whole reads, oldest first.
     """
 
     def __init__(self, inner: Store, *faults: Fault) -> None:
@@ -126,7 +127,7 @@ class FaultyStore:
         self.add(*faults)
 
     def add(self, *faults: Fault) -> None:
-        """Lengthen the script; its counts begin now."""
+        """Add faults; they count calls from now on."""
         listed = {
             fault: frozenset(found.key for found in self.inner.list())
             for fault in faults
@@ -137,7 +138,7 @@ class FaultyStore:
             self._listed.update(listed)
 
     def mend(self) -> None:
-        """Nothing goes wrong any more."""
+        """Remove all faults."""
         with self._lock:
             self._calls.clear()
             self._listed.clear()
@@ -145,48 +146,48 @@ class FaultyStore:
 
     @property
     def url(self) -> str:
-        """That of the store."""
+        """URL of the wrapped store."""
         return self.inner.url
 
     @property
     def capabilities(self) -> Capabilities:
-        """Those of the store; its listings may be stale where the script says so."""
+        """Capabilities of the wrapped store; listings are stale with ``stale-list``."""
         if not self._listed:
             return self.inner.capabilities
         return replace(self.inner.capabilities, list_consistent=False)
 
     @property
     def requests(self) -> int:
-        """Those of the store."""
+        """Requests of the wrapped store."""
         return self.inner.requests
 
+    @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole small object; see ``Store``."""
         self._check_up(key)
         return self._spoiled(key, self.inner.get(key, limit=limit))
 
+    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
-        """Read a whole object of known size; see ``Store``."""
         self._check_up(key)
         data = bytes(self.inner.read(key, nbytes=nbytes, pin=pin))
         data = self._spoiled(key, data)
         check_nbytes(key, self.url, expected=nbytes, actual=len(data))
         return data
 
+    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read a range, out of an object that may have gone wrong; see ``Store``."""
         return self.get(key)[start : start + length]
 
+    @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object; see ``Store``."""
         return self._write(key, data, self.inner.put, _PUTS)
 
+    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object under a key that has none; see ``Store``."""
         self._write(key, data, self.inner.put_if_absent, _CREATES)
 
+    @override
     def find(self, key: str) -> ObjectInfo | None:
-        """Look an object up; see ``Store``."""
         self._check_up(key)
         hidden = False
         for fault in self._due(key, _LOOKS):
@@ -194,12 +195,12 @@ class FaultyStore:
             hidden |= fault.do == "hide"
         return None if hidden else self.inner.find(key)
 
+    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look several objects up, each as ``find`` does; see ``Store``."""
         return find_each(self, keys)
 
+    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object; see ``Store``."""
         self._check_up(prefix)
         found = self.inner.list(prefix)
         for fault in self._due(prefix, _LISTS):
@@ -210,14 +211,14 @@ class FaultyStore:
                 found = iter([i for i in found if i.key in known or not i.key.startswith(about)])
         return found
 
+    @override
     def delete(self, key: str) -> None:
-        """Remove an object; see ``Store``."""
         self._check_up(key)
         self._due(key, _DELETES)
         self.inner.delete(key)
 
     def close(self) -> None:
-        """Leave the store open: it belongs to the test."""
+        """Do nothing: the test owns the wrapped store."""
 
     def _spoiled(self, key: str, data: bytes) -> bytes:
         self.keys_read.append(key)
@@ -247,7 +248,7 @@ class FaultyStore:
         return result
 
     def _before(self, fault: Fault, key: str) -> None:
-        """What goes wrong before anything is written."""
+        """Apply a fault before a write."""
         if callable(fault.do):
             fault.do()
         elif fault.do == "kill":
@@ -265,7 +266,7 @@ class FaultyStore:
             raise StoreUnavailableError(f"{key!r}: unavailable", key=key, url=self.url)
 
     def _spoil(self, fault: Fault, key: str, data: bytes) -> bytes:
-        """What goes wrong with bytes on their way here."""
+        """Apply a fault to read bytes."""
         self._fail_read(fault, key)
         if fault.do == "hide":
             raise not_found(key, self.url)
@@ -280,8 +281,8 @@ class FaultyStore:
         return data
 
     def _due(self, key: str, actions: frozenset[str]) -> Sequence[Fault]:
-        """The faults that strike this call, which counts for every fault that it is about."""
-        lists = actions is _LISTS  # which are about all that begins with the key
+        """Count a call for all matching faults, and return those that apply."""
+        lists = actions is _LISTS  # a listing matches all keys below its prefix
         with self._lock:
             about = [
                 fault
@@ -305,10 +306,10 @@ class FaultyStore:
 
 @contextmanager
 def clock_jump(seconds: float) -> Iterator[None]:
-    """Set the wall clock of this process forward, or back where negative; jumps add up.
+    """Shift the wall clock of this process by ``seconds``; nested shifts add up.
 
-    ``time.time`` alone jumps, and with it what publishers, subscribers and stores in memory write
-    down. ``time.monotonic`` and ``time.perf_counter`` go on, as they do when a clock is set.
+    Affects only ``time.time``, and thus times recorded by publishers, subscribers and memory
+    stores. ``time.monotonic`` and ``time.perf_counter`` are unaffected, as when a clock is set.
     """
     clock = time.time
 

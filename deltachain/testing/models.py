@@ -1,7 +1,7 @@
-"""Tiny models, training that only moves bits, and the truth about a chain to compare with.
+"""Tiny models, simulated training, and an independent recomputation of a chain.
 
-``train_`` stands for optimizer steps: what training does to bits, without the hours. ``recompute``
-is the chain's content found without a subscriber: every version from its objects alone.
+``train_`` changes bits like an optimizer step. ``recompute`` rebuilds every version of a chain from
+its objects, without a subscriber.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TinyModel(nn.Module):
-    """Everything that makes weights awkward, in a few thousand elements.
+    """Model with all special cases of weights, in a few thousand elements.
 
-    A bf16 trunk with an fp32 norm, an output layer tied to the embedding, a frozen layer, a buffer
-    that a checkpoint keeps and one that it does not.
+    A bf16 trunk with an fp32 norm, an output layer tied to the embedding, a frozen layer, a
+    persistent and a non-persistent buffer.
 
     Args:
-        seed: Two models of the same seed have the same bits.
-        width: Of the hidden state.
+        seed: Seed of the weights.
+        width: Width of the hidden state.
     """
 
     def __init__(self, seed: int = 0, *, width: int = 16) -> None:
@@ -59,7 +59,7 @@ class TinyModel(nn.Module):
 
 
 def fill_(model: nn.Module, seed: int) -> None:
-    """Give every weight the normal distribution that trained ones have, from a seed."""
+    """Fill all weights with normally distributed values from a seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,17 +68,17 @@ def fill_(model: nn.Module, seed: int) -> None:
 
 
 def plain_model(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Two layers in one dtype, and nothing else."""
+    """Create a model of two layers in one dtype."""
     model = nn.Sequential(nn.Linear(24, 40, dtype=dtype), nn.Linear(40, 8, dtype=dtype))
     fill_(model, seed)
     return model
 
 
 def train_(model: nn.Module, seed: int, *, share: float = 0.01) -> None:
-    """Move a share of the bits of every trainable weight, and of kept integer buffers, by one step.
+    """Change a fraction of the elements of trainable weights and persistent integer buffers.
 
-    A step is one unit in the last place of bf16, for fp32 masters as well, so that each is seen on
-    the wire. The seed decides everything.
+    Each changes by one unit in the last place of bf16, in fp32 masters as well, so that it shows on
+    the wire. Determined by the seed.
     """
     generator = torch.Generator().manual_seed(seed)
     trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
@@ -94,18 +94,18 @@ def train_(model: nn.Module, seed: int, *, share: float = 0.01) -> None:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Zeros under the names of a checkpoint of the model: a target that holds nothing."""
+    """Create a target of zero tensors with the model's checkpoint names."""
     return {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
 
 
 def bits_of(tensors: nn.Module | Mapping[str, Tensor]) -> dict[str, Bits]:
-    """A copy of the bits of a model, or of tensors by name, as they are now."""
+    """Copy the current bits of a model or of named tensors."""
     named = tensors.state_dict() if isinstance(tensors, nn.Module) else tensors
     return {name: _unsigned(tensor) for name, tensor in named.items()}
 
 
 def same(one: State, other: State) -> bool:
-    """Whether every tensor that both name has the same bits, and they name any."""
+    """Return whether all common tensors have equal bits, and there is at least one."""
     shared = one.keys() & other.keys()
     return bool(shared) and all(np.array_equal(one[name], other[name]) for name in shared)
 
@@ -117,12 +117,12 @@ def _unsigned(tensor: Tensor) -> Bits:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """Something to follow a chain with.
+    """A target for tests.
 
     Attributes:
         kind: ``dict``, ``module`` or ``folder``.
-        target: What a subscriber takes.
-        bits: Reads what it holds, past the subscriber.
+        target: The target argument of a subscriber.
+        bits: Reads its bits without the subscriber.
     """
 
     kind: str
@@ -131,12 +131,12 @@ class Replica:
 
 
 def replica_of(model: nn.Module, kind: str, folder: Path) -> Replica:
-    """A replica of a model that does not hold its weights yet.
+    """Create a target for a model, without its weights.
 
     Args:
-        model: Is copied for its shapes alone.
-        kind: As in :class:`Replica`.
-        folder: Where a folder goes; not there yet.
+        model: Model whose shapes are copied.
+        kind: Kind of the target; see :class:`Replica`.
+        folder: Folder to create, for kind ``folder``.
     """
     if kind == "folder":
         return Replica(kind, folder, lambda: bits_of(load_file(folder / WEIGHTS_FILE)))
@@ -151,7 +151,7 @@ def replica_of(model: nn.Module, kind: str, folder: Path) -> Replica:
 
 
 def scribble(replica: Replica, *, name: str = "layer.weight") -> None:
-    """Somebody else writes to a replica: one bit of the first element of one weight."""
+    """Flip one bit of the first element of a weight, as an external modification."""
     if isinstance(replica.target, Path):
         file, offset = Checkpoint(replica.target).place(name)
         with file.open("r+b") as opened:
@@ -167,12 +167,12 @@ def scribble(replica: Replica, *, name: str = "layer.weight") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """One version, from its objects alone.
+    """One version, rebuilt from its objects.
 
     Attributes:
-        committed: Its manifest.
-        state: The bits that its own edge leads to.
-        anchored: Whether a recorded anchor was there, and led to the same bits.
+        committed: Manifest of the version.
+        state: Bits after its own edge.
+        anchored: Whether it has a recorded anchor, which leads to the same bits.
     """
 
     committed: Committed
@@ -181,10 +181,10 @@ class Recomputed:
 
 
 def recompute(store: Store) -> dict[Version, Recomputed]:
-    """Walk a whole chain, edge by edge, and prove every version in it.
+    """Rebuild and verify every version of a chain, edge by edge.
 
-    Manifests must be contiguous, each the parent of the next; epochs must never fall; the bits that
-    each edge leads to must have the state digest of the manifest.
+    Manifests must be contiguous, each the parent of the next; epochs must not decrease; the bits
+    after each edge must have the state digest of the manifest.
     """
     chain = Chain.open(store)
     head = chain.head()
@@ -204,14 +204,14 @@ def recompute(store: Store) -> dict[Version, Recomputed]:
 
 
 def state_digest(chain: Chain, state: State) -> StateDigest:
-    """State digest of bits, by the definition of the kernels."""
+    """Compute the state digest of bits with the reference kernels."""
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in chain.table.specs()}
     digests = (reference.digest(digest_key(spec), state[name]) for name, spec in specs.items())
     return sum(digests, StateDigest())
 
 
 def _apply(chain: Chain, summary: EdgeSummary, state: State) -> dict[str, Bits]:
-    """The bits after one edge."""
+    """Apply one edge to the bits."""
     plan = Plan(held=summary.base, target=summary.version, edges=(summary,))
     fetched = fetch(chain, plan)
     after = dict(state)
@@ -226,7 +226,7 @@ def _apply(chain: Chain, summary: EdgeSummary, state: State) -> dict[str, Bits]:
 
 
 def _records(chain: Chain, committed: Committed) -> Iterator[EdgeSummary]:
-    """Anchors that were recorded for a version after its commit."""
+    """Yield the anchors recorded for a version after its commit."""
     for info in chain.store.list(f"edges/{committed.version:020d}/"):
         data = chain.store.get(info.key)
         edge = unseal(data, EdgeRecord, key=info.key).edge

@@ -1,4 +1,4 @@
-"""A TCP proxy on this machine that makes the network between a client and a server go wrong.
+"""A local TCP proxy that injects network faults between a client and a server.
 
 ::
 
@@ -6,7 +6,7 @@
         store = open_store(url, {**server.options, "endpoint_url": proxy.endpoint})
         proxy.cut_after(1_000_000)
 
-What it is told holds for requests that begin afterwards, and for connections that are open.
+Settings apply to later requests, on open connections as well.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _HOST: Final = "127.0.0.1"
 _PIECE: Final = 16 << 10
 _REQUEST: Final = re.compile(rb"[A-Z]+ /[^\r\n]* HTTP/1\.1\r\n")
 _RESET: Final = struct.pack("ii", 1, 0)
-"""Linger for no time: a close sends RST."""
+"""SO_LINGER with timeout 0, so that a close sends RST."""
 
 
 class Proxy:
-    """Forwards connections to a port of this machine, until it is told otherwise.
+    """Forwards connections to a local port, with faults on request.
 
     Args:
-        port: Where the server listens.
+        port: Port of the server.
 
     Attributes:
-        received: Bytes of answers that went through to clients.
-        dropped: Answers that were taken from the server and kept back.
-        cuts: Answers that were ended in the middle.
-        answered: Requests that were answered in the server's place.
+        received: Forwarded bytes of responses.
+        dropped: Number of dropped responses.
+        cuts: Number of truncated responses.
+        answered: Number of requests answered by the proxy itself.
     """
 
     def __init__(self, port: int) -> None:
@@ -58,47 +58,47 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        """The URL that a client is given in place of the server's."""
+        """URL for clients, instead of the server's."""
         return f"http://{_HOST}:{self.port}"
 
     def delay(self, seconds: float) -> None:
-        """Hold every piece of an answer back for so long."""
+        """Delay each piece of a response."""
         self._delay_s = seconds
 
     def throttle(self, bytes_per_s: float) -> None:
-        """Let each connection's answers through at this speed at most."""
+        """Limit the speed of responses, for each connection."""
         self._speed = bytes_per_s
 
     def cut_after(self, nbytes: int, *, times: int = 1, reset: bool = False) -> None:
-        """End an answer after so many bytes, as many times; with a RST instead of a FIN."""
+        """Truncate ``times`` responses after ``nbytes``, by RST instead of FIN if ``reset``."""
         with self._lock:
             self._cut_nbytes, self._cuts_left, self._cut_resets = nbytes, times, reset
 
     def drop_reply(self, method: str, *, times: int = 1) -> None:
-        """Take the answers to requests of this method, and close the connection instead."""
+        """Drop ``times`` responses to requests of this method and close the connection."""
         with self._lock:
             self._drop_method, self._drops_left = method.encode(), times
 
     def answer(self, status: str, *headers: str, body: bytes = b"", method: str = "") -> None:
-        """Answer requests in the server's place, as a portal does: of one method, or all."""
+        """Answer requests of a method (or all) itself, as a captive portal does."""
         head = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
         with self._lock:
             self._answer_method = method.encode()
             self._own_answer = "\r\n".join([*head, "", ""]).encode() + body
 
     def drip(self, pace_s: float) -> None:
-        """Send answers byte by byte, with so long a pause after each."""
+        """Send responses byte by byte, with a pause after each."""
         self._pace_s = pace_s
 
     def refuse(self) -> None:
-        """Close every connection and take no new one."""
+        """Close all connections and refuse new ones."""
         listener, self._listener = self._listener, None
         if listener is not None:
             _close(listener)
         self._close_all()
 
     def reset(self) -> None:
-        """Forward everything again."""
+        """Remove all faults."""
         with self._lock:
             self._delay_s = 0.0
             self._speed = 0.0
@@ -110,7 +110,7 @@ class Proxy:
             self._listen()
 
     def stop(self) -> None:
-        """Close everything and end its threads."""
+        """Close all connections and join the threads."""
         self.refuse()
         for thread in self._threads:
             thread.join()
@@ -143,13 +143,13 @@ class Proxy:
             asking = threading.Thread(target=self._ask, args=(client, server, connection))
             asking.start()
             self._answer(server, client, connection)
-            # Wakes the other thread; what the client is told is up to the close that follows.
+            # Wakes the other thread; the following close decides between FIN and RST.
             with suppress(OSError):
                 client.shutdown(socket.SHUT_RD)
             asking.join()
 
     def _ask(self, client: socket.socket, server: socket.socket, connection: _Connection) -> None:
-        """Carry requests."""
+        """Forward requests."""
         with suppress(OSError):
             while piece := client.recv(_PIECE):
                 if _REQUEST.match(piece):
@@ -160,7 +160,7 @@ class Proxy:
             server.shutdown(socket.SHUT_WR)
 
     def _answers_itself(self, client: socket.socket, method: bytes) -> bool:
-        """Give an own answer and take the rest of the request, if there is one for it."""
+        """Answer a request itself if configured, and read the rest of the request."""
         with self._lock:
             answer = self._own_answer if self._answer_method in (b"", method) else b""
             self.answered += bool(answer)
@@ -169,16 +169,16 @@ class Proxy:
         client.sendall(answer)
         client.shutdown(socket.SHUT_WR)
         while client.recv(_PIECE):
-            pass  # a close before that would take the answer back
+            pass  # an earlier close would discard the response
         return True
 
     def _answer(
         self, server: socket.socket, client: socket.socket, connection: _Connection
     ) -> None:
-        """Carry answers, or do not."""
+        """Forward responses, with faults."""
         with suppress(OSError):
             while piece := server.recv(_PIECE):
-                # 100 Continue asks for the rest of a request that is to be answered yet.
+                # 100 Continue is not the final response.
                 interim = piece.startswith(b"HTTP/1.1 100") and piece.endswith(b"\r\n\r\n")
                 if not interim and self._drops(connection.method):
                     return
@@ -212,7 +212,7 @@ class Proxy:
             return True
 
     def _cut(self, before: int, nbytes: int) -> int:
-        """How many of the next bytes of an answer go through."""
+        """Return how many of the next bytes of a response to forward."""
         with self._lock:
             if not self._cuts_left or before + nbytes <= self._cut_nbytes:
                 return nbytes
@@ -239,14 +239,14 @@ class Proxy:
 
 
 class _Connection:
-    """What the answer that is under way is about."""
+    """State of the current request of a connection."""
 
     method = b""
     nbytes = 0
 
 
 def _close(listener: socket.socket) -> None:
-    # A thread that waits in accept() is woken by a shutdown, not by a close.
+    # A shutdown wakes a thread in accept(); a close does not.
     with suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)
     listener.close()

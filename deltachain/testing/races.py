@@ -1,4 +1,4 @@
-"""What ``Store`` promises to callers that race: the part that no emulation of it passes."""
+"""Contract tests of ``Store`` for concurrent callers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from deltachain.errors import AlreadyExistsError
 from deltachain.store.base import Store
 
 Reopen: TypeAlias = Callable[[], Store]
-"""Opens another handle on the same objects."""
+"""Opens another handle of the same store."""
 
 
 class RaceContract:
     """Races between handles. Needs the fixtures ``store`` (empty) and ``reopen``."""
 
     race_rounds = 20
-    """Rounds of every race; fewer where a put takes long."""
+    """Rounds of each race; fewer if a put is slow."""
 
     def test_one_of_racing_put_if_absent_wins(self, store: Store, reopen: Reopen) -> None:
-        """Exactly one, and the object is the winner's.
+        """Exactly one of concurrent puts succeeds, and the object is the winner's.
 
         Without a conditional put at least one, and the object is a winner's, whole.
         """

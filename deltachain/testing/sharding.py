@@ -1,7 +1,6 @@
-"""A small model as a trainer has it, and as the ranks of an engine should hold it.
+"""A small model as a trainer holds it, and its expected shards on the ranks of an engine.
 
-``expected`` is the oracle for engines: plain slicing of checkpoint tensors, which knows nothing of
-recorders or windows.
+``expected`` computes the reference for engines by plain slicing of checkpoint tensors.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from deltachain.types import BITS_DTYPES, TensorSpec
 
 HIDDEN: Final = 16
 HEAD: Final = 4
-"""Elements of an attention head; there are four of queries, two of keys and two of values."""
+"""Elements of an attention head; there are four query, two key and two value heads."""
 KV_HEADS: Final = 2
 INNER: Final = 24
 VOCAB: Final = 50
 PADDED: Final = 56
-"""Rows of the embedding in an engine, the last of them zeros."""
+"""Rows of the embedding in an engine, padded with zeros."""
 EXPERTS: Final = 4
 
 ODD: Final[dict[str, tuple[int, ...]]] = {
@@ -41,13 +40,13 @@ ODD: Final[dict[str, tuple[int, ...]]] = {
     "shadow": (8, HIDDEN),
     "stuck": (8, 6),
 }
-"""Shapes of tensors that are loaded in some awkward way; see :class:`engine.FakeModel`."""
+"""Shapes of tensors with special loaders; see :class:`engine.FakeModel`."""
 
 PLAIN: Final = ("conv", "sliced")
-"""Those of them that are bits of the checkpoint all the same."""
+"""Special tensors whose live bits equal bits of the checkpoint."""
 
 HOSTED: Final = tuple(name for name in ODD if name != "stuck")
-"""Those that some way leads to."""
+"""Special tensors that the engine can load."""
 
 Full: TypeAlias = Mapping[str, Tensor]
 """Checkpoint tensors, by name."""
@@ -55,14 +54,14 @@ Full: TypeAlias = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a model is spread over ranks, and what is awkward about it.
+    """Sharding of a model over ranks, and its special tensors.
 
     Attributes:
-        tp: Ranks that share every layer.
-        pp: Groups of ranks that share the layers.
-        layers: Of the model.
-        odd: Awkward tensors of every layer, out of :data:`ODD`.
-        untied: Whether the engine has an output layer of its own where the model ties it.
+        tp: Tensor-parallel size.
+        pp: Pipeline-parallel size.
+        layers: Number of layers.
+        odd: Special tensors of each layer, from :data:`ODD`.
+        untied: Whether the engine unties the output layer of a model with tied embeddings.
     """
 
     tp: int = 1
@@ -79,11 +78,11 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """What one rank has of a model.
+    """The shard of one rank.
 
     Attributes:
-        shape: Of the engine.
-        rank: Its number.
+        shape: Sharding of the engine.
+        rank: Number of the rank.
     """
 
     shape: Sharding
@@ -91,47 +90,47 @@ class RankModel:
 
     @property
     def part(self) -> int:
-        """Its number among the ranks that share its layers."""
+        """Tensor-parallel rank."""
         return self.rank % self.shape.tp
 
     @property
     def layers(self) -> range:
-        """Its layers."""
+        """Layers of this rank."""
         each = self.shape.layers // self.shape.pp
         stage = self.rank // self.shape.tp
         return range(stage * each, (stage + 1) * each)
 
     @property
     def embeds(self) -> bool:
-        """Whether it has the embedding."""
+        """Whether the rank holds the embedding."""
         return 0 in self.layers
 
     @property
     def ends(self) -> bool:
-        """Whether it has what comes after the layers."""
+        """Whether the rank holds the final norm and the output layer."""
         return self.shape.layers - 1 in self.layers
 
     @property
     def has_own_head(self) -> bool:
-        """Whether its output layer is a parameter of its own."""
+        """Whether the output layer is a separate parameter."""
         return self.ends and (self.shape.untied or not self.embeds)
 
     @property
     def kv(self) -> slice:
-        """Its rows of keys and values; several ranks have the same when heads are few."""
+        """Rows of keys and values; replicated if there are fewer heads than ranks."""
         tp = self.shape.tp
         first = self.part * KV_HEADS // tp
         return slice(first * HEAD, (first + max(KV_HEADS // tp, 1)) * HEAD)
 
     @property
     def experts(self) -> range:
-        """Its experts."""
+        """Experts of this rank."""
         tp = self.shape.tp
         return range(self.part * EXPERTS // tp, (self.part + 1) * EXPERTS // tp)
 
 
 def shapes_of_layer(shape: Sharding) -> dict[str, tuple[int, ...]]:
-    """Shapes of the checkpoint tensors of a layer."""
+    """Return the shapes of a layer's checkpoint tensors."""
     return {
         "q": (HIDDEN, HIDDEN),
         "k": (KV_HEADS * HEAD, HIDDEN),
@@ -147,7 +146,7 @@ def shapes_of_layer(shape: Sharding) -> dict[str, tuple[int, ...]]:
 
 
 def trained(shape: Sharding, seed: int = 0) -> nn.Module:
-    """What a trainer has: the whole model, by the names of its checkpoint, the output tied."""
+    """Create the trainer's whole model with checkpoint names and a tied output layer."""
     root = nn.Module()
     shapes: dict[str, tuple[int, ...]] = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
     for layer in range(shape.layers):
@@ -161,7 +160,7 @@ def trained(shape: Sharding, seed: int = 0) -> nn.Module:
 
 
 def put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a dotted name; modules are made on the way."""
+    """Register a parameter under a dotted name, with its parent modules."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -171,12 +170,12 @@ def put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def full_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of what a trainer has; a tied weight once."""
+    """Copy the trainer's tensors by name; tied weights once."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def save(model: nn.Module, folder: Path) -> Path:
-    """Write its checkpoint, as Hugging Face does: a tied weight once."""
+    """Write a Hugging Face checkpoint; tied weights once."""
     folder.mkdir(parents=True, exist_ok=True)
     full = full_of(model)
     specs = [TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in full.items()]
@@ -189,7 +188,7 @@ def save(model: nn.Module, folder: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint."""
+    """Read the tensors of a checkpoint."""
     checkpoint = Checkpoint(folder)
     return {
         name: torch.from_numpy(checkpoint.bits(name).copy())
@@ -200,7 +199,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def expected(share: RankModel, full: Full) -> dict[str, Tensor]:
-    """What every parameter of a rank holds once it has loaded a checkpoint."""
+    """Compute the parameters of a rank after it has loaded a checkpoint."""
     embed = torch.zeros(PADDED, HIDDEN, dtype=torch.bfloat16)
     embed[:VOCAB] = full["embed.weight"]
     rows = embed.chunk(share.shape.tp)[share.part]

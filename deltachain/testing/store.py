@@ -1,4 +1,4 @@
-"""The contract of ``Store`` as a test suite, for every store, ours or yours.
+"""Contract test suite of ``Store``, for built-in and third-party stores.
 
 Subclass ``StoreContract`` in a test module and give it two fixtures::
 
@@ -54,7 +54,7 @@ BAD_KEYS = (
     "x" * (MAX_SEGMENT_LENGTH + 1),
     "/".join("x" * 100 for _ in range(6)),
 )
-"""Keys that every store refuses."""
+"""Invalid keys, which every store must refuse."""
 
 GOOD_KEYS = (
     "a",
@@ -68,11 +68,11 @@ GOOD_KEYS = (
     "x" * MAX_SEGMENT_LENGTH,
     "/".join(["y" * 127] * 4) + "z",
 )
-"""Keys that every store takes; the last is as long as a key may be."""
+"""Valid keys; the last has the maximum length."""
 
 
 class StoreContract(RaceContract):
-    """What ``Store`` promises. Needs the fixtures ``store`` (empty) and ``reopen``."""
+    """Contract of ``Store``. Needs the fixtures ``store`` (empty) and ``reopen``."""
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 3_000_000])
     def test_object_is_read_back_as_written(
@@ -102,7 +102,7 @@ class StoreContract(RaceContract):
         assert store.get("a") == store.get("b") == b"abcdef"
 
     def test_data_is_not_kept(self, store: Store) -> None:
-        """A caller may use its buffer again at once."""
+        """The caller may reuse its buffer after a put."""
         data = bytearray(b"before")
         store.put("a", data)
         data[:] = b"after!"
@@ -110,14 +110,14 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("key", GOOD_KEYS, ids=range(len(GOOD_KEYS)))
     def test_good_key_is_kept_exactly(self, store: Store, key: str) -> None:
-        """Neither changed nor shortened."""
+        """A valid key is neither changed nor truncated."""
         store.put_if_absent(key, b"data")
         assert store.get(key) == b"data"
         assert [found.key for found in store.list()] == [key]
 
     @pytest.mark.parametrize("key", BAD_KEYS, ids=range(len(BAD_KEYS)))
     def test_bad_key_is_refused(self, store: Store, key: str) -> None:
-        """By every method, before anything happens."""
+        """Every method refuses an invalid key before any effect."""
         calls: Sequence[Callable[[], object]] = (
             lambda: store.get(key),
             lambda: store.get_range(key, 0, 1),
@@ -134,11 +134,11 @@ class StoreContract(RaceContract):
         assert list(store.list()) == []
 
     def test_longest_good_key_is_as_long_as_allowed(self) -> None:
-        """So that the limit itself is tested."""
+        """The longest tested key has exactly the maximum length."""
         assert len(GOOD_KEYS[-1]) == MAX_KEY_LENGTH
 
     def test_put_replaces(self, store: Store) -> None:
-        """Longer by shorter too, without a rest of the old."""
+        """A shorter object replaces a longer one completely."""
         store.put("a", b"long old object")
         store.put("a", b"new")
         assert store.get("a") == b"new"
@@ -147,7 +147,7 @@ class StoreContract(RaceContract):
         assert found.nbytes == 3
 
     def test_put_if_absent_leaves_what_is_there(self, store: Store, reopen: Reopen) -> None:
-        """Whoever wrote it, and says which object it was."""
+        """An existing object is kept, and the error names its key."""
         store.put_if_absent("a", b"first")
         with pytest.raises(AlreadyExistsError) as caught:
             reopen().put_if_absent("a", b"second")
@@ -163,7 +163,7 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 40_000_000])
     def test_object_of_known_size_is_read(self, store: Store, reopen: Reopen, nbytes: int) -> None:
-        """Empty, small, and larger than one piece; pinned where that is possible."""
+        """Objects of any size are read, pinned by content hash if the store has one."""
         data = pattern(nbytes)
         pin = store.put("some/object", data)
         assert bytes(store.read("some/object", nbytes=nbytes)) == data
@@ -171,7 +171,7 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("nbytes", [0, 999, 1001, 1 << 62])
     def test_object_of_another_size_is_refused(self, store: Store, nbytes: int) -> None:
-        """And no memory is taken for what is not there."""
+        """A wrong size is an error, without allocation of the expected size."""
         put = store.put("a", pattern(1000))
         for pin in {"", put}:
             with pytest.raises(MalformedError) as caught:
@@ -179,7 +179,7 @@ class StoreContract(RaceContract):
             assert caught.value.key == "a"
 
     def test_pinned_read_is_of_what_was_put(self, store: Store, reopen: Reopen) -> None:
-        """Where a store names its content, a read of it never gives another."""
+        """A read pinned by a content hash never returns other content."""
         first = store.put("a", b"first")
         second = store.put("a", b"2nd: longer")
         assert bytes(store.read("a", nbytes=11, pin=second)) == b"2nd: longer"
@@ -200,7 +200,7 @@ class StoreContract(RaceContract):
         ("start", "length"), [(0, 0), (0, 1), (0, 1000), (17, 500), (999, 1), (1000, 0)]
     )
     def test_range_inside_the_object(self, store: Store, start: int, length: int) -> None:
-        """Exactly the bytes asked for."""
+        """A range returns exactly the requested bytes."""
         data = pattern(1000)
         store.put("a", data)
         assert store.get_range("a", start, length) == data[start : start + length]
@@ -209,7 +209,7 @@ class StoreContract(RaceContract):
         ("start", "length"), [(0, 1001), (999, 2), (1000, 1), (1001, 0), (5000, 5), (0, 1 << 62)]
     )
     def test_range_beyond_the_end_is_refused(self, store: Store, start: int, length: int) -> None:
-        """Never fewer bytes than asked for, and no memory taken for what is not there."""
+        """A range beyond the end is an error, without allocation of its length."""
         store.put("a", pattern(1000))
         with pytest.raises(MalformedError) as caught:
             store.get_range("a", start, length)
@@ -217,7 +217,7 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, -1)])
     def test_negative_range_is_refused(self, store: Store, start: int, length: int) -> None:
-        """Not counted from the end."""
+        """Negative positions are an error, not relative to the end."""
         store.put("a", b"data")
         with pytest.raises(ConfigError):
             store.get_range("a", start, length)
@@ -226,7 +226,7 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("key", ["absent", "folder", "folder/absent", "none/such"])
     def test_absent_object(self, store: Store, key: str) -> None:
-        """An error that names it and is a FileNotFoundError; None from find; nothing to delete."""
+        """A missing key is a FileNotFoundError of reads, None of find, and no error of delete."""
         store.put("folder/object", b"data")
         reads: Sequence[Callable[[], Buffer]] = (
             lambda: store.get(key),
@@ -244,7 +244,7 @@ class StoreContract(RaceContract):
         assert store.get("folder/object") == b"data"
 
     def test_find_tells_size_and_time(self, store: Store) -> None:
-        """Without reading the object."""
+        """``find`` returns size and time of modification without reading the object."""
         store.put("folder/object", bytes(1234))
         found = store.find("folder/object")
         assert found is not None
@@ -252,7 +252,7 @@ class StoreContract(RaceContract):
         assert found.modified is None or found.modified > 1e9
 
     def test_find_all_tells_those_that_exist(self, store: Store) -> None:
-        """By key, with their sizes; in no more requests than it says."""
+        """``find_all`` returns existing objects by key, within the declared number of requests."""
         keys = [f"folder/{number:02}" for number in range(40)]
         for key in keys[::2]:
             store.put(key, key.encode())
@@ -265,7 +265,7 @@ class StoreContract(RaceContract):
         assert store.find_all([]) == {}
 
     def test_requests_are_counted(self, store: Store) -> None:
-        """Every one, or none where nothing goes over a network."""
+        """Every network request is counted; local stores count none."""
         seen = [store.requests]
         for call in (
             lambda: store.put("a", b"data"),
@@ -280,7 +280,7 @@ class StoreContract(RaceContract):
         assert all(step > 0 for step in steps) or not any(seen)
 
     def test_list_is_sorted_by_key(self, store: Store) -> None:
-        """By whole keys: a folder stands where its slash puts it."""
+        """Listings are sorted by whole keys, slashes included."""
         keys = ["b/1", "a/b/c", "a.b", "a-b", "a0", "a_", "B", "b/10", "b/2", "a/a", "c"]
         for key in keys:
             store.put(key, key.encode())
@@ -310,19 +310,19 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("prefix", ["/", "..", "a/../", ".", "a//", "a b"])
     def test_prefix_of_no_key_is_refused(self, store: Store, prefix: str) -> None:
-        """By the call itself, not when it is iterated."""
+        """An invalid prefix is refused by the call, not by the iteration."""
         with pytest.raises(ConfigError):
             store.list(prefix)
 
     def test_empty_store(self, store: Store, reopen: Reopen) -> None:
-        """Has nothing, and reading it makes nothing."""
+        """An empty store lists no objects, and reads create none."""
         assert list(store.list()) == []
         assert store.find("a") is None
         store.delete("a")
         assert list(reopen().list("a/")) == []
 
     def test_delete_is_idempotent(self, store: Store) -> None:
-        """Once or twice, and only that object."""
+        """Repeated deletes succeed and affect only that object."""
         for key in ("a/b/c", "a/b/d"):
             store.put(key, b"data")
         store.delete("a/b/c")
@@ -337,5 +337,5 @@ class StoreContract(RaceContract):
 
 
 def pattern(nbytes: int) -> bytes:
-    """``nbytes`` bytes of which no two windows of a few hundred are equal."""
+    """Return ``nbytes`` bytes without repeated windows of a few hundred bytes."""
     return np.arange(nbytes // 4 + 1, dtype="<u4").tobytes()[:nbytes]

@@ -1,4 +1,4 @@
-"""The rules: a hidden word, four guesses, feedback letter by letter; no clock, no files."""
+"""Rules of the game: a hidden word, four guesses, feedback by letter; pure functions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UNKNOWN: Final = "?"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game:
-    """Where a game stands.
+    """State of a game.
 
     Attributes:
-        hidden: The word to be found.
-        turns_left: Guesses that may still be made.
-        won: Whether the last guess was the secret.
-        worth: What all guesses so far were worth, a green letter 1 and a yellow one half.
+        hidden: The word to guess.
+        turns_left: Number of remaining guesses.
+        won: Whether the last guess was correct.
+        worth: Sum over all guesses: 1 for a green letter, 0.5 for a yellow one.
     """
 
     hidden: str
@@ -39,12 +39,12 @@ class Game:
 
     @property
     def done(self) -> bool:
-        """Whether no guess is left to be made."""
+        """Whether the game is over."""
         return self.won or self.turns_left == 0
 
     @property
     def reward(self) -> float:
-        """Nothing before the end; then at most 1, and more than half only for who won."""
+        """Reward in [0, 1]: 0 before the end, above 0.5 only for a won game."""
         if not self.done:
             return 0.0
         if self.won:
@@ -53,16 +53,16 @@ class Game:
 
 
 def secret_of(seed: int, words: Sequence[str]) -> str:
-    """The word that a seed stands for, the same on every machine and in every release of Python."""
+    """Return the word of a seed, equal on every machine and Python version."""
     digest = hashlib.sha256(str(seed).encode()).digest()
     return words[int.from_bytes(digest, "big") % len(words)]
 
 
 def marks_of(guess: str, secret: str) -> str:
-    """Feedback on a guess.
+    """Return the feedback on a guess.
 
-    A letter is marked as often as the secret has it at most: where it is right first, then from
-    the left.
+    A letter is marked at most as often as it occurs in the secret: correct positions first, then
+    from the left.
     """
     left = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
     marks = []
@@ -78,15 +78,15 @@ def marks_of(guess: str, secret: str) -> str:
 
 
 def play(game: Game, word: str, words: frozenset[str]) -> tuple[Game, str]:
-    """Make a guess in a game that is not done.
+    """Apply a guess to a game that is not over.
 
     Args:
-        game: Before it.
-        word: As it was typed.
-        words: What may be guessed; another word costs a turn all the same.
+        game: State before the guess.
+        word: The guess as typed.
+        words: Valid words; an invalid guess costs a turn as well.
 
     Returns:
-        The game after it, and what the player reads.
+        State after the guess, and the message to the player.
     """
     guess = word.strip().lower()
     after = replace(game, turns_left=game.turns_left - 1)

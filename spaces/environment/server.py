@@ -1,4 +1,4 @@
-"""The game over HTTP, for as many players at once as a batch of rollouts has.
+"""HTTP server of the game, for the concurrent players of a batch of rollouts.
 
 ``python server.py --host 127.0.0.1 --port 7860 --words FILE``
 """
@@ -27,16 +27,16 @@ from starlette.exceptions import HTTPException
 from game import LENGTH, PROMPT, TURNS, Game, play, secret_of
 
 LIMIT: Final = 256
-"""Sessions that one client may have open at once."""
+"""Limit of open sessions of one client."""
 
 TOTAL: Final = 16 * LIMIT
-"""Sessions that all of them may have."""
+"""Limit of open sessions of all clients."""
 
 IDLE_S: Final = 300.0
-"""Seconds after which a session may be dropped."""
+"""Idle seconds after which a session may be dropped."""
 
 LARGEST: Final = 4096
-"""Bytes of a request's body."""
+"""Size limit of a request body, in bytes."""
 
 WORDS: Final = Path(__file__).with_name("words.txt")
 
@@ -44,7 +44,7 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 class Opening(BaseModel):
-    """What a session is opened with."""
+    """Request to open a session."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,7 +52,7 @@ class Opening(BaseModel):
 
 
 class Guess(BaseModel):
-    """A turn."""
+    """Request to make a guess."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -60,13 +60,13 @@ class Guess(BaseModel):
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not a failure
-    """What a request is answered with instead.
+    """Error reply to a request.
 
     Args:
-        status: Of HTTP.
-        message: What is wrong.
-        hint: What the caller should do now.
-        retry_after_s: When the same may work, if that is known.
+        status: HTTP status code.
+        message: The error message.
+        hint: The action that resolves the error.
+        retry_after_s: Seconds until a retry may succeed; 0 if unknown.
     """
 
     def __init__(self, status: int, message: str, hint: str, retry_after_s: int = 0) -> None:
@@ -85,12 +85,12 @@ class _Session:
 
 
 class Sessions:
-    """The games that are being played. Safe to use from several threads.
+    """Open games; thread-safe.
 
     Args:
-        words: What may be guessed, and be a secret.
-        idle_s: Seconds after which an unused session makes place for a new one.
-        clock: Seconds that never go back.
+        words: Valid words and possible secrets.
+        idle_s: Idle seconds after which a session may be replaced.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Sessions:
         return len(self._open)
 
     def open(self, seed: int | None, client: str = "") -> str:
-        """Begin a game; its name.
+        """Start a game and return its session id.
 
         Args:
-            seed: Decides the word.
-            client: Whose game it is.
+            seed: Seed of the word.
+            client: Address of the client.
 
         Raises:
-            Refusal: 429, all places of this client are taken.
+            Refusal: 429 if the client has too many open sessions.
         """
         secret = secret_of(secrets.randbits(64) if seed is None else seed, self._words)
         name = secrets.token_urlsafe(16)
@@ -131,10 +131,10 @@ class Sessions:
         return name
 
     def guess(self, name: str, word: str) -> tuple[Game, str]:
-        """Make a guess; the game after it, and what the player reads.
+        """Make a guess; return the state after it, and the message to the player.
 
         Raises:
-            Refusal: 404, there is no such session; 409, its game is done.
+            Refusal: 404 for an unknown session; 409 if its game is over.
         """
         with self._lock:
             session = self._find(name)
@@ -146,10 +146,10 @@ class Sessions:
             return session.game, observation
 
     def close(self, name: str) -> None:
-        """Forget a game.
+        """Close a session.
 
         Raises:
-            Refusal: 404, there is no such session.
+            Refusal: 404 for an unknown session.
         """
         with self._lock:
             self._find(name)
@@ -169,10 +169,10 @@ class Sessions:
             del self._counts[client]
 
     def _make_place(self, client: str, now: float) -> None:
-        """Drop what is in the way of one more, or refuse it.
+        """Drop an idle session to make room for a new one, or refuse it.
 
-        Nobody has more than their share. Where all places are taken, whoever has most gives one to
-        who has fewer: many who come first leave some for those who come later.
+        A client has at most ``LIMIT`` sessions. When all ``TOTAL`` are open, the client with the
+        most loses an idle one to a client with fewer.
         """
         if self._counts[client] >= LIMIT:
             self._drop_idle(client, now, f"{LIMIT} sessions of yours are open")
@@ -185,7 +185,7 @@ class Sessions:
             self._drop_idle("", now, f"{TOTAL} sessions are open")
 
     def _oldest(self, client: str) -> str:
-        """The session of a client, or of anybody, that was unused the longest."""
+        """Return the session that was idle the longest, of one client or of all."""
         return next(n for n, one in self._open.items() if client in ("", one.client))
 
     def _drop_idle(self, client: str, now: float, message: str) -> None:
@@ -202,11 +202,11 @@ class Sessions:
 
 
 def make_app(sessions: Sessions, *, proxies: int = 0) -> FastAPI:
-    """The routes around sessions.
+    """Create the app.
 
     Args:
-        sessions: The games.
-        proxies: Proxies before this server that each add who asked them to ``X-Forwarded-For``.
+        sessions: The open games.
+        proxies: Number of trusted proxies that append to ``X-Forwarded-For``.
     """
     app = FastAPI(title="words", openapi_url=None, dependencies=[Depends(_no_page_of_others)])
     app.add_exception_handler(Refusal, _refused)
@@ -242,11 +242,11 @@ def make_app(sessions: Sessions, *, proxies: int = 0) -> FastAPI:
 
 
 def client_of(request: Request, proxies: int) -> str:
-    """Who asks: an address, or a network of IPv6, of which everybody has one.
+    """Return the client's address, or its /64 network for IPv6.
 
     Args:
-        request: The question.
-        proxies: As of :func:`make_app`. What was in the header before is anybody's claim.
+        request: The request.
+        proxies: Number of trusted proxies; earlier entries of the header are untrusted.
     """
     peer = request.client.host if request.client else ""
     if proxies:
@@ -263,14 +263,14 @@ def client_of(request: Request, proxies: int) -> str:
 
 
 async def _no_page_of_others(request: Request) -> None:
-    """A browser asks in its user's name, and from its user's address, what any page wants."""
+    """Refuse requests of other sites' pages, which any site can send through a user's browser."""
     origin = request.headers.get("origin")
     if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
         raise Refusal(403, "a page of another site asks", "ask from a program, or a page of ours")
 
 
 async def _body(request: Request, kind: type[_Body], example: str) -> _Body:
-    """A request's body, of which no more is read than may be sent."""
+    """Read and parse a request body up to the size limit."""
     raw = b""
     async for chunk in request.stream():
         raw += chunk
@@ -285,7 +285,7 @@ async def _body(request: Request, kind: type[_Body], example: str) -> _Body:
 
 
 async def _refused(_: Request, exc: Exception) -> Response:
-    assert isinstance(exc, Refusal)  # noqa: S101 - it is registered for no other
+    assert isinstance(exc, Refusal)  # noqa: S101 - registered for this class only
     return _error(exc.status, exc.message, exc.hint, exc.retry_after_s)
 
 
@@ -300,10 +300,10 @@ def _error(status: int, message: str, hint: str, retry_after_s: int = 0) -> Resp
 
 
 def read_words(file: Path) -> list[str]:
-    """The words of a file, one a line.
+    """Read a file with one word a line.
 
     Raises:
-        ValueError: It has none, or a line that is no word.
+        ValueError: The file is empty, or has an invalid line.
     """
     words = file.read_text(encoding="utf-8").split()
     if not words:
@@ -315,7 +315,7 @@ def read_words(file: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to end; the exit status."""
+    """Serve until SIGTERM; return the exit status."""
     parser = argparse.ArgumentParser(description="A game of guessing words, over HTTP.")
     parser.add_argument("--host", default="0.0.0.0", help="default: all")  # noqa: S104
     parser.add_argument("--port", type=int, default=7860)

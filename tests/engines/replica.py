@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.engines import strikes
+from tests.engines.expected import Judge, sharded
 from tests.engines.load import prompt
 from tests.engines.serving import Server, start
 from tests.engines.trainer import Trainer
-from tests.engines.truth import Judge, sharded
 
 
 class Replica:

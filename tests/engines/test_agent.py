@@ -10,9 +10,9 @@ import pytest
 from deltachain.control.sidecar.agent import Agent
 from deltachain.control.sidecar.reload import ReloadServer
 from deltachain.subscribe import SubscribeConfig
+from tests.engines.expected import sharded
 from tests.engines.serving import Server, start
 from tests.engines.trainer import Trainer
-from tests.engines.truth import sharded
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

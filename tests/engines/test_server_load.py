@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.engines.expected import Judge, wrong_steps
 from tests.engines.load import Seen, clients, prompt
 from tests.engines.serving import ENGINE, PAUSES, Generated, Server, start
 from tests.engines.trainer import Trainer
-from tests.engines.truth import Judge, wrong_steps
 
 pytestmark = pytest.mark.engine
 

@@ -16,11 +16,11 @@ from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
+from tests.engines.expected import Judge
 from tests.engines.families import named
 from tests.engines.load import prompt
 from tests.engines.serving import ENGINE, start
 from tests.engines.trainer import Trainer
-from tests.engines.truth import Judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -16,11 +16,11 @@ import httpx
 import pytest
 
 from deltachain.testing.seaweed import Seaweed
+from tests.engines.expected import Judge
 from tests.engines.load import prompt
 from tests.engines.replica import Replica, error_of, replicas, serving
 from tests.engines.serving import PAUSES
 from tests.engines.trainer import Trainer
-from tests.engines.truth import Judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -12,11 +12,11 @@ from typing import Final, Self
 
 import pytest
 
+from tests.engines.expected import Judge
 from tests.engines.load import clients
 from tests.engines.replica import error_of, replicas, serving
 from tests.engines.serving import Server
 from tests.engines.trainer import Trainer
-from tests.engines.truth import Judge
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -15,7 +15,7 @@ from filelock import FileLock
 
 from tests.hostile.case import ORDERED, Case, Category, Level
 from tests.hostile.corpus import CORPUS
-from tests.hostile.present import CONTROL, KINDS
+from tests.hostile.follow_cases import CONTROL, KINDS
 from tests.hostile.scene import SCENES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +43,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 def _present() -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.present"],
+        [sys.executable, "-m", "tests.hostile.follow_cases"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

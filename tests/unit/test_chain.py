@@ -24,7 +24,15 @@ from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, man
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.types import StateDigest
-from tests.unit.links import ANCHOR, TABLE, SingleWriterStore, create, extend, manifest_after, state
+from tests.unit.manifest_chains import (
+    ANCHOR,
+    TABLE,
+    SingleWriterStore,
+    create,
+    extend,
+    manifest_after,
+    state,
+)
 
 
 @pytest.fixture

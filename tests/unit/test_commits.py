@@ -22,7 +22,7 @@ from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.types import Buffer
-from tests.unit.links import SingleWriterStore, WideStore, create, extend, manifest_after
+from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, extend, manifest_after
 
 STORES = [MemoryStore, SingleWriterStore, WideStore]
 

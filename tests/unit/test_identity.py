@@ -9,7 +9,7 @@ from deltachain.errors import BrokenChainError, ChainMismatchError, ObjectNotFou
 from deltachain.format.documents import Table
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
 from deltachain.store import MemoryStore
-from tests.unit.links import TABLE, SingleWriterStore, WideStore, create, extend
+from tests.unit.manifest_chains import TABLE, SingleWriterStore, WideStore, create, extend
 
 STORES = [MemoryStore, SingleWriterStore, WideStore]
 

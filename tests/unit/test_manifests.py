@@ -16,7 +16,7 @@ from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import FaultyStore
 from deltachain.types import Buffer
-from tests.unit.links import SingleWriterStore, WideStore, create, extend, manifest_after
+from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, extend, manifest_after
 
 
 @pytest.fixture

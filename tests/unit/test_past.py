@@ -17,7 +17,7 @@ from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.store import MemoryStore, ObjectInfo
 from deltachain.testing.faults import FaultyStore
 from deltachain.types import StateDigest
-from tests.unit.links import ANCHOR, WideStore, create, extend, manifest_after
+from tests.unit.manifest_chains import ANCHOR, WideStore, create, extend, manifest_after
 
 LONG = 20_000
 EVERY = 24

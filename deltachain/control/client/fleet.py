@@ -81,6 +81,12 @@ class Fleet(Closeable):
 
     Raises:
         ConfigError: An address occurs twice.
+
+    Example:
+        >>> with deltachain.Fleet(["http://127.0.0.1:8000", "http://127.0.0.1:30000"]) as fleet:
+        ...     announced = fleet.announce(version=1, wait="quorum", deadline=0.1)
+        >>> announced.enough    # no server answers at these addresses
+        False
     """
 
     def __init__(

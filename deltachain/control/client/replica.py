@@ -111,7 +111,7 @@ class ReplicaClient(Closeable):
     ) -> _T:
         found = read(self._send(method, route, body), kind)
         if found is None:
-            raise ControlPlaneError(f"{self.url} answered {route} with something else")
+            raise ControlPlaneError(f"{self.url}: unexpected response body from {route}")
         return found
 
     def _send(self, method: str, route: str, body: dict[str, Any] | None) -> httpx.Response:

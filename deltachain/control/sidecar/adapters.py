@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from typing_extensions import override
 
 from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
+from deltachain.control.sidecar.agent import Reader
 from deltachain.control.sidecar.engine_api import EngineClient
 from deltachain.errors import ConfigError
 from deltachain.format.documents import parse
@@ -37,7 +39,7 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[_Model]
 
 
-class AdapterServer:
+class AdapterServer(Reader):
     """Loads versions of an adapter into vLLM; requests select one as model ``policy-v7``.
 
     There is no pause: a request finishes with its adapter. Prefix caches are not shared between
@@ -90,8 +92,8 @@ class AdapterServer:
             if left != lies and left not in loaded.values():
                 shutil.rmtree(left, ignore_errors=True)
 
+    @override
     def close(self) -> None:
-        """See :class:`Reader`."""
         self._client.close()
 
     def _unload(self, version: Version) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
+from typing_extensions import override
 
+from deltachain.control.sidecar.agent import Reader
 from deltachain.control.sidecar.engine_api import EngineClient
 from deltachain.errors import ControlPlaneError
 from deltachain.types import Version
@@ -33,7 +35,7 @@ class Loader(Protocol):
         """Pause, load, name and resume; a failure leaves the server paused."""
 
 
-class ReloadServer:
+class ReloadServer(Reader):
     """A stock vLLM or SGLang server that reloads each version as a whole.
 
     Args:
@@ -56,7 +58,7 @@ class ReloadServer:
         self._brought = version
 
     def close(self) -> None:
-        """See :class:`Reader`; closing twice is allowed."""
+        """Close the connection; idempotent."""
         self._client.close()
 
     def _find(self) -> Loader:
@@ -77,18 +79,18 @@ class ReloadReply(msgspec.Struct, frozen=True):
     message: str = ""
 
 
-class VllmLoader:
+class VllmLoader(Loader):
     """Reload of vLLM in its development mode."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
+    @override
     def named(self) -> str | None:
-        """See :class:`Loader`."""
         return self._client.ask("GET", "/weight_info", Named).weight_version
 
+    @override
     def load(self, folder: Path, version: Version) -> None:
-        """See :class:`Loader`."""
         tell = self._client.tell
         tell("/pause?mode=keep&clear_cache=true")
         loading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -98,18 +100,18 @@ class VllmLoader:
         tell("/resume")
 
 
-class SglangLoader:
+class SglangLoader(Loader):
     """Reload of SGLang. With several ranks it may report success although one of them failed."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
+    @override
     def named(self) -> str | None:
-        """See :class:`Loader`."""
         return self._client.ask("GET", "/model_info", Named).weight_version
 
+    @override
     def load(self, folder: Path, version: Version) -> None:
-        """See :class:`Loader`."""
         self._client.tell("/pause_generation", {"mode": "retract"})
         loading = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
         done = self._client.ask("POST", "/update_weights_from_disk", ReloadReply, loading)

@@ -29,6 +29,10 @@ class DeltaChainCallback(TrainerCallback):
 
     Attributes:
         receipts: What was published, oldest first.
+
+    Example:
+        >>> callback = deltachain.DeltaChainCallback(new_url, every_steps=4)
+        >>> trainer = transformers.Trainer(model, callbacks=[callback])    # doctest: +SKIP
     """
 
     def __init__(

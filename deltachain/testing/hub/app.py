@@ -1,4 +1,4 @@
-"""The emulated Hub as a process: ``python -m deltachain.testing.hub.app FOLDER``."""
+"""Process of the emulated Hub: ``python -m deltachain.testing.hub.app FOLDER``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _connections: dict[tuple[str, int], asyncio.Transport] = {}
 
 
 class _Connection(H11Protocol):
-    """A connection that can be cut from outside."""
+    """A connection that can be aborted by a fault."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -47,7 +47,7 @@ def _abort(client: tuple[str, int]) -> None:
 
 
 def make_app(world: World) -> Door:
-    """The Hub over one world, with the routes that tests steer it by."""
+    """Create the app of the Hub, with admin routes for tests."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     script, limits = Script(), Limits()
     hub.add_errors(app)
@@ -91,9 +91,9 @@ def make_app(world: World) -> Door:
 
 
 def _listen(folder: Path) -> socket.socket:
-    """A socket on the port of the last start, else on a free one."""
+    """Open a socket on the port of the last start, or on a free one."""
     saved = folder / _PORT
-    # The protocol is named because asyncio switches Nagle's delay off for that one only.
+    # An explicit protocol, because asyncio sets TCP_NODELAY only with IPPROTO_TCP.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listening.bind(("127.0.0.1", int(saved.read_text()) if saved.exists() else 0))
@@ -104,13 +104,13 @@ def _listen(folder: Path) -> socket.socket:
 
 
 def _end_with_parent() -> None:
-    """Stop when whoever holds the other end of standard input is gone."""
+    """Exit when standard input is closed by the parent's exit."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(folder: Path) -> None:
-    """Serve until told to stop."""
+    """Serve until SIGTERM."""
     listening = _listen(folder)
     world = World(folder, f"http://127.0.0.1:{listening.getsockname()[1]}")
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Who asks, and what for: user access tokens, tokens for the CAS, signed addresses of xorbs."""
+"""Authorization: user access tokens, CAS tokens, signed xorb URLs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BEARER: Final = "Bearer "
 
 
 class AccessDenied(Exception):  # noqa: N818
-    """The caller may not do this: ``status`` is 401 or 403."""
+    """The request is not authorized; ``status`` is 401 or 403."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -24,15 +24,15 @@ class AccessDenied(Exception):  # noqa: N818
 
 
 def bearer(header: str | None) -> str:
-    """The token in an Authorization header; empty without one."""
+    """Return the token of an Authorization header; empty without one."""
     return header.removeprefix(_BEARER) if header and header.startswith(_BEARER) else ""
 
 
 def check_right(tokens: dict[str, str], header: str | None, right: Right) -> None:
-    """Let a user access token pass that has a right.
+    """Check that a user access token has a right.
 
     Raises:
-        Refused: It does not, or is none.
+        AccessDenied: The token is unknown, or lacks the right.
     """
     granted = tokens.get(bearer(header))
     if granted is None:
@@ -42,7 +42,7 @@ def check_right(tokens: dict[str, str], header: str | None, right: Right) -> Non
 
 
 class Signer:
-    """Makes tokens that need no table: they hold across a restart, until they expire."""
+    """Creates signed, stateless tokens that survive a restart until they expire."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "secret"
@@ -53,14 +53,14 @@ class Signer:
         self._secret = path.read_bytes()
 
     def sign(self, subject: str, expires: int) -> str:
-        """A token for a subject that has no dot in it."""
+        """Sign a token for a subject without dots."""
         return f"{subject}.{expires}.{self._mac(subject, expires)}"
 
     def check(self, token: str) -> str:
-        """The subject of a token.
+        """Verify a token and return its subject.
 
         Raises:
-            Refused: It has expired, or was not made here.
+            AccessDenied: The token has expired, or its signature is invalid.
         """
         subject, _, rest = token.partition(".")
         expires, _, mac = rest.partition(".")
@@ -71,10 +71,10 @@ class Signer:
         return subject
 
     def check_cas(self, header: str | None, right: Right) -> None:
-        """Let a token for the CAS pass that has a right.
+        """Check that a CAS token has a right.
 
         Raises:
-            Refused: It does not, has expired, or is none.
+            AccessDenied: The token is invalid, has expired, or lacks the right.
         """
         granted = self.check(bearer(header))
         if granted not in ("xet-read", "xet-write"):

@@ -1,4 +1,4 @@
-"""Buckets: which path has which content. In SQLite, on the disk before a request is answered."""
+"""Buckets: content by path, in SQLite, committed before a request is answered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Missing(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True)
 class BucketFile:
-    """One file of a bucket. Entries are numbered in the order in which their paths came to be."""
+    """One file of a bucket. Entries are numbered in the order of their creation."""
 
     number: int
     path: str
@@ -42,7 +42,7 @@ class BucketFile:
 
 
 class Buckets:
-    """Every bucket of one Hub. Safe to use from any thread; each method is atomic."""
+    """All buckets of a Hub. Thread-safe; each method is atomic."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.RLock()
@@ -54,7 +54,7 @@ class Buckets:
         self._stale_until = 0.0
 
     def create(self, bucket: str) -> bool:
-        """Make a bucket; False if there is one."""
+        """Create a bucket; return False if it exists."""
         with self._lock:
             done = self._base.execute(
                 "INSERT OR IGNORE INTO buckets VALUES (?, ?)", (bucket, time.time())
@@ -62,10 +62,10 @@ class Buckets:
             return done.rowcount == 1
 
     def remove(self, bucket: str) -> None:
-        """Remove a bucket with everything in it.
+        """Remove a bucket with its contents.
 
         Raises:
-            Missing: There is none.
+            Missing: The bucket does not exist.
         """
         with self._lock:
             self.created(bucket)
@@ -73,10 +73,10 @@ class Buckets:
             self._base.execute("DELETE FROM buckets WHERE id = ?", (bucket,))
 
     def created(self, bucket: str) -> float:
-        """When a bucket was made.
+        """Return the creation time of a bucket.
 
         Raises:
-            Missing: There is none.
+            Missing: The bucket does not exist.
         """
         with self._lock:
             row = self._base.execute(
@@ -87,14 +87,14 @@ class Buckets:
         return float(row[0])
 
     def add(self, bucket: str, path: str, content: tuple[str, int], modified: float) -> None:
-        """Let a path have a content, which is a hash and a size; in place of any other."""
+        """Set the content (hash and size) of a path."""
         with self._lock:
             self._base.execute(_ADD, (bucket, path, *content, modified, time.time()))
 
     def add_if_absent(
         self, bucket: str, path: str, content: tuple[str, int], modified: float
     ) -> bool:
-        """Let a path have a content if it has none; whether it had none."""
+        """Set the content of a path if it has none; return whether it had none."""
         with self._lock:
             if self.find(bucket, [path]):
                 return False
@@ -102,7 +102,7 @@ class Buckets:
             return True
 
     def delete(self, bucket: str, path: str) -> bool:
-        """Remove an entry; whether there was one."""
+        """Remove an entry; return whether it existed."""
         with self._lock:
             done = self._base.execute(
                 "DELETE FROM entries WHERE bucket = ? AND path = ?", (bucket, path)
@@ -110,7 +110,7 @@ class Buckets:
             return done.rowcount == 1
 
     def find(self, bucket: str, paths: Iterable[str]) -> list[BucketFile]:
-        """The entries of these paths, as far as they exist."""
+        """Return the existing entries of these paths."""
         with self._lock:
             self.created(bucket)
             return [
@@ -124,7 +124,7 @@ class Buckets:
             ]
 
     def entries(self, bucket: str) -> list[BucketFile]:
-        """All entries, by number: in no order of paths."""
+        """Return all entries by number, not sorted by path."""
         with self._lock:
             self.created(bucket)
             rows = self._base.execute(
@@ -135,14 +135,14 @@ class Buckets:
             return [BucketFile(*row) for row in rows]
 
     def go_stale(self, seconds: float) -> None:
-        """Let look-ups and listings show for a time what there is now."""
+        """Freeze look-ups and listings in their current state for a time."""
         with self._lock:
             ids = [row[0] for row in self._base.execute("SELECT id FROM buckets")]
             self._stale = {bucket: self.entries(bucket) for bucket in ids}
             self._stale_until = time.monotonic() + seconds
 
     def seen(self, bucket: str, paths: Sequence[str] | None = None) -> list[BucketFile]:
-        """What look-ups (of some paths) and listings (of all) show, which may be stale."""
+        """Return entries for look-ups (some paths) and listings (all), possibly stale."""
         with self._lock:
             if time.monotonic() < self._stale_until and bucket in self._stale:
                 old = self._stale[bucket]

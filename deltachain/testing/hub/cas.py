@@ -1,7 +1,7 @@
-"""Content-addressed storage as the Xet protocol has it: xorbs and shards in, reconstructions out.
+"""Content-addressed storage of the Xet protocol: stores xorbs and shards, serves reconstructions.
 
-Xorbs and shards are files, on the disk before the request is answered. A shard is taken when the
-xorbs that it names are there and have the chunks that it names.
+Xorbs and shards are files, synced before the request is answered. A shard is accepted if all its
+xorbs exist and have the named chunks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from deltachain.testing.hub.formats import (
 
 
 class RangeError(ValueError):
-    """The range begins behind the end of the file."""
+    """The range begins after the end of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Chunks that stand next in a file."""
+    """A run of chunks in a file."""
 
     xorb: str
     start: int
@@ -39,7 +39,7 @@ class Term:
 
 
 class Cas:
-    """The content of every bucket. Safe to use from any thread."""
+    """Content of all buckets; thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,10 +53,10 @@ class Cas:
                 self._files |= parse_shard(path.read_bytes())
 
     def put_xorb(self, name: str, data: bytes) -> bool:
-        """Keep a xorb; whether it was new.
+        """Store a xorb; return whether it was new.
 
         Raises:
-            FormatError: It is none.
+            XetFormatError: The data is not a xorb.
         """
         index = index_xorb(data)
         path = self._xorb(name)
@@ -68,20 +68,20 @@ class Cas:
         return True
 
     def has_xorb(self, name: str) -> bool:
-        """Whether a xorb is here."""
+        """Return whether a xorb is stored."""
         return self._xorb(name).exists()
 
     def read_xorb(self, name: str, first: int, last: int) -> tuple[bytes, int]:
-        """Bytes ``first`` to ``last`` of a xorb, both included, and how many it has."""
+        """Read bytes ``first`` to ``last`` (inclusive) of a xorb; return them and its size."""
         with self._xorb(name).open("rb") as file:
             file.seek(first)
             return file.read(last - first + 1), os.fstat(file.fileno()).st_size
 
     def put_shard(self, data: bytes) -> None:
-        """Know the files that a shard tells of.
+        """Register the files of a shard.
 
         Raises:
-            FormatError: It is none, or names chunks that are not here.
+            XetFormatError: The data is not a shard, or names unknown chunks.
         """
         files = parse_shard(data)
         for segment in (segment for segments in files.values() for segment in segments):
@@ -91,7 +91,7 @@ class Cas:
             self._files |= files
 
     def size(self, file: str) -> int | None:
-        """Bytes of a file; None where no shard told of it."""
+        """Return the size of a file in bytes; None if it is unknown."""
         if file == EMPTY_FILE:
             return 0
         with self._lock:
@@ -99,7 +99,7 @@ class Cas:
         return None if segments is None else sum(segment.nbytes for segment in segments)
 
     def terms(self, file: str, first: int, end: int) -> tuple[list[Term], int]:
-        """The chunks that bytes ``first`` to ``end`` of a file lie in, and how many to skip.
+        """Return the chunks of bytes ``first`` to ``end`` of a file, and the bytes to skip.
 
         Raises:
             RangeError: The file ends before ``first``.
@@ -123,7 +123,7 @@ class Cas:
     def reconstruction(
         self, terms: list[Term], skip: int, urls: dict[str, str], version: Literal[1, 2]
     ) -> dict[str, Any]:
-        """How a client fetches terms: the reply of either version of the protocol."""
+        """Build the reply to fetch terms, in either version of the protocol."""
         fetches: dict[str, list[dict[str, Any]]] = {}
         for xorb, ranges in _merged(terms).items():
             stored = self._index(xorb).stored
@@ -156,7 +156,7 @@ class Cas:
         }
 
     def _cut(self, segment: ChunkRun, first: int, end: int) -> tuple[Term, int]:
-        """The chunks of a segment with its bytes ``first`` to ``end``, and what to skip."""
+        """Return the chunks of bytes ``first`` to ``end`` of a segment, and the bytes to skip."""
         unpacked = self._index(segment.xorb).unpacked
         base = unpacked[segment.start]
         low, high = segment.start, segment.end
@@ -194,7 +194,7 @@ class Cas:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file that is there whole, also after this process or the machine died."""
+    """Write a file atomically and durably."""
     temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
     with temporary.open("wb") as file:
         file.write(data)
@@ -209,7 +209,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def _merged(terms: Iterable[Term]) -> dict[str, list[tuple[int, int]]]:
-    """The chunk ranges to fetch of each xorb, none of them twice."""
+    """Merge the chunk ranges to fetch, by xorb."""
     merged: dict[str, list[tuple[int, int]]] = {}
     for term in sorted(terms, key=lambda term: (term.xorb, term.start)):
         ranges = merged.setdefault(term.xorb, [])

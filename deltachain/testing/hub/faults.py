@@ -1,4 +1,4 @@
-"""What goes wrong by script between a client and the emulated Hub, and the counting of requests."""
+"""Scripted faults of the emulated Hub, and counting of requests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from deltachain.testing.hub.limits import Allowance, Limits, route_of
 from deltachain.testing.hub.settings import Settings
 
 RequestAction: TypeAlias = Literal["status", "stall", "refuse", "lose-reply", "corrupt", "truncate"]
-"""What happens to a request.
+"""Actions of a fault.
 
-``status`` is answered so without being looked at; ``stall`` is answered ``seconds`` later;
-``refuse`` has its connection cut before it is looked at, and ``lose-reply`` after; ``corrupt`` has
-one bit in the middle of the reply flipped; ``truncate`` has the second half of it cut off.
+``status`` answers with a status code instead; ``stall`` delays the reply by ``seconds``; ``refuse``
+aborts the connection before the request is processed, ``lose-reply`` after it; ``corrupt`` flips a
+bit in the middle of the reply; ``truncate`` cuts off its second half.
 """
 
 _Headers: TypeAlias = dict[str, str]
@@ -28,17 +28,17 @@ _Headers: TypeAlias = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFault:
-    """One line of the script.
+    """One scripted fault.
 
     Attributes:
-        do: What happens.
-        path: A regular expression that the path has to begin with.
-        method: The method that it is about; empty for every one.
-        times: How many requests it strikes.
-        skip: How many it lets pass before.
-        status: What ``status`` is answered with.
-        retry_after: The header of that name in such an answer; None without one.
-        seconds: How long ``stall`` takes.
+        do: The action.
+        path: Regular expression that must match at the begin of the path.
+        method: HTTP method; empty for all.
+        times: Number of affected requests.
+        skip: Number of matching requests to pass first.
+        status: Status code of ``status``.
+        retry_after: Its Retry-After header; None for none.
+        seconds: Delay of ``stall``.
     """
 
     do: RequestAction
@@ -52,29 +52,29 @@ class RequestFault:
 
 
 class Script:
-    """The faults to come. Safe to use from any thread."""
+    """Pending faults; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._faults: list[RequestFault] = []
 
     def add(self, fault: RequestFault) -> None:
-        """Let one more thing go wrong."""
+        """Add a fault."""
         with self._lock:
             self._faults.append(fault)
 
     def clear(self) -> None:
-        """Let nothing go wrong any more."""
+        """Remove all faults."""
         with self._lock:
             self._faults.clear()
 
     def left(self) -> int:
-        """How many requests are still to be struck."""
+        """Return the number of requests still to be affected."""
         with self._lock:
             return sum(fault.times for fault in self._faults)
 
     def take(self, method: str, path: str) -> RequestFault | None:
-        """The fault that strikes a request."""
+        """Return the fault that applies to a request, if any."""
         with self._lock:
             for number, fault in enumerate(self._faults):
                 if fault.method not in ("", method) or re.match(fault.path, path) is None:
@@ -90,14 +90,14 @@ class Script:
 
 
 class Door:
-    """What every request passes: it is counted, limited and struck by faults.
+    """Middleware that counts requests, enforces rate limits and applies faults.
 
     Args:
-        app: What answers the requests.
-        script: What goes wrong.
-        limits: The counts.
-        settings: How many requests a token has.
-        abort: Cuts the connection of a client address.
+        app: The wrapped app.
+        script: Pending faults.
+        limits: Counts of requests.
+        settings: Returns the rate limits.
+        abort: Aborts the connection of a client address.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Door:
         self._abort = abort
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or not."""
+        """Handle one request."""
         if scope["type"] != "http" or scope["path"].startswith("/_admin"):
             await self._app(scope, receive, send)
             return
@@ -169,13 +169,13 @@ class Door:
         if fault.do == "truncate":
             half = bytes(body[: len(body) // 2])
             await send({"type": "http.response.body", "body": half, "more_body": True})
-            await asyncio.sleep(0.05)  # for the half to leave before the connection is cut
+            await asyncio.sleep(0.05)  # lets the first half leave before the connection is aborted
             self._abort(scope["client"])
             return
         await send({"type": "http.response.body", "body": bytes(body)})
 
     async def _collect(self, scope: Scope, receive: Receive) -> tuple[Message, bytearray]:
-        """The reply to a request, kept back."""
+        """Run a request and collect its reply."""
         started: list[Message] = []
         body = bytearray()
 
@@ -190,13 +190,13 @@ class Door:
 
 
 async def _drain(receive: Receive) -> None:
-    """Take the body of a request that nobody reads: what follows on the connection is another."""
+    """Read an unused request body, so that the connection can be reused."""
     while (await receive()).get("more_body", False):
         pass
 
 
 def _with_headers(send: Send, headers: _Headers) -> Send:
-    """Send, with these headers on every reply."""
+    """Wrap ``send`` to add headers to every reply."""
     extra = _encoded(headers)
 
     async def sending(message: Message) -> None:

@@ -1,8 +1,7 @@
-"""The two binary formats of the Xet protocol, as far as a server has to read them.
+"""Parsers of the binary formats of the Xet protocol, as far as a server needs them.
 
-A *xorb* is a sequence of chunks, each behind a header of 8 bytes, with an optional footer. A
-*shard* tells of which chunks of which xorbs files are made. Content is not decompressed and hashes
-are not recomputed.
+A *xorb* is a sequence of chunks, each with a header of 8 bytes, with an optional footer. A *shard*
+lists the chunks of each file. Content is not decompressed and hashes are not verified.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ _HAS_VERIFICATION: Final = 1 << 31
 _HAS_METADATA: Final = 1 << 30
 
 EMPTY_FILE: Final = "0" * 64
-"""Hash of the file without bytes, of which no shard tells."""
+"""Hash of the empty file, which is in no shard."""
 
 
 class XetFormatError(ValueError):
-    """Bytes that are neither."""
+    """The data is not a valid xorb or shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """A run of chunks of one xorb that stands in a file."""
+    """A run of chunks of a xorb in a file."""
 
     xorb: str
     nbytes: int
@@ -38,7 +37,7 @@ class ChunkRun:
 
 @dataclass(frozen=True, slots=True)
 class XorbIndex:
-    """Where the chunks of a xorb begin, and end: one entry more than chunks.
+    """Bounds of the chunks of a xorb: one entry more than chunks.
 
     Attributes:
         stored: Byte offsets in the xorb.
@@ -50,15 +49,15 @@ class XorbIndex:
 
 
 def hash_name(raw: bytes) -> str:
-    """How a hash of 32 bytes is written: four little-endian words in hexadecimal."""
+    """Format a hash of 32 bytes as four little-endian words in hexadecimal."""
     return "".join(f"{word:016x}" for word in struct.unpack("<4Q", raw))
 
 
 def parse_shard(data: bytes) -> dict[str, tuple[ChunkRun, ...]]:
-    """The files that a shard tells of, by hash.
+    """Parse a shard into the chunk runs of each file, by file hash.
 
     Raises:
-        FormatError: It is cut short.
+        XetFormatError: The shard is truncated.
     """
     files: dict[str, tuple[ChunkRun, ...]] = {}
     position = _SHARD_HEADER
@@ -77,10 +76,10 @@ def parse_shard(data: bytes) -> dict[str, tuple[ChunkRun, ...]]:
 
 
 def index_xorb(data: bytes) -> XorbIndex:
-    """Where the chunks of a xorb are.
+    """Parse a xorb into the bounds of its chunks.
 
     Raises:
-        FormatError: A chunk is cut short.
+        XetFormatError: A chunk is truncated.
     """
     stored, unpacked = [0], [0]
     position = 0

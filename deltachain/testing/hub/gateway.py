@@ -1,6 +1,6 @@
-"""The S3 gateway to buckets: objects by PUT, GET and HEAD, conditional where the Hub's API is not.
+"""S3 gateway of buckets: PUT, GET and HEAD of objects, with conditional puts.
 
-As the real gateway it knows an access key by its id; the signature is not checked.
+Identifies an access key by its id; signatures are not verified.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Refused(Exception):  # noqa: N818
 
 
 def make_routes(world: World) -> APIRouter:
-    """The routes below ``/s3``, over the buckets of one world."""
+    """Create the routes below ``/s3``."""
     routes = APIRouter(prefix="/s3")
     path = "/{namespace}/{name}/{key:path}"
 
@@ -77,7 +77,7 @@ def _check(world: World, request: Request, namespace: str, name: str) -> None:
 
 
 def _put(world: World, bucket: str, key: str, body: bytes, *, absent: bool) -> Response:
-    # Looked at before the content is taken, to answer most losers soon; decided after it.
+    # Checked before the content is stored, to refuse most losers early; decided atomically after.
     if absent and world.buckets.find(bucket, [key]):
         raise _Refused(412, "PreconditionFailed")
     content = world.write(body)

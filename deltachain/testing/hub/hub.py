@@ -1,4 +1,4 @@
-"""The routes of the Hub's API that buckets need, as ``huggingface_hub`` calls them."""
+"""Routes of the Hub's API for buckets, as called by ``huggingface_hub``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROOT: Final = "/api/buckets/{namespace}/{name}"
 
 @dataclass(frozen=True, slots=True)
 class _Rights:
-    """Lets requests pass whose token has a right."""
+    """Dependency that checks the right of a request's token."""
 
     world: World
     right: Right
@@ -32,13 +32,13 @@ class _Rights:
 
 
 def error(status: int, message: str, code: str = "") -> JSONResponse:
-    """A refusal as the Hub words it: ``huggingface_hub`` looks at the headers."""
+    """Build an error reply with the headers that ``huggingface_hub`` evaluates."""
     headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
     return JSONResponse({"error": message}, status, headers=headers)
 
 
 def add_errors(app: FastAPI) -> None:
-    """Answer what routes raise."""
+    """Register the exception handlers."""
 
     @app.exception_handler(AccessDenied)
     async def refused(_: Request, exc: AccessDenied) -> JSONResponse:
@@ -50,7 +50,7 @@ def add_errors(app: FastAPI) -> None:
 
 
 def make_routes(world: World) -> APIRouter:
-    """The routes, over the buckets and the content of one world."""
+    """Create the routes."""
     routes = APIRouter()
     _add_buckets(routes, world)
     _add_tokens(routes, world)
@@ -187,7 +187,7 @@ def _add_content(routes: APIRouter, world: World) -> None:
 
 
 def _xet_token(world: World, bucket: str, subject: str) -> JSONResponse:
-    """A token for the CAS: in the body, where ``hf_xet`` looks, and in headers."""
+    """Reply with a CAS token, in the body (read by ``hf_xet``) and in headers."""
     world.buckets.created(bucket)
     expires = int(time.time() + world.settings.xet_token_s)
     token, url = world.signer.sign(subject, expires), f"{world.url}/cas"
@@ -202,7 +202,7 @@ def _xet_token(world: World, bucket: str, subject: str) -> JSONResponse:
 def _apply(
     world: World, bucket: str, operations: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, str]]:
-    """Do each operation by itself, as the Hub does, and yield those that failed."""
+    """Apply each operation on its own, as the Hub does, and yield the failed ones."""
     for operation in operations:
         path = operation["path"]
         if operation["type"] == "deleteFile":
@@ -222,7 +222,7 @@ def _recursive(entries: Sequence[BucketFile]) -> list[tuple[int, dict[str, Any]]
 
 
 def _one_level(entries: Sequence[BucketFile], folder: str) -> list[tuple[int, dict[str, Any]]]:
-    """What lies in a folder, with folders in the place of what lies deeper."""
+    """List a folder, with subfolders instead of their contents."""
     rows: list[tuple[int, dict[str, Any]]] = []
     folders: set[str] = set()
     for entry in entries:

@@ -1,4 +1,4 @@
-"""How many requests each token sent, and when it has sent too many."""
+"""Rate limits: counts of requests by token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUCKET_ROUTE: Final = re.compile(r"/api/buckets/[^/]+/[^/]+/(?P<route>[a-z-]+)"
 
 
 def route_of(path: str) -> str:
-    """What a request is about, as it is counted; empty where the Hub does not count it."""
+    """Return the counted route of a path; empty if the Hub does not count it."""
     if path.startswith("/buckets/"):
         return "resolve"
     if path.startswith("/s3/"):
@@ -29,7 +29,7 @@ def route_of(path: str) -> str:
 
 @dataclass(slots=True)
 class _Window:
-    """One window of one token."""
+    """The current window of a token."""
 
     began: float
     used: int = 0
@@ -37,12 +37,12 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What became of one request.
+    """Decision about one request.
 
     Attributes:
-        allowed: Whether it is answered.
-        headers: What every reply says about the limit.
-        retry_after: Seconds until there is more.
+        allowed: Whether the request is within the limit.
+        headers: RateLimit headers of the reply.
+        retry_after: Seconds until the next window.
     """
 
     allowed: bool
@@ -51,7 +51,7 @@ class Allowance:
 
 
 class Limits:
-    """Fixed windows, each token's from its first request on. Safe to use from any thread."""
+    """Fixed windows, which start with a token's first request; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class Limits:
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
 
     def count(self, token: str, method: str, route: str, settings: Settings) -> Allowance:
-        """Count a request, allowed or not, and say whether it is."""
+        """Count a request and return whether it is within the limit."""
         kind = "resolvers" if route == "resolve" else "api"
         most = settings.resolver_calls if route == "resolve" else settings.calls
         now = time.monotonic()
@@ -82,11 +82,11 @@ class Limits:
         return Allowance(allowed, headers, left)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Requests so far: by token, then by method and route."""
+        """Return the number of requests by token, then by method and route."""
         with self._lock:
             return {token: dict(counted) for token, counted in self._counts.items()}
 
     def restart(self) -> None:
-        """Begin a new window for everybody."""
+        """Start new windows for all tokens."""
         with self._lock:
             self._windows.clear()

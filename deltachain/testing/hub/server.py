@@ -1,4 +1,4 @@
-"""Runs the emulated Hub in a process of its own, which can be killed and started again."""
+"""Control of the emulated Hub in a process of its own, which can be killed and restarted."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _STOP_S: Final = 10.0
 
 
 class HubServer:
-    """A Hub on a free port of this machine. Everything it keeps is in ``folder``.
+    """An emulated Hub on a free local port, with its data in ``folder``.
 
-    It ends with this process at the latest.
+    It exits with this process at the latest.
     """
 
     token: Final = WRITE_TOKEN
@@ -38,7 +38,7 @@ class HubServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # No connection is kept, as the server may be another one when it is used again.
+        # No keep-alive, since the server may restart between requests.
         self._client = httpx.Client(
             verify=False,  # noqa: S501 - plain HTTP; certificates take long to load
             limits=httpx.Limits(max_keepalive_connections=0),
@@ -51,11 +51,11 @@ class HubServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; the same after every start."""
+        """URL of the server; unchanged by restarts."""
         return f"http://127.0.0.1:{(self._folder / 'port').read_text()}"
 
     def env(self) -> dict[str, str]:
-        """Variables by which a process finds it, with the token that may write."""
+        """Return environment variables for clients, with a write token."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_TOKEN": self.token,
@@ -65,10 +65,10 @@ class HubServer:
         }
 
     def start(self) -> None:
-        """Start it unless it runs, and return when it answers.
+        """Start the server unless it runs; return once it answers.
 
         Raises:
-            RuntimeError: It ended, or did not answer in a minute.
+            RuntimeError: It exited, or did not answer within a minute.
         """
         if self._process is not None and self._process.poll() is None:
             return
@@ -79,9 +79,9 @@ class HubServer:
             "HF_XET_TELEMETRY_ENABLED": "0",
         }
         with (self._folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - no input of anybody's in it
+            self._process = subprocess.Popen(  # noqa: S603 - fixed command
                 [sys.executable, "-m", "deltachain.testing.hub.app", str(self._folder)],
-                stdin=subprocess.PIPE,  # its end tells the server that this process is gone
+                stdin=subprocess.PIPE,  # closed when this process exits, which ends the server
                 stdout=log,
                 stderr=log,
                 env=env,
@@ -93,54 +93,54 @@ class HubServer:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End it at once, in the middle of whatever it does."""
+        """Kill it with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Ask it to end, and end it if it does not."""
+        """Terminate it, and kill it after a wait."""
         self._end(signal.SIGTERM)
 
     def restart(self) -> None:
-        """End it if it runs, and start it on the same port with what it had answered for."""
+        """Kill and restart it, on the same port with its durable data."""
         self.kill()
         self.start()
 
     def counts(self, token: str = WRITE_TOKEN) -> dict[str, int]:
-        """Requests of one token since the last start, by method and route.
+        """Return the requests of a token since the last start, by method and route.
 
-        Under ``refused``, how many of these met the limit.
+        The key ``refused`` counts those above the rate limit.
         """
         counted: dict[str, dict[str, int]] = self._admin("GET", "counts")
         return counted.get(token, {})
 
     def configure(self, **changes: object) -> None:
-        """Change its ``Settings``, and begin new windows."""
+        """Change ``Settings`` and start new windows."""
         self._admin("POST", "settings", changes)
 
     def reset(self, **changes: object) -> None:
-        """Put everything in order: default ``Settings`` but for these, new windows, no faults."""
+        """Reset to default ``Settings`` with these changes, new windows and no faults."""
         self._admin("POST", "reset", changes)
 
     def inject(self, *faults: RequestFault) -> None:
-        """Let things go wrong."""
+        """Add faults."""
         for fault in faults:
             self._admin("POST", "faults", asdict(fault))
 
     def faults_left(self) -> int:
-        """How many requests are still to be struck."""
+        """Return the number of requests still to be affected by faults."""
         left: int = self._admin("GET", "faults")
         return left
 
     def clear_faults(self) -> None:
-        """Let nothing go wrong any more."""
+        """Remove all faults."""
         self._admin("DELETE", "faults")
 
     def go_stale(self, seconds: float) -> None:
-        """Let look-ups and listings show for a time what there is now; 0 ends that."""
+        """Freeze look-ups and listings in their current state for a time; 0 ends it."""
         self._admin("POST", "stale", {"seconds": seconds})
 
     def create_bucket(self, bucket: str) -> None:
-        """Make a bucket; the request is counted for nobody that a test is about."""
+        """Create a bucket; the request counts for no test token."""
         headers = {"Authorization": f"Bearer {self.token}"}
         self._client.post(f"{self.url}/api/buckets/{bucket}", headers=headers).raise_for_status()
 
@@ -154,7 +154,7 @@ class HubServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop it."""
+        """Stop the server."""
         self.stop()
         self._client.close()
 

@@ -1,4 +1,4 @@
-"""What an emulated Hub is told: who may do what, and how often."""
+"""Settings of the emulated Hub: tokens and rate limits."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _FILE: Final = "settings.json"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How one Hub behaves. The limits are those of a free account.
+    """Settings of a Hub; the default limits are those of a free account.
 
     Attributes:
-        tokens: What each user access token may do: ``write`` or ``read``.
+        tokens: Right of each user access token: ``write`` or ``read``.
         s3_keys: Access key ids of the S3 gateway.
-        calls: Requests to the API that one token has in each window.
-        resolver_calls: Requests to ``resolve`` that one token has in each window.
-        window_s: Length of a window.
-        page: Entries on one page of a listing, and paths in one look-up.
-        xet_token_s: How long a token for the CAS is good.
+        calls: API requests of a token in each window.
+        resolver_calls: Requests to ``resolve`` of a token in each window.
+        window_s: Length of a window, in seconds.
+        page: Entries on a page of a listing, and paths in a look-up.
+        xet_token_s: Validity of a CAS token, in seconds.
     """
 
     tokens: dict[str, str] = field(
@@ -41,7 +41,7 @@ class Settings:
 
     @classmethod
     def load(cls, folder: Path) -> Settings:
-        """Those that were saved in a folder, else the defaults."""
+        """Load the settings saved in a folder, or the defaults."""
         try:
             saved = (folder / _FILE).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -49,11 +49,11 @@ class Settings:
         return cls(**json.loads(saved))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """The same with some of them changed."""
+        """Return a copy with changes."""
         return replace(self, **changes)
 
     def save(self, folder: Path) -> None:
-        """Keep them for the next start."""
+        """Save the settings for the next start."""
         temporary = folder / f"{_FILE}.tmp"
         temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
         temporary.replace(folder / _FILE)

@@ -1,4 +1,4 @@
-"""Everything that one emulated Hub keeps, in one folder."""
+"""State of an emulated Hub, in one folder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from deltachain.testing.hub.settings import Settings
 
 
 class World:
-    """What a Hub at ``url`` keeps in ``folder``.
+    """State of a Hub at ``url``, kept in ``folder``.
 
     Attributes:
-        url: Where clients find it.
-        settings: How it behaves.
-        signer: Its tokens.
-        cas: Its content.
-        buckets: Its buckets.
+        url: URL for clients.
+        settings: Current settings.
+        signer: Signer of tokens.
+        cas: Content of all buckets.
+        buckets: The buckets.
     """
 
     def __init__(self, folder: Path, url: str) -> None:
@@ -35,21 +35,21 @@ class World:
         self.buckets = Buckets(folder / "buckets.sqlite")
 
     def change(self, changes: dict[str, Any]) -> None:
-        """Behave otherwise from now on, and after the next start."""
+        """Change the settings, durably."""
         self.settings = self.settings.changed(changes)
         self.settings.save(self._folder)
 
     def read(self, content: str, nbytes: int) -> bytes:
-        """A file out of the CAS, through the stock client."""
+        """Read a file from the CAS with the stock client."""
         if nbytes == 0:
             return b""
-        import hf_xet  # noqa: PLC0415 - takes a while, and most tests do without
+        import hf_xet  # noqa: PLC0415 - slow, and unused by most tests
 
         group = self._client(hf_xet).new_download_stream_group(**self._access("xet-read"))
         return b"".join(group.download_stream(hf_xet.XetFileInfo(content, nbytes)))
 
     def write(self, data: bytes) -> tuple[str, int]:
-        """A file into the CAS, through the stock client; its hash and its size."""
+        """Write a file to the CAS with the stock client; return its hash and size."""
         import hf_xet  # noqa: PLC0415
 
         commit = self._client(hf_xet).new_upload_commit(**self._access("xet-write"))

@@ -1,4 +1,4 @@
-"""The routes of the CAS, as ``hf_xet`` calls them."""
+"""Routes of the CAS, as called by ``hf_xet``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from deltachain.testing.hub.formats import XetFormatError
 from deltachain.testing.hub.world import World
 
 _URL_S = 900
-"""How long the signed address of a xorb is good."""
+"""Validity of a signed xorb URL, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rights:
-    """Lets requests pass whose token for the CAS has a right."""
+    """Dependency that checks the right of a request's CAS token."""
 
     world: World
     right: Right
@@ -30,7 +30,7 @@ class _Rights:
 
 
 def make_routes(world: World) -> APIRouter:
-    """The routes below ``/cas``, over the content of one world."""
+    """Create the routes below ``/cas``."""
     routes = APIRouter(prefix="/cas")
     _add_uploads(routes, world)
     _add_downloads(routes, world)
@@ -119,6 +119,6 @@ def _reconstruction(
 
 
 def _span(header: str | None) -> tuple[int, int | None]:
-    """First and last byte that a Range header asks for."""
+    """Parse first and last byte of a Range header."""
     first, _, last = (header or "bytes=0-").removeprefix("bytes=").partition("-")
     return int(first), int(last) if last else None

@@ -171,7 +171,7 @@ class _Judge:
 
     def unlike(self, checkpoint: Path, tokens: list[list[int]]) -> list[int]:
         """Prompts whose tokens are not the greedy ones, near-ties of rounding aside."""
-        from tests.engines.truth import Judge  # noqa: PLC0415
+        from tests.engines.expected import Judge  # noqa: PLC0415
 
         judge = Judge(checkpoint)
         pairs = zip(_prompts(), tokens, strict=True)

@@ -93,7 +93,7 @@ def test_an_object_that_is_gone_is_named(pushed: Pushed) -> None:
     done = invoke("verify", pushed.url)
     assert done.code == 3
     assert str(file.relative_to(pushed.url)) in done.stderr
-    assert "put it back" in done.stderr
+    assert "restore it" in done.stderr
     assert done.stdout == ""
 
 
@@ -142,7 +142,7 @@ def test_a_manifest_that_is_gone_is_missed_even_when_the_hint_is(pushed: Pushed)
 def test_what_lies_behind_a_lost_manifest_is_proven_as_the_hint_says(pushed: Pushed) -> None:
     (pushed.url / keys.manifest_key(1)).unlink()
     done = invoke("verify", pushed.url)
-    assert f"put {keys.manifest_key(1)} back from a backup" in " ".join(done.stderr.split())
+    assert f"restore {keys.manifest_key(1)} from a backup" in " ".join(done.stderr.split())
     (first,) = re.findall(r"--from (\d+)", done.stderr)
     report = ok("verify", pushed.url, "--from", first, "--json").document
     assert report["last"] == 3
@@ -303,7 +303,7 @@ def test_an_anchor_that_is_not_whole_is_found(pushed: Pushed) -> None:
     add_edge(pushed.url, 2, put_part(pushed.url, "anchor", 2, rows))
     done = invoke("verify", pushed.url)
     assert done.code == 4
-    assert "does not contain" in done.stderr
+    assert "does not give" in done.stderr
 
 
 def test_a_row_that_lies_about_its_change_is_found(pushed: Pushed) -> None:

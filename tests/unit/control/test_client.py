@@ -173,7 +173,7 @@ def test_an_answer_of_something_else_is_not_believed(content: bytes) -> None:
     with (
         served(app) as url,
         ReplicaClient(url) as replica,
-        pytest.raises(ControlPlaneError, match=r"something else|more than"),
+        pytest.raises(ControlPlaneError, match=r"unexpected response body|response above"),
     ):
         replica.status()
 
@@ -185,7 +185,7 @@ def test_an_answer_is_not_unpacked() -> None:
     app.add_api_route("/v1/deltachain/status", lambda: Response(packed, headers=headers))
     with served(app) as url, ReplicaClient(url) as replica:
         tracemalloc.start()
-        with pytest.raises(ControlPlaneError, match="something else"):
+        with pytest.raises(ControlPlaneError, match="unexpected response body"):
             replica.status()
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

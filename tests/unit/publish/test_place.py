@@ -17,7 +17,7 @@ from deltachain.publish import Publisher, place
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
-from tests.unit.links import SingleWriterStore, create, extend, manifest_after
+from tests.unit.manifest_chains import SingleWriterStore, create, extend, manifest_after
 
 Attach = Callable[..., Publisher]
 

@@ -20,7 +20,7 @@ from deltachain.testing.models import (
     same,
     tensors_of,
 )
-from tests.unit.links import SingleWriterStore, WideStore
+from tests.unit.manifest_chains import SingleWriterStore, WideStore
 from tests.unit.subscribe.accidents import Told, nothing
 from tests.unit.subscribe.clock import Clock
 

@@ -1,7 +1,7 @@
-"""Shows hostile objects to real followers, in a process that has little memory.
+"""Lets real followers read hostile objects, in a process with little memory.
 
-``python -m tests.hostile.present`` writes a line of JSON for each case and each kind of target, and
-ends with 0 when it got through all of them. What the lines should say is for its caller to judge.
+``python -m tests.hostile.follow_cases`` prints a JSON object for each case and kind of target, and
+exits with 0 after the last. The caller checks the objects.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def replica_of(kind: str, spec: TensorSpec, folder: Path) -> Replica:
     return Replica(target, raw.tobytes, lambda: version_of(target.held()))
 
 
-def present(case: Case | None, scene: Scene, kind: str, folder: Path) -> Outcome:
-    """Let a follower that holds version 0 meet a case, or the scene as it is."""
+def follow_case(case: Case | None, scene: Scene, kind: str, folder: Path) -> Outcome:
+    """Apply a case (None: no change) to a chain, and let a follower at version 0 update."""
     replica = replica_of(kind, scene.spec, folder)
     follower = Subscriber(scene.store.url, replica.target, store=scene.store)
     follower.update(0)
@@ -210,7 +210,7 @@ def main() -> None:
                 folder = Path(scratch, str(number))
                 folder.mkdir()
                 number += 1
-                outcome = present(case, Scene(scene), kind, folder)
+                outcome = follow_case(case, Scene(scene), kind, folder)
                 sys.stdout.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
                 sys.stdout.flush()
 
