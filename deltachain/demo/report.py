@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deltachain.demo.chain_report import ChainReport
+from deltachain.demo.figures import ChainFigures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class BitCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DemoReport(ChainReport):
+class DemoReport(ChainFigures):
     """Measurements of the demo.
 
     Attributes:

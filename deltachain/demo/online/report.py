@@ -8,11 +8,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deltachain.demo.chain_report import ChainReport
+from deltachain.demo.figures import ChainFigures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OnlineReport(ChainReport):
+class OnlineReport(ChainFigures):
     """Measurements of the asynchronous demo.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChainReport:
+class ChainFigures:
     """Measurements of the chain that a demo published.
 
     Attributes:
