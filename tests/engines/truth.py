@@ -7,7 +7,6 @@ are judged by transformers, in fp32 on the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -24,9 +23,6 @@ ROUNDINGS: Final = 2.0
 
 CANDIDATES: Final = 5
 """Tokens of the highest logits, whose errors those are."""
-
-SAMPLE: Final = (16, 64)
-"""Sequences and tokens of each in which errors are measured as well."""
 
 _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -93,28 +89,17 @@ class Judge:
 
     def gaps(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, float]:
         """Logits between the best token and the given one at each position, and the tolerance."""
-        exact, error = self._compute(torch.tensor([[*prompt, *tokens]]))
-        exact = exact[0, len(prompt) - 1 : -1]
-        gap = exact.amax(-1) - exact.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        return gap, max(MARGIN, ROUNDINGS * max(error, self._usual_error))
-
-    @cached_property
-    def _usual_error(self) -> float:
-        """Rounding of other sequences: a single answer may happen to show little of it."""
-        dice = torch.Generator().manual_seed(5)
-        return self._compute(torch.randint(self._model.config.vocab_size, SAMPLE, generator=dice))[
-            1
-        ]
-
-    def _compute(self, inputs: Tensor) -> tuple[Tensor, float]:
-        """Logits in fp32, and how far bf16 moves the best ones of them towards each other."""
         with torch.no_grad():
+            inputs = torch.tensor([[*prompt, *tokens]])
             exact, rounded = (
-                model(input_ids=inputs).logits.float() for model in (self._model, self._rounding)
+                model(input_ids=inputs).logits[0, len(prompt) - 1 : -1].float()
+                for model in (self._model, self._rounding)
             )
         best = exact.topk(CANDIDATES, -1).indices
-        gaps = [one.gather(-1, best[..., :1]) - one.gather(-1, best) for one in (exact, rounded)]
-        return exact, float((gaps[0] - gaps[1]).abs().max())
+        gaps = [one.gather(-1, best[:, :1]) - one.gather(-1, best) for one in (exact, rounded)]
+        margin = max(MARGIN, ROUNDINGS * float((gaps[0] - gaps[1]).abs().max()))
+        gap = exact.amax(-1) - exact.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        return gap, margin
 
     def next(self, tokens: Sequence[int], cache: Any) -> tuple[Tensor, Any]:
         """Logits after some tokens, and keys and values; those before them may be another's."""
