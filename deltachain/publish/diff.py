@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from deltachain.format.digest import digest_key
-from deltachain.kernels import host
+from deltachain.kernels.move import digest_change
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.source import Weight
 from deltachain.types import StateDigest, TensorSpec
@@ -62,12 +61,5 @@ def route(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
             continue
         for spec, select, indices in weight.route.split(found.indices):
             changes = Changes(indices, found.old[select], found.new[select])
-            routed.append(RoutedChanges(weight, spec, changes, digest_changes(spec, changes)))
+            routed.append(RoutedChanges(weight, spec, changes, digest_change(spec, *changes)))
     return Diff(live, tuple(routed), sum((one.digest for one in routed), StateDigest()))
-
-
-def digest_changes(spec: TensorSpec, changes: Changes) -> StateDigest:
-    """What the changes of one tensor add to the state digest."""
-    key = digest_key(spec)
-    new = host.digest_at(key, changes.indices, changes.new)
-    return new - host.digest_at(key, changes.indices, changes.old)

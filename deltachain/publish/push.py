@@ -32,7 +32,7 @@ from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import TensorSpec
+from deltachain.types import TensorSpec, mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +172,8 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
 
 def _check_spec(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> None:
     have = checkpoint.specs.get(name)
-    if have is None or (have.dtype, have.shape) != (spec.dtype, spec.shape):
-        found = f"{have.dtype}{have.shape}" if have else "missing"
-        raise ChainMismatchError(
-            f"{name!r} is {found} in {checkpoint.path}, {spec.dtype}{spec.shape} in the chain"
-        )
+    if message := mismatch(name, have, checkpoint.path, spec, "the chain"):
+        raise ChainMismatchError(message)
 
 
 def _check_tied(checkpoint: Checkpoint, name: str, alias: str) -> None:

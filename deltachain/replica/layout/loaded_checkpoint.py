@@ -17,7 +17,7 @@ from deltachain.kernels.protocol import LiveBits
 from deltachain.replica.layout.other_bits import other_bits
 from deltachain.subscribe.targets.patch import varied
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import TensorSpec
+from deltachain.types import TensorSpec, check_spec
 
 
 class LoadedCheckpoint:
@@ -51,14 +51,8 @@ class LoadedCheckpoint:
         self.loaded: dict[str, TensorSpec] = {}
         for name, spec in specs.items():
             for here in self.names[name]:
-                have = checkpoint.specs[here]
-                if (have.dtype, have.shape) != (spec.dtype, spec.shape):
-                    raise TensorMismatchError(
-                        f"{here!r} is {have.dtype}{have.shape} in {checkpoint.path}, "
-                        f"{spec.dtype}{spec.shape} in the chain",
-                        tensor=name,
-                    )
-                self.loaded[here] = have
+                check_spec(here, checkpoint.specs[here], checkpoint.path, spec)
+                self.loaded[here] = checkpoint.specs[here]
         self.present = [name for name in specs if self.names[name]]
         if not self.loaded:
             name = next(iter(specs), "")
