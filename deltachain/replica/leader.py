@@ -7,7 +7,6 @@ is answered from memory, so that asking for its status costs neither the store n
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from threading import Event, Thread
@@ -28,7 +27,8 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.replica.engine import Engine
-from deltachain.replica.settings import ReplicaSettings, spool_folder
+from deltachain.replica.messages import status_row
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
 from deltachain.replica.target import ReplicaTarget
 from deltachain.replica.totals import Tally
@@ -75,8 +75,7 @@ class Leader:
     ) -> None:
         self.settings = settings
         self.engine = engine
-        url = settings.subscribe.url
-        self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
+        self.target = ReplicaTarget(engine, settings.subscribe.url, settings.spool)
         self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
         self.tally = Tally()
         self.released: frozenset[str] = frozenset()
@@ -262,7 +261,7 @@ class Leader:
             poisoned=subscriber.poisoned,
             classes=target.classes(),
             on_host=target.on_host(),
-            ranks=[dict(verdict) for verdict in target.ranks],
+            ranks=[status_row(reply) for reply in target.ranks],
             last=None if last is None else _plain(last),
             trouble=str(self.trouble) if self.trouble else "",
             manifest=held.manifest if held else None,

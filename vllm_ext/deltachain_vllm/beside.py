@@ -12,7 +12,10 @@ from typing import Any, Final
 import httpx
 
 from deltachain.errors import ApplyError
-from deltachain_vllm.compat import mode_in_doubt, pause_mode
+from deltachain.replica.messages import RankReply, RankRequest, decode_reply, encode
+from deltachain.replica.pause import pause_mode
+from deltachain_vllm import HANDLE
+from deltachain_vllm.compat import PAUSES, mode_in_doubt
 
 WAIT_S: Final = 3600.0
 """Longest wait for an answer: attaching reads a whole model, and a pause may wait for requests."""
@@ -28,16 +31,15 @@ class BesideEngine:
     """
 
     def __init__(self, url: str, *, pause: str = "keep", keep_cache: bool = False) -> None:
-        self._mode = pause_mode(pause)
+        self._mode = pause_mode(pause, PAUSES)
         self._clear, self._doubted = not keep_cache, False
         self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every worker."""
-        answer = self._ask(
-            "POST", "/collective_rpc", {"method": f"deltachain_{verb}", "kwargs": arguments}
-        )
-        return list(answer["results"])
+    def call(self, request: RankRequest) -> Sequence[RankReply]:
+        """Call every worker."""
+        body = {"method": HANDLE, "args": [encode(request)]}
+        answer = self._ask("POST", "/collective_rpc", body)
+        return [decode_reply(text) for text in answer["results"]]
 
     def is_paused(self) -> bool:
         """Whether the scheduler is."""

@@ -1,10 +1,9 @@
-"""How a server becomes a replica: the leader of its engine, and the gate before it."""
+"""Start the leader of a server's engine, and the access control in front of it."""
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from deltachain.replica.settings import ReplicaSettings
 logger = logging.getLogger(__name__)
 
 
-class Led(NamedTuple):
+class LedEngine(NamedTuple):
     """An engine that a leader can lead.
 
     Attributes:
@@ -33,26 +32,32 @@ class Led(NamedTuple):
 
 
 async def lead(
-    find: Callable[[ReplicaSettings], Led], *, is_open: bool, is_guarded: bool, key: str = ""
+    find: Callable[[ReplicaSettings], LedEngine],
+    environment: Mapping[str, str],
+    *,
+    is_open: bool,
+    is_guarded: bool,
+    key: str = "",
 ) -> Control:
     """Lead the engine of this server along the chain that the environment names, if any.
 
-    Returns once it has caught up, or has to wait: for a store that is away, or a chain that nobody
-    has made yet. Where the engine is refused and the environment asks for it, the server starts all
+    Returns once it has caught up, or has to wait: for a store that is away, or a chain that does
+    not exist yet. If the engine is refused and ``DELTACHAIN_STRICT`` is off, the server starts all
     the same, and the routes say why it follows nothing.
 
     Args:
-        find: Makes the engine known; may refuse with any :class:`DeltaChainError`.
+        find: Returns the engine; may refuse with any :class:`DeltaChainError`.
+        environment: Variables of this process.
         is_open: Whether the server listens on the loopback interface alone.
         is_guarded: Whether the engine asks for a key of its own before our routes.
-        key: What they ask for where no token is set.
+        key: The bearer token where ``DELTACHAIN_TOKEN`` is not set.
 
     Raises:
         SystemExit: The engine is refused, or damaged; the log says why.
     """
     leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
     try:
-        settings = ReplicaSettings.of(os.environ)
+        settings = ReplicaSettings.of(environment)
         if settings is not None:
             token = settings.token or key
             engine, checkpoint = find(settings)
@@ -62,7 +67,7 @@ async def lead(
             await aside(Leader.start, leader)
     except DeltaChainError as exc:
         is_damaged = isinstance(exc, EngineDamagedError)
-        if is_damaged or (is_strict(os.environ) and isinstance(exc, REFUSALS)):
+        if is_damaged or (is_strict(environment) and isinstance(exc, REFUSALS)):
             raise refused(exc) from exc
         leader, refusal = None, str(exc)
         logger.warning("deltachain follows nothing: %s", exc)
