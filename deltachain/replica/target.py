@@ -1,7 +1,7 @@
 """A replica as a target: the ranks of an engine behind one subscriber.
 
 The leader's side. It decodes a plan once for the host, has every rank stage what it owns, adds up
-what they answer, and proves the result before any of them writes. One rank's refusal is every
+their effects, and proves the result before any of them writes. One rank's refusal is every
 rank's refusal; one rank's failure in the middle is taken back on all of them.
 """
 
@@ -164,32 +164,32 @@ class ReplicaTarget:
         return self.agreement.classes if self.agreement else {}
 
     def on_host(self) -> dict[str, str]:
-        """Some tensors that are not written in place, and why."""
+        """The first tensors that are not written in place, with the reason."""
         reasons = self.agreement.reasons if self.agreement else {}
         return dict(itertools.islice(reasons.items(), SHOWN))
 
     def name(self, version: Version) -> None:
-        """Let tokens be known by a version, if they are not yet."""
+        """Label tokens with a version, if they are not yet."""
         if version != self._named:
             self.engine.name_version(version)
             self._named = version
 
     def pause(self) -> None:
-        """Generate nothing until ``resume``, whatever is swapped meanwhile.
+        """Pause until ``resume``, whatever is swapped meanwhile.
 
         Raises:
-            LeaderReplacedError: That is no longer ours to say.
+            LeaderReplacedError: Another leader has the ranks now.
         """
         self._check_leads()
         self._holds.pause()
 
     def resume(self) -> None:
-        """Generate again; see :meth:`pause`."""
+        """Resume generation; see :meth:`pause`."""
         self._check_leads()
         self._holds.resume()
 
     def stop_serving(self) -> None:
-        """Generate nothing until a swap has succeeded."""
+        """Pause until a swap has succeeded."""
         self._holds.doubt()
 
     def _check_leads(self) -> None:
@@ -197,11 +197,11 @@ class ReplicaTarget:
             self._client.ask(StatusRequest(), StatusReply)
 
     def held(self) -> HeldVersion | None:
-        """What the last swap wrote."""
+        """The version that the last swap wrote."""
         return self._held
 
     def state(self) -> StateDigest | None:
-        """Recomputed from live bits on every rank; see :class:`Target`."""
+        """Recompute the state digest from the live bits of every rank; see :class:`Target`."""
         self._check_leads()  # what another leader holds is not ours to judge
         if any(kind in ON_HOST for kind in self._agreed().values()):
             checks = self._client.call(CheckLoadsRequest(), CheckLoadsReply)
@@ -302,7 +302,7 @@ class ReplicaTarget:
         return seconds
 
     def close(self) -> None:
-        """Nothing to give back; see :class:`Target`."""
+        """Do nothing: the engine keeps its weights; see :class:`Target`."""
 
     def _swap(self, prepared: PreparedSwap, version: Version) -> float:
         """Write on every rank; where one could not, take it back on those that could."""
@@ -332,7 +332,7 @@ class ReplicaTarget:
 
 
 def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
-    """How the tensors of a chain reach live weights, in words."""
+    """A log line: how the tensors of a chain reach live weights."""
     ways = [
         f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
         for kind, row in classes.items()

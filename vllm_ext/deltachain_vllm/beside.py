@@ -42,7 +42,7 @@ class BesideEngine:
         return [decode_reply(text) for text in answer["results"]]
 
     def is_paused(self) -> bool:
-        """Whether the scheduler is."""
+        """Whether the scheduler is paused."""
         return bool(self._ask("GET", "/is_paused")["is_paused"])
 
     def pause(self, *, in_doubt: bool = False) -> None:
@@ -57,7 +57,7 @@ class BesideEngine:
         self._ask("POST", "/resume")
 
     def name_version(self, version: int) -> None:
-        """Name the version that tokens are made with; no prefix of older ones is left."""
+        """Label tokens with this version; drop cached prefixes of older ones, unless kept."""
         if self._clear or self._doubted:
             answer = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
             if answer.get("success") is False:

@@ -94,7 +94,7 @@ class VllmEngine:
         self._wait(self._client.resume_generation())
 
     def name_version(self, version: int) -> None:
-        """Name the version that tokens are made with; no prefix of older ones is left."""
+        """Label tokens with this version; drop cached prefixes of older ones, unless kept."""
         self._wait(self._name(version))
 
     def fall_asleep(self) -> None:
