@@ -181,7 +181,7 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
         raise MalformedError(f"{key}: directory of {claimed[:20]!r} bytes", key=key)
     document = inflate(data, nbytes, key=key) if compressed else bytes(data)
     try:
-        directory = msgspec.json.decode(document, type=d.Directory)
+        directory = d.DECODER.decode(document)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise MalformedError(f"{key}: directory: {exc}", key=key) from exc
     again = msgspec.json.encode(directory)

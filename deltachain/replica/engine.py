@@ -1,16 +1,18 @@
-"""What deltachain asks of an inference engine: of one rank's model, and of the whole replica."""
+"""The interfaces of an inference engine: one rank's model, and the whole replica."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from deltachain.replica.messages import AnyRequest, RankReply
+
 
 class EngineModel(Protocol):
-    """One rank's model. Nobody runs it while any of these is called, ``tensors`` excepted."""
+    """One rank's model. The engine does not run it during any of these calls but ``tensors``."""
 
     @property
     def checkpoint(self) -> Path:
@@ -75,26 +77,26 @@ class EngineModel(Protocol):
 class Engine(Protocol):
     """A replica: its ranks, and its scheduler."""
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every rank, and wait for every answer; in the order of the ranks.
+    def call(self, request: AnyRequest) -> Sequence[RankReply]:
+        """Send a request to every rank, and wait for all replies; in the order of the ranks.
 
         Raises:
-            ApplyError: Some rank did not answer.
+            ApplyError: A rank did not reply, or its reply cannot be read.
         """
 
     def is_paused(self) -> bool:
-        """Whether somebody has stopped it from generating."""
+        """Whether generation is paused, by this or any other client."""
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Stop generating, so that weights can be written; again changes nothing.
+        """Pause generation, so that weights can be written. Idempotent.
 
         Args:
-            in_doubt: Its weights are not to be trusted: running requests stop where they are in any
-                mode, and what they cached goes with the next swap and name, even if it is kept.
+            in_doubt: The weights cannot be trusted: running requests stop at once in any mode, and
+                their cache is dropped at the next swap and name, even if caches are kept.
         """
 
     def resume(self) -> None:
-        """Generate again."""
+        """Resume generation."""
 
     def name_version(self, version: int) -> None:
-        """Let tokens be known by this version from now on, and forget what older ones cached."""
+        """Label tokens with this version from now on, and drop what older versions cached."""

@@ -7,7 +7,6 @@ is answered from memory, so that asking for its status costs neither the store n
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from threading import Event, Thread
@@ -28,7 +27,8 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.replica.engine import Engine
-from deltachain.replica.settings import ReplicaSettings, spool_folder
+from deltachain.replica.messages import status_row
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
 from deltachain.replica.target import ReplicaTarget
 from deltachain.replica.totals import Tally
@@ -43,7 +43,7 @@ from deltachain.threads import started
 from deltachain.types import Version
 
 REFUSALS: Final = (ConfigError, TensorMismatchError)
-"""What no waiting mends: the engine, or how it was started, is not for this chain."""
+"""Errors that a retry cannot resolve: the engine or its settings do not fit this chain."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Leader:
 
     Attributes:
         tally: What was applied so far, for metrics.
-        released: Kinds of memory that the engine has given back; set by who hears of it first.
+        released: Kinds of memory that the engine has released; set by the hook that sees it.
     """
 
     def __init__(
@@ -75,8 +75,7 @@ class Leader:
     ) -> None:
         self.settings = settings
         self.engine = engine
-        url = settings.subscribe.url
-        self.target = ReplicaTarget(engine, url, spool_folder(os.environ))
+        self.target = ReplicaTarget(engine, settings.subscribe.url, settings.spool)
         self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
         self.tally = Tally()
         self.released: frozenset[str] = frozenset()
@@ -113,12 +112,12 @@ class Leader:
             self._follow_in_a_thread()
 
     def end(self) -> None:
-        """Let following end soon; may be called from a signal handler."""
+        """Ask the follower to stop soon; may be called from a signal handler."""
         self._stop.set()
         self.subscriber.notify()
 
     def stop(self) -> None:
-        """End following, and give the store back. Stopping twice is allowed."""
+        """Stop following, and close the store. Idempotent."""
         self.end()
         if self._thread is not None:
             self._thread.join()
@@ -186,7 +185,7 @@ class Leader:
         return None
 
     def rollback(self, version: Version | None = None) -> HeldVersion:
-        """Go back and stay there; see :meth:`Subscriber.rollback`."""
+        """Go back to a version and pin it; see :meth:`Subscriber.rollback`."""
         try:
             held = self.subscriber.rollback(version)
         except DeltaChainError as exc:
@@ -212,12 +211,12 @@ class Leader:
         self.subscriber.notify()
 
     def pause(self) -> None:
-        """Generate nothing until ``resume``, whatever is applied meanwhile."""
+        """Pause until ``resume``, whatever is applied meanwhile."""
         with self.subscriber.alone():
             self.target.pause()
 
     def resume(self) -> None:
-        """Generate again.
+        """Resume generation.
 
         Raises:
             PoisonedError: The replica cannot prove what it holds.
@@ -240,7 +239,7 @@ class Leader:
         return fine
 
     def status(self) -> ReplicaStatus:
-        """What the replica knows of itself."""
+        """The status of the replica, from memory."""
         subscriber, target = self.subscriber, self.target
         held, chain = subscriber.held, subscriber.opened
         head = chain.latest if chain else None
@@ -262,7 +261,7 @@ class Leader:
             poisoned=subscriber.poisoned,
             classes=target.classes(),
             on_host=target.on_host(),
-            ranks=[dict(verdict) for verdict in target.ranks],
+            ranks=[status_row(reply) for reply in target.ranks],
             last=None if last is None else _plain(last),
             trouble=str(self.trouble) if self.trouble else "",
             manifest=held.manifest if held else None,
@@ -384,7 +383,7 @@ class Leader:
                 self._takes_over = False
 
     def _name(self) -> None:
-        """Let tokens be known by the version that is held, whether it is the newest or not."""
+        """Label tokens with the version that is held, even if it is not the newest."""
         version = self.subscriber.version
         if version is not None:
             self.target.name(version)

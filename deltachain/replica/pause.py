@@ -1,15 +1,29 @@
-"""Whether a replica generates, and who said that it should not."""
+"""Who keeps a replica from generating, and in which mode an engine pauses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from deltachain.errors import ConfigError
 from deltachain.replica.engine import Engine
 
 
-class Serving:
-    """Who keeps an engine from generating: a caller, doubt about its weights, a swap, or others.
+def pause_mode(named: str, modes: Sequence[str]) -> str:
+    """Validate a pause mode; empty means the first, which is the default.
 
-    It generates again when none of them does. What others paused by the engine's own means stays
-    paused through a swap, until they or a caller of ours resume it.
+    Raises:
+        ConfigError: The engine has no such mode.
+    """
+    if named and named not in modes:
+        raise ConfigError(f"pause mode {named!r} is none of {', '.join(modes)}")
+    return named or modes[0]
+
+
+class PauseHolds:
+    """The reasons to keep an engine paused: a caller, doubt about its weights, a swap, or others.
+
+    It resumes when no reason is left. What others paused by the engine's own means stays paused
+    through a swap, until they or a caller of ours resume it.
 
     Args:
         engine: The replica.
@@ -24,33 +38,33 @@ class Serving:
         self._in_doubt = self._ours = self._others = False
 
     def pause(self) -> None:
-        """Generate nothing until ``resume``, whatever is swapped meanwhile."""
+        """Pause until ``resume``, whatever is swapped meanwhile."""
         self.hold()
         self.paused = True
 
     def resume(self) -> None:
-        """Generate again, whoever paused it."""
+        """Resume, whatever paused it."""
         self._engine.resume()
         self.paused = self._ours = False
 
     def doubt(self) -> None:
-        """Generate nothing until a swap has succeeded."""
+        """Pause until a swap has succeeded."""
         self._in_doubt = True
         self.hold(in_doubt=True)
 
     def trust(self) -> None:
-        """A swap has succeeded."""
+        """End the doubt: a swap has succeeded."""
         self._in_doubt = False
 
     def hold(self, *, in_doubt: bool = False) -> None:
-        """Stop generating, for a swap; see :meth:`Engine.pause`."""
+        """Pause for a swap; see :meth:`Engine.pause`."""
         if not self._ours:
             self._others = self._engine.is_paused()
         self._engine.pause(in_doubt=in_doubt)
         self._ours = True
 
     def go_on(self) -> None:
-        """Generate again after a swap, unless there is another reason not to."""
+        """Resume after a swap, unless there is another reason not to."""
         if self.paused or self._in_doubt:
             return
         self._ours = False

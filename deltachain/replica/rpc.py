@@ -1,21 +1,20 @@
-"""What the leader asks of a rank, as calls that never raise.
+"""The RPC service of a rank: one handler a request, none of which raises.
 
-An engine that sees one of its workers raise may misread every later answer of the others. So every
-verb returns a *verdict*: what was asked for, or the error in its own words. Verbs return at once;
-what takes time runs in a thread, and ``poll`` says whether it is done.
+An engine that sees one of its workers raise may misread every later reply of the others. So every
+request is answered with a reply, errors as a :class:`Refusal`. Handlers return at once; what takes
+time runs in a thread, and ``poll`` returns its result.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
-import msgspec
 from torch import nn
 
 from deltachain import errors
@@ -28,82 +27,85 @@ from deltachain.errors import (
     LeaderReplacedError,
 )
 from deltachain.replica.engine import EngineModel
+from deltachain.replica.messages import (
+    AgreeReply,
+    AgreeRequest,
+    AttachReply,
+    AttachRequest,
+    CheckLoadsReply,
+    CheckLoadsRequest,
+    FindUnusedReply,
+    FindUnusedRequest,
+    LastSwapRequest,
+    PendingReply,
+    PollRequest,
+    RankReply,
+    RankRequest,
+    Refusal,
+    StagedReply,
+    StageRequest,
+    StartedReply,
+    StateReply,
+    StateRequest,
+    StatusReply,
+    StatusRequest,
+    SwapReply,
+    SwapRequest,
+    UnusedStateReply,
+    UnusedStateRequest,
+    addressed,
+    call_id,
+    decode_request,
+    encode,
+)
 from deltachain.replica.rank import Rank
-from deltachain.replica.settings import spool_folder
+from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import check_probe
-from deltachain.subscribe.proof import Effect
 from deltachain.threads import Pool
-from deltachain.types import StateDigest, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-RankReply: TypeAlias = dict[str, Any]
-"""JSON: ``ok``, ``rank``, and what was asked for or ``error`` and ``message``."""
+Handler: TypeAlias = Callable[[Any], RankReply]
+"""Takes the type of request that it is registered for."""
 
 REMEMBERED: Final = 16
 """Tickets for which a rank remembers its answer."""
 
-VERBS: Final = (
-    "attach",
-    "unused",
-    "agree",
-    "unused_state",
-    "check",
-    "state",
-    "stage",
-    "poll",
-    "swap",
-    "verdict",
-    "status",
-)
 
-
-_KNOWN: WeakKeyDictionary[nn.Module, RankVerbs] = WeakKeyDictionary()
-
-
-def verbs_of(model: nn.Module, known: Callable[[], EngineModel], rank: int) -> RankVerbs:
-    """The verbs of the rank that has this model: the same whoever asks, for as long as it lives.
+class RankService:
+    """Serves the requests of a leader on one rank.
 
     Args:
-        model: The engine's.
-        known: Makes it known, when it is first asked for.
-        rank: Its number.
-    """
-    if model not in _KNOWN:
-        spool = spool_folder(os.environ)
-        _KNOWN[model] = RankVerbs(known, rank, spool, os.environ.get("DELTACHAIN_URL", ""))
-    return _KNOWN[model]
-
-
-def settle(model: nn.Module) -> None:
-    """Wait until no rank of this model, if it is one, reads it beside its engine's own thread."""
-    if model in _KNOWN:
-        _KNOWN[model].settle()
-
-
-class RankVerbs:
-    """The verbs of one rank.
-
-    Args:
-        model: Makes the engine's model known, when it is first asked for.
+        model: Wraps the engine's model; called at the first attach.
         number: Of this rank.
-        spool: The one folder that plans are read from.
-        url: The one chain that this replica follows; empty for whichever it is asked for.
+        settings: Of this rank.
     """
 
     def __init__(
-        self, model: Callable[[], EngineModel], number: int, spool: Path, url: str
+        self, model: Callable[[], EngineModel], number: int, settings: RankSettings
     ) -> None:
         self.number = number
         self._model = model
-        self._spool = spool
-        self._url = url
+        self._settings = settings
         self._rank: Rank | None = None
         self._version: int | None = None
-        self._last: RankReply = {}
+        self._last_swap: RankReply | None = None
         self._leader = ""
         self._jobs: dict[int, Future[RankReply]] = {}
         self._thread = Pool(1, "deltachain-stage")
+        self._handlers: dict[type[RankRequest], Handler] = {
+            AttachRequest: self._attach,
+            FindUnusedRequest: self._find_unused,
+            AgreeRequest: self._agree,
+            UnusedStateRequest: self._unused_state,
+            CheckLoadsRequest: self._check_loads,
+            StateRequest: self._start_state,
+            StageRequest: self._start_stage,
+            PollRequest: self._poll,
+            SwapRequest: self._swap,
+            LastSwapRequest: self._take_last_swap,
+            StatusRequest: self._status,
+        }
 
     @property
     def rank(self) -> Rank:
@@ -112,176 +114,199 @@ class RankVerbs:
             raise ApplyError(f"rank {self.number} is not attached")
         return self._rank
 
-    def do(self, verb: str, arguments: Mapping[str, Any]) -> RankReply:
-        """Answer one verb; never raises. The number of the call comes back with its answer."""
-        asked = {name: value for name, value in arguments.items() if name != "turn"}
-        leader = str(arguments.get("turn", "")).partition(":")[0]
-        attaches = verb == "attach"
-        if attaches and self._url in ("", asked.get("url")):
-            self._leader = leader  # one of another chain is refused, and replaces nobody
-        if attaches or leader == self._leader:
-            answer = self._answer(verb, asked)
+    def answer(self, text: str | bytes) -> str:
+        """Handle an encoded request; never raises."""
+        return encode(self.respond(text))
+
+    def respond(self, text: str | bytes) -> RankReply:
+        """As ``answer``, with a typed reply; never raises."""
+        try:
+            request = decode_request(text)
+        except ConfigError as exc:
+            return addressed(self._refusal(exc), self.number, call_id(text))
+        return self.handle(request)
+
+    def handle(self, request: RankRequest) -> RankReply:
+        """Handle a request; never raises. Only the leader that attached last is obeyed."""
+        attaches = isinstance(request, AttachRequest)
+        if isinstance(request, AttachRequest) and self._settings.url in ("", request.url):
+            self._leader = request.leader  # a leader of another chain is refused below
+        if attaches or request.leader == self._leader:
+            reply = self._dispatch(request)
         else:
-            answer = self._refusal(
+            reply = self._refusal(
                 LeaderReplacedError("another leader has attached this rank since")
             )
-        if "turn" in arguments:
-            answer.setdefault("turn", arguments["turn"])  # a verdict has that of its swap
-        if verb == "swap":
-            self._last = answer
-        return answer
+        if reply.rank != self.number:  # the reply to an earlier swap is addressed already
+            reply = addressed(reply, self.number, request)
+        if isinstance(request, SwapRequest):
+            self._last_swap = reply
+        return reply
 
-    def _answer(self, verb: str, arguments: Mapping[str, Any]) -> RankReply:
-        if verb not in VERBS:
-            return self._refusal(ConfigError(f"no verb {verb!r}"))
+    def _dispatch(self, request: RankRequest) -> RankReply:
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            return self._refusal(ConfigError(f"no handler for a {type(request).__name__}"))
         try:
-            return {"ok": True, "rank": self.number, **getattr(self, f"_{verb}")(**arguments)}
+            return handler(request)
         except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
             return self._refusal(exc)
 
-    def _refusal(self, exc: Exception) -> RankReply:
-        if not isinstance(exc, DeltaChainError):
-            logger.error("rank %d", self.number, exc_info=exc)
-        known = isinstance(exc, DeltaChainError)
-        answer = {
-            "ok": False,
-            "rank": self.number,
-            "error": type(exc).__name__ if known else "ApplyError",
-            "message": exc.args[0] if known else f"{type(exc).__name__}: {exc}",
-        }
-        hint = getattr(exc, "hint", "")
-        return answer | {"hint": hint} if hint else answer
+    def _refusal(self, exc: Exception) -> Refusal:
+        if isinstance(exc, DeltaChainError):
+            error, message = type(exc).__name__, str(exc.args[0])
+        else:
+            logger.error("rank %d failed to handle a request", self.number, exc_info=exc)
+            error, message = "ApplyError", f"{type(exc).__name__}: {exc}"
+        return Refusal(error=error, message=_encodable(message), hint=getattr(exc, "hint", ""))
 
     def settle(self) -> None:
         """Wait until what was asked of this rank's own thread is done."""
         self._thread.submit(lambda: None).result()
 
-    def _attach(
-        self,
-        url: str,
-        specs: list[list[Any]],
-        aliases: dict[str, str],
-        probe: list[str] | None = None,
-    ) -> dict[str, Any]:
-        if self._url and url != self._url:
-            raise ConfigError(f"this replica was started to follow {self._url}, not {url}")
-        if probe is not None:
-            check_probe(self._spool_of(probe[0]), probe[1])
-        tensors = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in specs]
-        if self._rank is None or not self._rank.is_for(tensors, aliases):
-            self._rank = Rank(self._model(), tensors, aliases)
-        report = self._rank.report()
-        return {"tensors": {name: msgspec.to_builtins(one) for name, one in report.items()}}
+    def _attach(self, request: AttachRequest) -> AttachReply:
+        if self._settings.url and request.url != self._settings.url:
+            raise ConfigError(
+                f"this replica was started to follow {self._settings.url}, not {request.url}"
+            )
+        if request.probe is not None:
+            name, word = request.probe
+            check_probe(self._spool_of(name), word)
+        if self._rank is None or not self._rank.is_for(request.specs, request.aliases):
+            self._rank = Rank(self._model(), request.specs, request.aliases)
+        return AttachReply(tensors=self._rank.report())
 
-    def _agree(self, classes: dict[str, Any], holders: list[dict[str, list[str]]]) -> RankReply:
-        mine = {name: tuple(labels) for name, labels in holders[self.number].items()}
-        self.rank.agree(classes, mine)
-        return {}
+    def _agree(self, request: AgreeRequest) -> AgreeReply:
+        self.rank.agree(request.classes, request.holders[self.number])
+        return AgreeReply()
 
-    def _unused(self, names: list[str]) -> RankReply:
-        found = self.rank.find_unused(names)
-        return {"tensors": {name: msgspec.to_builtins(one) for name, one in found.items()}}
+    def _find_unused(self, request: FindUnusedRequest) -> FindUnusedReply:
+        return FindUnusedReply(tensors=self.rank.find_unused(request.names))
 
-    def _unused_state(self, names: list[str]) -> RankReply:
-        found = self.rank.unused_state(names)
-        return {"digests": {name: str(digest) for name, digest in found.items()}}
+    def _unused_state(self, request: UnusedStateRequest) -> UnusedStateReply:
+        return UnusedStateReply(digests=self.rank.unused_state(request.names))
 
-    def _check(self) -> RankReply:
-        return {"same": self.rank.loads_the_same()}
+    def _check_loads(self, _: CheckLoadsRequest) -> CheckLoadsReply:
+        return CheckLoadsReply(same=self.rank.loads_the_same())
 
-    def _state(self, ticket: int) -> RankReply:
+    def _start_state(self, request: StateRequest) -> StartedReply:
         self.rank.check_addresses()
 
-        def job() -> RankReply:
+        def job() -> StateReply:
             state = self.rank.state()
-            return {"state": [[label, str(digest)] for (label, _), digest in state.items()]}
+            return StateReply(digests=tuple((who, digest) for (who, _), digest in state.items()))
 
-        return self._start(ticket, job)
+        return self._start(request.ticket, job)
 
-    def _stage(self, ticket: int, spool: str, budget: int, keep: list[int]) -> RankReply:
-        folder = self._spool_of(spool)
-        self.rank.keep(keep)
+    def _start_stage(self, request: StageRequest) -> StartedReply:
+        folder = self._spool_of(request.spool)
+        self.rank.keep(request.keep)
         self.rank.check_addresses()
 
-        def job() -> RankReply:
-            staged = self.rank.stage(ticket, folder, budget)
-            return {
-                "effects": [[who, _lanes(effect)] for (who, _), effect in staged.effects.items()],
-                "nbytes": staged.nbytes,
-                "can_undo": not staged.deferred,
-            }
+        def job() -> StagedReply:
+            staged = self.rank.stage(request.ticket, folder, request.budget)
+            return StagedReply(
+                effects=tuple((who, effect) for (who, _), effect in staged.effects.items()),
+                nbytes=staged.nbytes,
+                can_undo=not staged.deferred,
+            )
 
-        return self._start(ticket, job)
+        return self._start(request.ticket, job)
 
     def _spool_of(self, name: str) -> Path:
         if not name or Path(name).name != name or name.startswith("."):
             raise ConfigError(f"{name!r} is not a spool")
-        return self._spool / name
+        return self._settings.spool / name
 
-    def _start(self, ticket: int, job: Callable[[], RankReply]) -> RankReply:
+    def _start(self, ticket: int, job: Callable[[], RankReply]) -> StartedReply:
         def guarded() -> RankReply:
             try:
-                return {"ok": True, "rank": self.number, "done": True, **job()}
-            except Exception as exc:  # noqa: BLE001 - top of a thread: the verdict carries it
-                return {**self._refusal(exc), "done": True}
+                return job()
+            except Exception as exc:  # noqa: BLE001 - top of a thread: the reply carries it
+                return self._refusal(exc)
 
         recent = {number: job for number, job in self._jobs.items() if number > ticket - REMEMBERED}
         self._jobs = {**recent, ticket: self._thread.submit(guarded)}
-        return {}
+        return StartedReply()
 
-    def _poll(self, ticket: int) -> RankReply:
-        job = self._jobs.get(ticket)
+    def _poll(self, request: PollRequest) -> RankReply:
+        job = self._jobs.get(request.ticket)
         if job is None:
-            raise ApplyError(f"rank {self.number} knows nothing of ticket {ticket}")
-        if not job.done():
-            return {"done": False}
-        return job.result()
+            raise ApplyError(f"rank {self.number} knows nothing of ticket {request.ticket}")
+        return job.result() if job.done() else PendingReply()
 
-    def _swap(self, ticket: int, version: int, back: bool) -> RankReply:
-        seconds = self.rank.swap(ticket, version, back=back)
-        self._version = version
-        return {"seconds": seconds, "version": version, "pid": os.getpid()}
+    def _swap(self, request: SwapRequest) -> SwapReply:
+        seconds = self.rank.swap(request.ticket, request.version, back=request.back)
+        self._version = request.version
+        return SwapReply(seconds=seconds, version=request.version, pid=os.getpid())
 
-    def _verdict(self) -> RankReply:
-        """The verdict of the last swap, given once."""
-        last, self._last = self._last, {"ok": False, "error": "ApplyError", "message": "no swap"}
+    def _take_last_swap(self, _: LastSwapRequest) -> RankReply:
+        last, self._last_swap = self._last_swap, None
+        if last is None:
+            raise ApplyError("no swap")
         return last
 
-    def _status(self) -> RankReply:
-        return {"pid": os.getpid(), "version": self._version, "staged": len(self.rank.staged)}
+    def _status(self, _: StatusRequest) -> StatusReply:
+        return StatusReply(pid=os.getpid(), version=self._version, staged=len(self.rank.staged))
 
 
-def error_of(verdict: Mapping[str, Any], *, version: int | None = None) -> DeltaChainError:
+class RankServices:
+    """The rank services of a process, by the model that each serves.
+
+    An engine calls its plug-ins from several places that share nothing but the model. A service
+    lives as long as its model.
+    """
+
+    def __init__(self) -> None:
+        self._services: WeakKeyDictionary[nn.Module, RankService] = WeakKeyDictionary()
+
+    def of(
+        self, model: nn.Module, wrap: Callable[[], EngineModel], number: int, settings: RankSettings
+    ) -> RankService:
+        """The service of the rank that has this model; made by the first call.
+
+        Args:
+            model: The engine's.
+            wrap: See :class:`RankService`.
+            number: Of the rank.
+            settings: Of the rank.
+        """
+        if model not in self._services:
+            self._services[model] = RankService(wrap, number, settings)
+        return self._services[model]
+
+    def settle(self, model: nn.Module) -> None:
+        """Wait until no thread of a service reads this model."""
+        if model in self._services:
+            self._services[model].settle()
+
+
+def _encodable(message: str) -> str:
+    """A message without lone surrogates, which names of files may have and JSON cannot."""
+    return message.encode(errors="backslashreplace").decode()
+
+
+def error_of(refusal: Refusal, *, version: int | None = None) -> DeltaChainError:
     """The error that a rank's refusal stands for."""
-    kind = getattr(errors, str(verdict.get("error")), None)
-    message = f"rank {verdict.get('rank')}: {verdict.get('message')}"
-    hint = str(verdict.get("hint", ""))
+    kind = getattr(errors, refusal.error, None)
+    message = f"rank {refusal.rank}: {refusal.message}"
+    hint = refusal.hint
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version, hint=hint)
     if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
-        return ApplyError(message, version=version)  # no verdict has the digests that it needs
+        return ApplyError(message, version=version)  # no refusal has the digests that it needs
     if isinstance(kind, type) and issubclass(kind, DeltaChainError):
         return kind(message, hint=hint)
     return ApplyError(message, version=version, hint=hint)
 
 
-def raise_refusal(verdicts: Sequence[Mapping[str, Any]], *, version: int | None = None) -> None:
-    """Raise what the first of the ranks refused with, if any did.
+def raise_refusal(replies: Sequence[RankReply], *, version: int | None = None) -> None:
+    """Raise the error of the first refusal, if there is one.
 
     Raises:
-        EngineDamagedError: A rank must not serve; before anything that others refused with.
+        EngineDamagedError: A rank must not serve; raised before any other rank's error.
         DeltaChainError: As :func:`error_of` has it.
     """
-    errors = [error_of(verdict, version=version) for verdict in verdicts if not verdict["ok"]]
+    errors = [error_of(reply, version=version) for reply in replies if isinstance(reply, Refusal)]
     for error in sorted(errors, key=lambda error: not isinstance(error, EngineDamagedError)):
         raise error
-
-
-def effect_of(lanes: list[Any]) -> Effect:
-    """An effect as a verdict carries it."""
-    change, written, nnz = lanes
-    return Effect(StateDigest.parse(change), StateDigest.parse(written), nnz)
-
-
-def _lanes(effect: Effect) -> list[Any]:
-    return [str(effect.change), str(effect.written), effect.nnz]

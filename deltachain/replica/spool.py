@@ -71,6 +71,10 @@ class SpoolIndex(Struct, frozen=True, kw_only=True):
     tensors: tuple[SpooledTensor, ...]
 
 
+_INDEXES: Final = msgspec.json.Decoder(SpoolIndex)
+"""Made at import: msgspec 0.22 crashes when two threads are the first to decode a nested struct."""
+
+
 class Spool:
     """One plan's decoded tensors, in a folder of this host.
 
@@ -172,7 +176,7 @@ class SpoolReader:
     """
 
     def __init__(self, folder: Path) -> None:
-        index = msgspec.json.decode((folder / INDEX).read_bytes(), type=SpoolIndex)
+        index = _INDEXES.decode((folder / INDEX).read_bytes())
         self.from_nothing = index.from_nothing
         self.rows = {row.name: row for row in index.tensors}
         self._data: mmap.mmap | bytes = b""
@@ -201,7 +205,7 @@ class SpoolReader:
 
 
 @contextmanager
-def shown(parent: Path) -> Iterator[list[str]]:
+def shown(parent: Path) -> Iterator[tuple[str, str]]:
     """Show ranks a file in the folder of spools: its name there and its content, while it lasts.
 
     Raises:
@@ -210,7 +214,7 @@ def shown(parent: Path) -> Iterator[list[str]]:
     word = secrets.token_hex(16)
     probe = Spool.probe(parent, word)
     try:
-        yield [probe.folder.name, word]
+        yield probe.folder.name, word
     finally:
         probe.close()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +10,18 @@ from typing import Any
 from unittest import mock
 
 from deltachain.errors import ApplyError, DeltaChainError
-from deltachain.replica.rpc import RankReply, RankVerbs
+from deltachain.replica.messages import (
+    RankReply,
+    RankRequest,
+    Refusal,
+    SwapRequest,
+    addressed,
+    decode_reply,
+    encode,
+    name_of,
+)
+from deltachain.replica.rpc import RankService
+from deltachain.replica.settings import RankSettings
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import Patch, write
@@ -24,13 +34,15 @@ class Faults:
     """What goes wrong, until it is taken out.
 
     Attributes:
-        refuses: What a rank answers to a verb instead of doing it, by rank and verb.
-        dies: Verbs that some rank does not come back from, and whether it does them first.
-        shifted: Verbs whose answers come in another order.
-        fewer: Verbs that the last rank gives no answer to.
-        stale: Verbs that the last rank answers with its answer to the call before.
+        refuses: What a rank refuses a call with, by rank and name of the call.
+        dies: Calls that some rank does not return from, and whether it handles them first.
+        shifted: Calls whose replies come in another order.
+        fewer: Calls that the last rank does not reply to.
+        stale: Calls to which the last rank sends its reply to the call before.
+        mistyped: Calls to which the last rank's reply has the type and fields of another one.
+        truncated: Calls to which the last rank's reply is cut short.
         writes: What a rank's write raises, half done, by rank, ``write`` or ``take back``, and its
-            number among those of one verb; once each.
+            number among those of one call; once each.
         name: What naming a version raises.
         pause: What pausing raises.
     """
@@ -40,6 +52,8 @@ class Faults:
     shifted: set[str] = field(default_factory=set)
     fewer: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
+    mistyped: dict[str, RankReply] = field(default_factory=dict)
+    truncated: set[str] = field(default_factory=set)
     writes: dict[tuple[int, str, int], Exception] = field(default_factory=dict)
     name: DeltaChainError | None = None
     pause: DeltaChainError | None = None
@@ -62,45 +76,53 @@ class FakeEngine:
 
     def __init__(self, shape: Sharding, checkpoint: Path, spool: Path, url: str = "") -> None:
         self.models = [FakeModel(shape, rank, checkpoint) for rank in range(shape.ranks)]
-        self.verbs = [
-            RankVerbs(lambda model=model: model, number, spool, url)  # type: ignore[misc]
+        settings = RankSettings(spool=spool, url=url)
+        self.services = [
+            RankService(lambda model=model: model, number, settings)  # type: ignore[misc]
             for number, model in enumerate(self.models)
         ]
         self.faults = Faults()
         self.events: list[str] = []
         self.paused = False
-        self._before: list[RankReply] = []
+        self._before: list[str] = []
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every rank, by way of JSON."""
-        sent = json.dumps(arguments)
-        if verb == "swap":
+    def call(self, request: RankRequest) -> Sequence[RankReply]:
+        """Send a request to every rank, as text."""
+        name = name_of(request)
+        if isinstance(request, SwapRequest):
             assert self.paused, "weights are written while the engine runs"
-            self.events.append("take back" if arguments["back"] else "write")
-        if self.faults.dies.get(verb) is False:
-            raise ApplyError(f"the engine did not answer {verb!r}")
-        answers = [self._ask(rank, verb, json.loads(sent)) for rank in range(len(self.verbs))]
-        if verb in self.faults.dies:
-            raise ApplyError(f"the engine did not answer {verb!r}")
-        if verb in self.faults.shifted:
-            answers = answers[1:] + answers[:1]
-        if verb in self.faults.fewer:
-            answers = answers[:-1]
-        before, self._before = self._before, answers
-        if verb in self.faults.stale:
-            answers = [*answers[:-1], before[-1]]
-        found: list[RankReply] = json.loads(json.dumps(answers))
+            self.events.append("take back" if request.back else "write")
+        if self.faults.dies.get(name) is False:
+            raise ApplyError(f"the engine did not answer {name!r}")
+        replies = [self._send(rank, request) for rank in range(len(self.services))]
+        if name in self.faults.dies:
+            raise ApplyError(f"the engine did not answer {name!r}")
+        return self._received(name, replies)
+
+    def _received(self, name: str, replies: list[str]) -> Sequence[RankReply]:
+        """The replies to a call, as they arrive."""
+        faults = self.faults
+        if name in faults.shifted:
+            replies = replies[1:] + replies[:1]
+        if name in faults.fewer:
+            replies = replies[:-1]
+        before, self._before = self._before, replies
+        if name in faults.stale:
+            replies = [*replies[:-1], before[-1]]
+        if name in faults.truncated:
+            replies = [*replies[:-1], replies[-1][: len(replies[-1]) // 2]]
+        found: list[RankReply] = [decode_reply(text) for text in replies]
+        if name in faults.mistyped:
+            found[-1] = addressed(faults.mistyped[name], found[-1].rank, found[-1])
         return found
 
-    def _ask(self, rank: int, verb: str, arguments: dict[str, Any]) -> RankReply:
-        refusal = self.faults.refuses.get((rank, verb))
+    def _send(self, rank: int, request: RankRequest) -> str:
+        refusal = self.faults.refuses.get((rank, name_of(request)))
         if refusal is not None:
-            kind = type(refusal).__name__
-            turn = arguments["turn"]
-            message = refusal.args[0]
-            return {"ok": False, "rank": rank, "turn": turn, "error": kind, "message": message}
+            reply = Refusal(error=type(refusal).__name__, message=str(refusal.args[0]))
+            return encode(addressed(reply, rank, request))
         with self._failing_writes(rank):
-            return self.verbs[rank].do(verb, arguments)
+            return self.services[rank].answer(encode(request))
 
     @contextmanager
     def _failing_writes(self, rank: int) -> Iterator[None]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NoReturn
@@ -15,11 +14,10 @@ import torch
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from deltachain.errors import ConfigError, EngineVersionError
+from deltachain.errors import ConfigError
+from deltachain.replica.engine_version import VersionRange
 
-FIRST: Final = (0, 5, 23)
-BEYOND: Final = (0, 5, 24)
-"""The tested range: from FIRST up to, not including, BEYOND."""
+TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
 
 PAUSES: Final = ("retract", "in_place", "abort")
 """Pause modes: running requests are computed anew afterwards, go on with what they have, or end."""
@@ -58,26 +56,7 @@ def check_version() -> str:
     """
     import sglang
 
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", sglang.__version__)
-    version = tuple(int(number) for number in found.groups()) if found else (0, 0, 0)
-    if not FIRST <= version < BEYOND:
-        raise EngineVersionError(
-            f"SGLang {sglang.__version__} was not tested with this deltachain: "
-            f"{_text(FIRST)} up to, not including, {_text(BEYOND)} was",
-            hint=f'pip install "sglang>={_text(FIRST)},<{_text(BEYOND)}", or another deltachain',
-        )
-    return str(sglang.__version__)
-
-
-def pause_mode(named: str) -> str:
-    """The pause mode of a name; the default for none.
-
-    Raises:
-        ConfigError: SGLang has no such mode.
-    """
-    if named and named not in PAUSES:
-        raise ConfigError(f"pause mode {named!r} is none of {', '.join(PAUSES)}")
-    return named or PAUSES[0]
+    return TESTED.check(sglang.__version__)
 
 
 def hook(target: str, function: Callable[..., Any]) -> None:
@@ -88,8 +67,8 @@ def hook(target: str, function: Callable[..., Any]) -> None:
         HookRegistry.register(target, function, HookType.AROUND)
 
 
-def verdicts(text: str) -> Any:  # noqa: ANN401 - SGLang's message
-    """The scheduler's answer to a question that travels as a check of its weights."""
+def check_reply(text: str) -> Any:  # noqa: ANN401 - SGLang's message
+    """The scheduler's reply to a check of its weights."""
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
     return CheckWeightsReqOutput(success=True, message=text)
@@ -301,8 +280,8 @@ class Server:
     def __init__(self, manager: Any) -> None:  # noqa: ANN401
         self._manager = manager
 
-    async def question(self, action: str) -> str:
-        """Let every scheduler answer, as it checks its weights; it waits for no request."""
+    async def check_weights(self, action: str) -> str:
+        """Send a check of weights to every scheduler; the message of the first one's reply."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         self._manager.auto_create_handle_loop()
@@ -346,7 +325,3 @@ class Server:
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
         await self._manager.update_weight_version(request)
-
-
-def _text(version: Sequence[int]) -> str:
-    return ".".join(map(str, version))

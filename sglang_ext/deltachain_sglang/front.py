@@ -16,7 +16,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from deltachain.control.server.auth import LOOPBACK, Control
-from deltachain.control.server.bootstrap import Led, lead
+from deltachain.control.server.bootstrap import LedEngine, lead
 from deltachain.control.server.refusal import refused
 from deltachain.control.server.routes import router
 from deltachain.environment import is_strict
@@ -53,6 +53,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
         try:
             control = await lead(
                 lambda settings: _engine(loop, settings),
+                os.environ,
                 key=key,
                 is_open=host in LOOPBACK,
                 is_guarded=bool(key),
@@ -66,11 +67,11 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
     return lifespan
 
 
-def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> Led:
+def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> LedEngine:
     from deltachain_sglang.server import SglangEngine  # noqa: PLC0415
 
     engine = SglangEngine(compat.manager(), loop, settings)
-    return Led(engine, loading.checkpoint())
+    return LedEngine(engine, loading.checkpoint())
 
 
 async def on_update(

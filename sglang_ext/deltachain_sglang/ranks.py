@@ -1,55 +1,55 @@
-"""The schedulers' side: each is one rank, and all of them answer as one.
+"""The schedulers' side: each is one rank, and one replies for all of them.
 
-Questions travel as checks of weights, which SGLang hands to every scheduler between two of its
-steps and which wait for nobody. SGLang returns what its first rank says and nobody learns what the
-others did, so all of them tell each other first, and every one returns the answers of all.
+Requests travel as checks of weights, which SGLang hands to every scheduler between two of its steps
+and which wait for no request. SGLang returns the reply of its first rank alone, so the ranks gather
+all replies first, and every one returns all of them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable
 from typing import Any, Final
 
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain.replica.rpc import RankReply, settle, verbs_of
+from deltachain.replica.messages import Refusal, SwapRequest, decode_reply, encode
+from deltachain.replica.rpc import RankServices
+from deltachain.replica.settings import RankSettings
 from deltachain_sglang import SCHEME, compat
+from deltachain_sglang.messages import SchedulerReply, decode_scheduler_request, encode_message
 from deltachain_sglang.model import SglangModel
 
-BUSY: Final[RankReply] = {"ok": False, "busy": True}
-"""Requests are running whose cache cannot be flushed: nothing was done."""
-
-
-ASLEEP: Final[RankReply] = {"ok": False, "asleep": True}
-"""The weights were released: nothing was read or written."""
+_SERVICES: Final = RankServices()
+"""Of this process: SGLang calls each hook afresh, and the model is all that the calls share."""
 
 
 def hook_schedulers() -> None:
-    """Let every scheduler of this process answer."""
+    """Make every scheduler of this process handle our requests."""
     compat.hook(compat.LOADED, on_load)
-    compat.hook(compat.ASKED, on_question)
+    compat.hook(compat.ASKED, on_request)
     compat.hook(compat.RELEASED, on_release)
     compat.hook(compat.PAUSED, on_pause)
     compat.hook(compat.NAMED, on_name)
 
 
 def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Around ``load_model``: what a model holds before it runs is recorded."""
+    """Around ``load_model``: record what a model holds before it runs."""
     found = original(runner, *args, **kwargs)
     record_loaded_state(runner.model)
     return found
 
 
-def on_question(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
-    """Around ``check_weights``: a question of ours is answered, any other passed on."""
+def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
+    """Around ``check_weights``: handle a request of ours, and pass any other on."""
     if not request.action.startswith(SCHEME):
         return original(manager, request)
-    return compat.verdicts(json.dumps(_answers(request.action.removeprefix(SCHEME), manager)))
+    reply = _reply(request.action.removeprefix(SCHEME), manager)
+    return compat.check_reply(encode_message(reply))
 
 
 def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
-    """Around ``release_memory_occupation``: who reads weights beside the scheduler ends first."""
-    settle(manager.tp_worker.model_runner.model)
+    """Around ``release_memory_occupation``: wait for threads that still read weights."""
+    _SERVICES.settle(manager.tp_worker.model_runner.model)
     return original(manager, request)
 
 
@@ -73,34 +73,34 @@ def on_name(
     return found
 
 
-def _answers(asked: str, manager: Any) -> Sequence[RankReply]:  # noqa: ANN401
-    """The verdicts of all ranks. Never raises: that would end the server.
+def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
+    """The replies of all ranks to an encoded request. Never raises: that would end the server.
 
-    All ranks take the same way through this, or one would wait for another for ever.
+    All ranks take the same branches, or one would wait in a collective that others never enter.
     """
     if not compat.has_weights(manager):
-        return [ASLEEP]
+        return SchedulerReply(status="asleep")
     runner = manager.tp_worker.model_runner
-    updater, number = runner.weight_updater, compat.rank_of()
-    verbs = verbs_of(
+    updater = runner.weight_updater
+    service = _SERVICES.of(
         runner.model,
         lambda: SglangModel(runner.model, updater.model_config, updater.device),
-        number,
+        compat.rank_of(),
+        RankSettings.of(os.environ),
     )
-    verb, arguments, flush = _parse(asked)
-    if flush and not all(compat.gather(compat.can_flush(manager))):
-        return [BUSY]
-    verdicts = compat.gather(verbs.do(verb, arguments))
-    if verb == "swap":  # also one that failed: it may have written
+    asked = decode_scheduler_request(text)
+    if asked is None:
+        return _gathered(service.answer(text))  # refused
+    if asked.flush and not all(compat.gather(compat.can_flush(manager))):
+        return SchedulerReply(status="busy")
+    reply = _gathered(encode(service.handle(asked.request)))
+    if isinstance(asked.request, SwapRequest):  # also one that failed: it may have written
         compat.forget_embeddings()
-    if flush and all(verdict["ok"] for verdict in verdicts):
+    if asked.flush and not any(isinstance(one, Refusal) for one in reply.replies):
         compat.flush(manager)
-    return verdicts
+    return reply
 
 
-def _parse(asked: str) -> tuple[str, dict[str, Any], bool]:
-    try:
-        question = json.loads(asked)
-        return str(question["verb"]), dict(question["arguments"]), bool(question["flush"])
-    except (ValueError, TypeError, KeyError):
-        return "", {}, False  # which is no verb, and refused as such
+def _gathered(mine: str) -> SchedulerReply:
+    """This rank's encoded reply and those of the others."""
+    return SchedulerReply(replies=tuple(decode_reply(text) for text in compat.gather(mine)))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final, TypeVar
 
 from deltachain.errors import ApplyError, PartialApplyError
+from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest
+from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_sglang import SCHEME, compat
+from deltachain_sglang.messages import SchedulerRequest, decode_scheduler_reply, encode_message
 
 BUSY_S: Final = 5.0
-"""How long a swap waits for requests that were aborted: schedulers notice it in their next step."""
+"""Longest wait of a swap for aborted requests, which end with the schedulers' next step."""
 
-BUSY_LOOK_S: Final = 0.005
+BUSY_POLL_S: Final = 0.005
+
+_T = TypeVar("_T")
 
 
 class SglangEngine:
@@ -39,63 +43,55 @@ class SglangEngine:
     ) -> None:
         compat.check_version()
         compat.check_layout(keep_cache=settings.keep_cache)
-        self.mode = compat.pause_mode(settings.pause)
+        self.mode = pause_mode(settings.pause, compat.PAUSES)
         self._server = compat.Server(server)
         self._loop = loop
         self._flush = not settings.keep_cache and self.mode != "in_place"
         self._doubted = False
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every rank; caches go with a swap.
+    def call(self, request: AnyRequest) -> Sequence[RankReply]:
+        """Call every rank; caches are flushed with a swap.
 
         Raises:
             PartialApplyError: Requests that were aborted do not end; nothing was written.
-            ApplyError: The server has released its weights.
+            ApplyError: The server has released its weights, or does not answer.
         """
-        flush = verb == "swap" and (self._flush or self._doubted)
-        body = {"verb": verb, "arguments": arguments, "flush": flush}
+        flush = isinstance(request, SwapRequest) and (self._flush or self._doubted)
+        action = SCHEME + encode_message(SchedulerRequest(request=request, flush=flush))
         until = time.monotonic() + BUSY_S
         while True:
-            answers: list[Mapping[str, Any]] = self._ask(SCHEME + json.dumps(body), verb)
-            if any(answer.get("asleep") for answer in answers):
+            found = decode_scheduler_reply(self._wait(self._server.check_weights(action)))
+            if found.status == "answered":
+                return found.replies
+            if found.status == "asleep":
                 raise ApplyError(
                     "the engine has released its weights",
                     hint="POST /resume_memory_occupation wakes it",
                 )
-            if not any(answer.get("busy") for answer in answers):
-                return answers
             if time.monotonic() > until:
                 raise PartialApplyError("requests are running that the pause did not end")
-            time.sleep(BUSY_LOOK_S)
+            time.sleep(BUSY_POLL_S)
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
+        """Whether generation is paused, by any client."""
         return self._server.is_paused()
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Pause in the mode of this replica; nobody's cache is kept that may be wrong."""
+        """Pause in the mode of this replica; a cache that may be wrong is not kept."""
         self._doubted |= in_doubt
         keeps = self.mode == "in_place" and self._doubted
         self._wait(self._server.pause("retract" if keeps else self.mode))
 
     def resume(self) -> None:
-        """Generate again."""
+        """Resume generation."""
         self._wait(self._server.resume())
 
     def name_version(self, version: int) -> None:
-        """Name the version that tokens are made with; the swap has flushed what came before."""
+        """Label tokens with this version; the swap has flushed the caches of older ones."""
         self._wait(self._server.name(str(version)))
         self._doubted = False
 
-    def _ask(self, question: str, verb: str) -> list[Mapping[str, Any]]:
-        text = self._wait(self._server.question(question))
-        try:
-            answers: list[Mapping[str, Any]] = json.loads(text)
-        except ValueError as exc:
-            raise ApplyError(f"the engine did not answer {verb!r}: {text}") from exc
-        return answers
-
-    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401
+    def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
         except ApplyError:

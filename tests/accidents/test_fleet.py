@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from torch import nn
@@ -43,9 +41,8 @@ class Restored:
         self.copy = self._objects()
         self.here.publish(3, 4)
         config = SubscribeConfig(url=self.here.store.url, poll_s=0.005)
-        with mock.patch.dict(os.environ, {"DELTACHAIN_SPOOL": str(folder / "spool")}):
-            settings = ReplicaSettings(subscribe=config, follow=True)
-            self.leader = Leader(settings, self.here.engine, store=self.here.faulty)
+        settings = ReplicaSettings(subscribe=config, follow=True, spool=folder / "spool")
+        self.leader = Leader(settings, self.here.engine, store=self.here.faulty)
         self.leader.start()
         assert self.here.holds(4)
         self.here.publisher.close()

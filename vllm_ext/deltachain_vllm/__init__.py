@@ -22,6 +22,9 @@ __all__ = ["EndpointPlugin", "WorkerExtension", "register", "subscribe"]
 BACKEND: Final = "deltachain"
 """Name of the weight-transfer backend."""
 
+HANDLE: Final = "deltachain_handle"
+"""The worker method that requests are sent to."""
+
 _HOMES: Final = {
     "EndpointPlugin": "deltachain_vllm.endpoint",
     "WorkerExtension": "deltachain_vllm.extension",

@@ -1,21 +1,26 @@
 """The weight-transfer backend ``deltachain``: a swap inside vLLM's own update session.
 
 The session keeps every other backend and trainer away from the weights, and lets vLLM reset what
-it derives from them. What is written was staged and proven before; its verdict is kept for
-``deltachain_verdict``, because an exception in a worker would misalign vLLM's answers.
+it derives from them. What is written was staged and proven before. The reply is kept until the
+leader asks for it, because an exception in a worker would misalign vLLM's replies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import asdict, dataclass
 
+import msgspec
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from deltachain_vllm.extension import worker_verbs
+from deltachain.replica.messages import SwapRequest
+from deltachain_vllm.extension import worker_service
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -25,19 +30,13 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What to write.
-
-    Attributes:
-        ticket: Under which every rank has staged it.
-        version: The version it leads to.
-        turn: The number of the leader's call.
-        back: Whether it is taken back.
-    """
+    """The fields of a :class:`SwapRequest`, as vLLM's update session carries them."""
 
     ticket: int
     version: int
-    turn: str = ""
     back: bool = False
+    leader: str = ""
+    sequence: int = 0
 
 
 class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -54,16 +53,13 @@ class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         """Nothing to prepare: weights are written in place."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Write, and keep the verdict."""
-        worker_verbs(self.model, self.vllm_config, self.parallel_config.rank).do(
-            "swap",
-            {
-                "turn": update_info.turn,
-                "ticket": update_info.ticket,
-                "version": update_info.version,
-                "back": update_info.back,
-            },
-        )
+        """Write, and keep the reply."""
+        try:
+            request = msgspec.convert(asdict(update_info), SwapRequest)
+        except msgspec.ValidationError as exc:
+            logger.warning("ignored an update that is not a swap request: %s", exc)
+            return
+        worker_service(self.model, self.vllm_config, self.parallel_config.rank).handle(request)
 
     def finish_weight_update(self) -> None:
         """Nothing to finish."""

@@ -12,7 +12,10 @@ from typing import Any, Final
 import httpx
 
 from deltachain.errors import ApplyError
-from deltachain_vllm.compat import mode_in_doubt, pause_mode
+from deltachain.replica.messages import RankReply, RankRequest, decode_reply, encode
+from deltachain.replica.pause import pause_mode
+from deltachain_vllm import HANDLE
+from deltachain_vllm.compat import PAUSES, mode_in_doubt
 
 WAIT_S: Final = 3600.0
 """Longest wait for an answer: attaching reads a whole model, and a pause may wait for requests."""
@@ -28,19 +31,18 @@ class BesideEngine:
     """
 
     def __init__(self, url: str, *, pause: str = "keep", keep_cache: bool = False) -> None:
-        self._mode = pause_mode(pause)
+        self._mode = pause_mode(pause, PAUSES)
         self._clear, self._doubted = not keep_cache, False
         self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every worker."""
-        answer = self._ask(
-            "POST", "/collective_rpc", {"method": f"deltachain_{verb}", "kwargs": arguments}
-        )
-        return list(answer["results"])
+    def call(self, request: RankRequest) -> Sequence[RankReply]:
+        """Call every worker."""
+        body = {"method": HANDLE, "args": [encode(request)]}
+        answer = self._ask("POST", "/collective_rpc", body)
+        return [decode_reply(text) for text in answer["results"]]
 
     def is_paused(self) -> bool:
-        """Whether the scheduler is."""
+        """Whether the scheduler is paused."""
         return bool(self._ask("GET", "/is_paused")["is_paused"])
 
     def pause(self, *, in_doubt: bool = False) -> None:
@@ -55,7 +57,7 @@ class BesideEngine:
         self._ask("POST", "/resume")
 
     def name_version(self, version: int) -> None:
-        """Name the version that tokens are made with; no prefix of older ones is left."""
+        """Label tokens with this version; drop cached prefixes of older ones, unless kept."""
         if self._clear or self._doubted:
             answer = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
             if answer.get("success") is False:

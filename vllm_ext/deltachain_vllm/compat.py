@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,14 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, EngineVersionError
+from deltachain.replica.engine_version import VersionRange
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 
-FIRST: Final = (0, 32)
-BEYOND: Final = (0, 34)
-"""The range: from FIRST up to, not including, BEYOND.
-
-Of 0.33 there is no build for CPUs: what is used of it was imported and read, no test was run.
-"""
+TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
+"""0.33 has no build for CPUs: what is used of it was imported and read, no test was run."""
 
 PAUSES: Final = ("keep", "wait", "abort")
 """Pause modes: running requests go on afterwards, are waited for, or end early."""
@@ -34,15 +30,7 @@ def check_version() -> str:
     """
     import vllm  # noqa: PLC0415
 
-    found = re.match(r"(\d+)\.(\d+)", vllm.__version__)
-    version = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not FIRST <= version < BEYOND:
-        raise EngineVersionError(
-            f"vLLM {vllm.__version__} was not tested with this deltachain: "
-            f"{_text(FIRST)} up to, not including, {_text(BEYOND)} was",
-            hint=f'pip install "vllm>={_text(FIRST)},<{_text(BEYOND)}", or another deltachain',
-        )
-    return str(vllm.__version__)
+    return TESTED.check(vllm.__version__)
 
 
 def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - vLLM's client
@@ -205,17 +193,6 @@ def raw_dtype(layer: nn.Module, parameter: Tensor) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else parameter.dtype
 
 
-def pause_mode(named: str) -> str:
-    """The pause mode of a name; the default for none.
-
-    Raises:
-        ConfigError: vLLM has no such mode.
-    """
-    if named and named not in PAUSES:
-        raise ConfigError(f"pause mode {named!r} is none of {', '.join(PAUSES)}")
-    return named or PAUSES[0]
-
-
 def mode_in_doubt(mode: str) -> str:
     """The pause mode for weights that nothing more may be generated with."""
     return "keep" if mode == "wait" else mode
@@ -241,7 +218,3 @@ async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401
     if clear:
         await front()
     await scheduler(mode=mode, clear_cache=clear)
-
-
-def _text(version: tuple[int, int]) -> str:
-    return ".".join(map(str, version))

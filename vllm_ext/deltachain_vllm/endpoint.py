@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI
 
 from deltachain.control.server.auth import LOOPBACK
-from deltachain.control.server.bootstrap import Led, lead
+from deltachain.control.server.bootstrap import LedEngine, lead
 from deltachain.control.server.routes import router
 from deltachain.errors import ConfigError
 from deltachain.replica.settings import ReplicaSettings
@@ -43,6 +43,7 @@ class EndpointPlugin:
         has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM takes no empty key
         state.deltachain = await lead(
             lambda settings: _engine(engine_client, loop, settings, args),
+            os.environ,
             is_open=getattr(args, "host", None) in LOOPBACK,
             is_guarded=has_key,
         )
@@ -53,7 +54,7 @@ def _engine(
     loop: asyncio.AbstractEventLoop,
     settings: ReplicaSettings,
     args: Namespace,
-) -> Led:
+) -> LedEngine:
     if client is None:
         raise ConfigError("this server has no engine of its own")
     check_layout(client, args)
@@ -62,4 +63,4 @@ def _engine(
     from deltachain_vllm.server import VllmEngine  # noqa: PLC0415
 
     engine = VllmEngine(client, loop, settings)
-    return Led(engine, checkpoint_of(client.vllm_config))
+    return LedEngine(engine, checkpoint_of(client.vllm_config))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from deltachain.errors import ApplyError, ConfigError
+from deltachain.replica.messages import RankReply, RankRequest, decode_reply, encode, name_of
 from deltachain.replica.settings import spool_folder
 from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain_vllm.extension import EXTENSION, knows_us
+from deltachain_vllm import HANDLE
+from deltachain_vllm.extension import EXTENSION, has_extension
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -26,22 +28,23 @@ class OfflineEngine:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every worker."""
+    def call(self, request: RankRequest) -> Sequence[RankReply]:
+        """Call every worker."""
         try:
-            return list(self.llm.collective_rpc(f"deltachain_{verb}", kwargs=arguments))
+            texts = self.llm.collective_rpc(HANDLE, args=(encode(request),))
         except Exception as exc:
-            raise ApplyError(f"the engine did not answer {verb!r}: {exc}") from exc
+            raise ApplyError(f"the engine did not answer {name_of(request)!r}: {exc}") from exc
+        return [decode_reply(text) for text in texts]
 
     def is_paused(self) -> bool:
-        """Nothing generates unless it is called to."""
+        """False: nothing is generated between two calls."""
         return False
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Nothing generates while this is called."""
+        """Do nothing: see ``is_paused``."""
 
     def resume(self) -> None:
-        """Nothing was stopped."""
+        """Do nothing: see ``is_paused``."""
 
     def name_version(self, version: int) -> None:
         """Name the version, and drop every cached prefix."""
@@ -60,9 +63,9 @@ def subscribe(llm: LLM, config: SubscribeConfig | str) -> Subscriber:
         ConfigError: The ``LLM`` was made without the extension.
     """
     parallel = llm.llm_engine.vllm_config.parallel_config
-    if not knows_us(parallel.worker_extension_cls):
+    if not has_extension(parallel.worker_extension_cls):
         raise ConfigError(
-            "this LLM has no deltachain in its workers",
+            "the workers of this LLM have no deltachain extension",
             hint=f'make it with worker_extension_cls="{EXTENSION}"',
         )
     url = config if isinstance(config, str) else config.url

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
+import msgspec
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
+from deltachain.replica.messages import (
+    LastSwapRequest,
+    RankReply,
+    RankRequest,
+    StatusReply,
+    SwapRequest,
+    decode_reply,
+    encode,
+)
+from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
-from deltachain_vllm import BACKEND
-from deltachain_vllm.compat import check_version, mode_in_doubt, pause, pause_mode
-from deltachain_vllm.extension import EXTENSION, knows_us
+from deltachain_vllm import BACKEND, HANDLE
+from deltachain_vllm.compat import PAUSES, check_version, mode_in_doubt, pause
+from deltachain_vllm.extension import EXTENSION, has_extension
+
+_T = TypeVar("_T")
 
 
 class VllmEngine:
@@ -36,7 +49,7 @@ class VllmEngine:
         self, client: EngineClient, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
         check_version()
-        self.mode = pause_mode(settings.pause)
+        self.mode = pause_mode(settings.pause, PAUSES)
         _check(client)
         transfer = client.vllm_config.weight_transfer_config
         self._in_session = transfer is not None and transfer.backend == BACKEND
@@ -45,28 +58,29 @@ class VllmEngine:
         self.asleep = False
         self._clear, self._doubted = not settings.keep_cache, False
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:  # noqa: ANN401
-        """Ask every worker; a swap goes through vLLM's own update session where it has one.
+    def call(self, request: RankRequest) -> Sequence[RankReply]:
+        """Call every worker; a swap goes through vLLM's own update session if that is configured.
 
         Raises:
-            PartialApplyError: Somebody else writes; nothing was written.
+            PartialApplyError: Another client has an update session open; nothing was written.
             ApplyError: The server has released its weights, or does not answer.
         """
         if self.asleep:
             raise ApplyError("the engine has released its weights", hint="POST /wake_up wakes it")
-        in_session = verb == "swap" and self._in_session
-        answers: Sequence[Mapping[str, Any]] = self._wait(
-            self._swap(arguments) if in_session else self._ask(verb, arguments)
-        )
-        if any(answer.get("busy") for answer in answers):
+        if isinstance(request, SwapRequest) and self._in_session:
+            texts = self._wait(self._swap(request))
+        else:
+            texts = self._wait(self._send(request))
+        replies = [decode_reply(text) for text in texts]
+        if any(isinstance(reply, StatusReply) and reply.in_update_session for reply in replies):
             raise PartialApplyError(
                 "somebody else has opened an update session in this server",
                 hint="POST /finish_weight_update ends it",
             )
-        return answers
+        return replies
 
     def is_paused(self) -> bool:
-        """Whether the scheduler is."""
+        """Whether the scheduler is paused."""
         return bool(self._wait(self._client.is_paused()))
 
     def pause(self, *, in_doubt: bool = False) -> None:
@@ -80,32 +94,29 @@ class VllmEngine:
         self._wait(self._client.resume_generation())
 
     def name_version(self, version: int) -> None:
-        """Name the version that tokens are made with; no prefix of older ones is left."""
+        """Label tokens with this version; drop cached prefixes of older ones, unless kept."""
         self._wait(self._name(version))
 
     def fall_asleep(self) -> None:
-        """Read and write nothing from here on; wait for what reads beside the engine."""
+        """Refuse calls from here on, and wait for threads that still read weights."""
         self.asleep = True
-        self._wait(self._ask("settle", {}))
+        self._wait(self._client.collective_rpc("deltachain_settle"))
 
-    async def _ask(self, verb: str, arguments: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
-        found: Any = await self._client.collective_rpc(f"deltachain_{verb}", kwargs=arguments)
-        return list(found)
+    async def _send(self, request: RankRequest) -> Sequence[str]:
+        texts: Sequence[str] = await self._client.collective_rpc(HANDLE, args=(encode(request),))
+        return texts
 
-    async def _swap(self, arguments: dict[str, Any]) -> Sequence[Mapping[str, Any]]:
+    async def _swap(self, request: SwapRequest) -> Sequence[str]:
         try:
             await self._client.start_weight_update()
         except Exception as exc:
             raise PartialApplyError(f"vLLM opened no update session: {exc}") from exc
-        request = WeightTransferUpdateRequest(update_info=arguments)
-        await self._client.update_weights(request)
-        # Every question of its own is a round trip in which nobody generates.
-        verdicts: Sequence[Mapping[str, Any]]
-        verdicts, _ = await asyncio.gather(
-            self._ask("verdict", {"turn": arguments["turn"]}),
-            self._client.finish_weight_update(),
-        )
-        return verdicts
+        fields = msgspec.structs.asdict(request)
+        await self._client.update_weights(WeightTransferUpdateRequest(update_info=fields))
+        # Each call of its own would be another round trip in which nothing is generated.
+        last = LastSwapRequest(leader=request.leader, sequence=request.sequence)
+        texts, _ = await asyncio.gather(self._send(last), self._client.finish_weight_update())
+        return texts
 
     async def _name(self, version: int) -> None:
         done, _ = await asyncio.gather(
@@ -123,7 +134,7 @@ class VllmEngine:
         )
         return done
 
-    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401
+    def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         try:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
         except ApplyError:
@@ -134,8 +145,8 @@ class VllmEngine:
 
 def _check(client: EngineClient) -> None:
     parallel = client.vllm_config.parallel_config
-    if not knows_us(parallel.worker_extension_cls):
+    if not has_extension(parallel.worker_extension_cls):
         raise ConfigError(
-            "the workers of this server know nothing of deltachain",
+            "the workers of this server have no deltachain extension",
             hint=f"start it with --worker-extension-cls {EXTENSION}",
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from deltachain.replica.settings import ReplicaSettings
 logger = logging.getLogger(__name__)
 
 
-class Led(NamedTuple):
+class LedEngine(NamedTuple):
     """An engine with its checkpoint.
 
     Attributes:
@@ -33,7 +32,12 @@ class Led(NamedTuple):
 
 
 async def lead(
-    find: Callable[[ReplicaSettings], Led], *, is_open: bool, is_guarded: bool, key: str = ""
+    find: Callable[[ReplicaSettings], LedEngine],
+    environment: Mapping[str, str],
+    *,
+    is_open: bool,
+    is_guarded: bool,
+    key: str = "",
 ) -> Control:
     """Start following the chain of ``DELTACHAIN_URL`` with this server's engine, if it is set.
 
@@ -43,6 +47,7 @@ async def lead(
 
     Args:
         find: Returns the engine; may raise any :class:`DeltaChainError`.
+        environment: Variables of this process.
         is_open: Whether the server listens on the loopback interface alone.
         is_guarded: Whether the engine checks an API key of its own before these routes.
         key: Required token if ``DELTACHAIN_TOKEN`` is not set.
@@ -52,7 +57,7 @@ async def lead(
     """
     leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
     try:
-        settings = ReplicaSettings.of(os.environ)
+        settings = ReplicaSettings.of(environment)
         if settings is not None:
             token = settings.token or key
             engine, checkpoint = find(settings)
@@ -62,7 +67,7 @@ async def lead(
             await aside(Leader.start, leader)
     except DeltaChainError as exc:
         is_damaged = isinstance(exc, EngineDamagedError)
-        if is_damaged or (is_strict(os.environ) and isinstance(exc, REFUSALS)):
+        if is_damaged or (is_strict(environment) and isinstance(exc, REFUSALS)):
             raise refused(exc) from exc
         leader, refusal = None, str(exc)
         logger.warning("deltachain follows no chain: %s", exc)

@@ -11,6 +11,7 @@ that its missing tokens would have taken at the rate of the two quiet windows ne
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable
@@ -20,7 +21,7 @@ from typing import Final, TypeAlias
 from deltachain.bench.timing import say
 from deltachain.replica.engine import Engine
 from deltachain.replica.leader import Leader
-from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe.config import SubscribeConfig
 from tests.engines.bench.figures import Drawn, Lost
 
@@ -47,7 +48,8 @@ async def lose(
         drawn: The chain; its length decides how long this takes.
         lost: What is known of the run already.
     """
-    settings = ReplicaSettings(subscribe=SubscribeConfig(url=drawn.url, base=drawn.base))
+    subscribe = SubscribeConfig(url=drawn.url, base=drawn.base)
+    settings = ReplicaSettings(subscribe=subscribe, spool=spool_folder(os.environ))
     leader = Leader(settings, clearing)
     await asyncio.to_thread(leader.subscriber.open)
     load = _Load(generate, lost.times)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from unittest import mock
 
 import uvicorn
 from fastapi import FastAPI
@@ -43,9 +41,8 @@ def followed(folder: Path) -> Iterator[Followed]:
 def leader_of(here: Followed) -> Iterator[Leader]:
     """Its leader, which has not caught up yet."""
     subscribe = SubscribeConfig(url=here.store.url)
-    spool = {"DELTACHAIN_SPOOL": str(here.folder / "spool")}
-    with mock.patch.dict(os.environ, spool):
-        made = Leader(ReplicaSettings(subscribe=subscribe), here.engine, store=here.faulty)
+    settings = ReplicaSettings(subscribe=subscribe, spool=here.folder / "spool")
+    made = Leader(settings, here.engine, store=here.faulty)
     yield made
     made.stop()
 

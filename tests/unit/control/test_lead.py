@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deltachain.control.server.auth import Control
-from deltachain.control.server.bootstrap import Led, lead
+from deltachain.control.server.bootstrap import LedEngine, lead
 from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.testing.sharding import Sharding
@@ -29,10 +30,10 @@ def started(here: Followed, monkeypatch: pytest.MonkeyPatch, **environment: str)
     for name, value in environment.items():
         monkeypatch.setenv(f"DELTACHAIN_{name}", value)
 
-    def find(_: ReplicaSettings) -> Led:
-        return Led(here.engine, here.folder / "model")
+    def find(_: ReplicaSettings) -> LedEngine:
+        return LedEngine(here.engine, here.folder / "model")
 
-    return asyncio.run(lead(find, is_open=True, is_guarded=False))
+    return asyncio.run(lead(find, os.environ, is_open=True, is_guarded=False))
 
 
 @pytest.fixture
@@ -119,15 +120,15 @@ def test_an_engine_that_is_damaged_later_generates_nothing(
 def test_an_engine_that_cannot_be_led_ends(
     monkeypatch: pytest.MonkeyPatch, refusal: type[ConfigError]
 ) -> None:
-    def find(_: ReplicaSettings) -> Led:
+    def find(_: ReplicaSettings) -> LedEngine:
         raise refusal("this engine is another")
 
     monkeypatch.setenv("DELTACHAIN_URL", "memory://nowhere")
     with pytest.raises(SystemExit) as ended:
-        asyncio.run(lead(find, is_open=True, is_guarded=False))
+        asyncio.run(lead(find, os.environ, is_open=True, is_guarded=False))
     assert ended.value.code == 2
     monkeypatch.setenv("DELTACHAIN_STRICT", "0")
-    control = asyncio.run(lead(find, is_open=True, is_guarded=False))
+    control = asyncio.run(lead(find, os.environ, is_open=True, is_guarded=False))
     assert (control.leader, control.refusal) == (None, "this engine is another")
 
 

@@ -81,14 +81,13 @@ def test_without_token_key_or_loopback_the_routes_are_shut(
 
 
 @pytest.mark.parametrize(("token", "code"), [("", 401), ("key", 503), (TOKEN, 401)])
-def test_without_a_token_the_servers_key_opens_them(
-    monkeypatch: pytest.MonkeyPatch, token: str, code: int
-) -> None:
+def test_without_a_token_the_servers_key_opens_them(token: str, code: int) -> None:
     """503: let in, and told that this server follows nothing."""
-    monkeypatch.delenv("DELTACHAIN_URL", raising=False)
     app = FastAPI()
     app.include_router(router, prefix=PREFIX)
-    app.state.deltachain = asyncio.run(lead(mock.Mock(), is_open=True, is_guarded=True, key="key"))
+    app.state.deltachain = asyncio.run(
+        lead(mock.Mock(), {}, is_open=True, is_guarded=True, key="key")
+    )
     with TestClient(app, base_url=HERE) as server:
         assert server.get(f"{PREFIX}/status", headers=bearer(token)).status_code == code
 

@@ -21,12 +21,11 @@ NORM = "layers.0.norm.weight"
 
 
 @contextmanager
-def led(here: Followed, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator[Leader]:
+def led(here: Followed, **settings: object) -> Iterator[Leader]:
     """A leader of the engine, not started."""
-    monkeypatch.setenv("DELTACHAIN_SPOOL", str(here.spool))
     subscribe = SubscribeConfig(url=here.store.url, poll_s=0.001)
     leader = Leader(
-        ReplicaSettings(subscribe=subscribe, **settings),  # type: ignore[arg-type]
+        ReplicaSettings(subscribe=subscribe, spool=here.spool, **settings),  # type: ignore[arg-type]
         here.engine,
         store=here.faulty,
     )
@@ -42,10 +41,10 @@ def eventually(check: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def test_it_catches_up_before_it_is_ready(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_catches_up_before_it_is_ready(followed: Build) -> None:
     here = followed()
     here.publish(1, 2)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         assert not leader.status().ready
         leader.start()
         status = leader.status()
@@ -56,35 +55,29 @@ def test_it_catches_up_before_it_is_ready(followed: Build, monkeypatch: pytest.M
         assert sum(row["tensors"] for row in status.classes.values()) > 3
 
 
-def test_what_is_held_at_the_head_is_named(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_at_the_head_is_named(followed: Build) -> None:
     here = followed()
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.start()
         assert leader.status().ready
         assert here.engine.events == ["name 0"]
 
 
-def test_what_is_held_behind_the_head_is_named_too(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_behind_the_head_is_named_too(followed: Build) -> None:
     here = followed()
     here.publish(1)
     for info in list(here.store.list("deltas/")):
         here.store.delete(info.key)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.start()
         assert (leader.status().version, leader.status().ready) == (0, False)
         assert leader.status().trouble
         assert here.engine.events == ["name 0"]
 
 
-def test_it_follows_and_says_what_goes_wrong(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_follows_and_says_what_goes_wrong(followed: Build) -> None:
     here = followed()
-    with led(here, monkeypatch, follow=True) as leader:
+    with led(here, follow=True) as leader:
         leader.start()
         here.publish(1)
         eventually(lambda: leader.status().version == 1)
@@ -98,11 +91,9 @@ def test_it_follows_and_says_what_goes_wrong(
         assert here.holds(2)
 
 
-def test_a_replica_behind_what_it_may_be_is_not_ready(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_behind_what_it_may_be_is_not_ready(followed: Build) -> None:
     here = followed()
-    with led(here, monkeypatch, max_lag=1) as leader:
+    with led(here, max_lag=1) as leader:
         leader.start()
         here.publish(1, 2, 3)
         leader.update(1)
@@ -112,12 +103,10 @@ def test_a_replica_behind_what_it_may_be_is_not_ready(
         assert leader.status().ready
 
 
-def test_a_replica_that_never_was_at_the_head_is_not_ready(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_that_never_was_at_the_head_is_not_ready(followed: Build) -> None:
     here = followed()
     here.publish(1, 2, 3)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update(1)
         status = leader.status()
         assert (status.ready, status.reason) == (False, "it has not caught up yet")
@@ -125,12 +114,10 @@ def test_a_replica_that_never_was_at_the_head_is_not_ready(
         assert leader.status().ready
 
 
-def test_a_scrub_that_finds_something_heals(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scrub_that_finds_something_heals(followed: Build) -> None:
     here = followed()
     here.publish(1, 2)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update()
         assert leader.scrub()
         here.scribble(0, NORM)
@@ -140,12 +127,10 @@ def test_a_scrub_that_finds_something_heals(
         assert not here.engine.paused
 
 
-def test_a_replica_in_doubt_does_not_resume(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_in_doubt_does_not_resume(followed: Build) -> None:
     here = followed()
     here.publish(1)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update(1)
         here.scribble(0, NORM)
         here.faulty.down = True
@@ -164,10 +149,10 @@ def test_a_replica_in_doubt_does_not_resume(
         assert not here.engine.paused
 
 
-def test_who_paused_it_resumes_it(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_paused_it_resumes_it(followed: Build) -> None:
     here = followed()
     here.publish(1)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update(0)
         leader.pause()
         leader.update(1)
@@ -178,11 +163,9 @@ def test_who_paused_it_resumes_it(followed: Build, monkeypatch: pytest.MonkeyPat
         assert leader.status().ready
 
 
-def test_a_replica_whose_engine_has_released_memory_is_not_ready(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_whose_engine_has_released_memory_is_not_ready(followed: Build) -> None:
     here = followed()
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update()
         leader.released = frozenset({"weights", "kv_cache"})
         status = leader.status()
@@ -192,12 +175,10 @@ def test_a_replica_whose_engine_has_released_memory_is_not_ready(
         assert leader.status().ready
 
 
-def test_a_rollback_stays_until_it_is_released(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollback_stays_until_it_is_released(followed: Build) -> None:
     here = followed()
     here.publish(1, 2)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.start()
         assert leader.rollback(1).version == 1
         assert leader.update() is None
@@ -216,7 +197,7 @@ def test_a_release_follows_again_where_following_has_ended(
     """As it does where the store went back and was written to: the hint says to roll back."""
     here = followed()
     here.publish(1, 2)
-    with led(here, monkeypatch, follow=True) as leader:
+    with led(here, follow=True) as leader:
         leader.start()
         eventually(lambda: leader.status().ready)
         with monkeypatch.context() as patch:
@@ -250,10 +231,10 @@ def test_settings_come_from_the_environment() -> None:
         ReplicaSettings.of({"DELTACHAIN_URL": "x", "DELTACHAIN_MAX_LAG": "many"})
 
 
-def test_what_others_paused_stays_paused(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_paused_stays_paused(followed: Build) -> None:
     here = followed()
     here.publish(1, 2, 3)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update(0)
         here.engine.pause()
         leader.update(1)
@@ -264,12 +245,10 @@ def test_what_others_paused_stays_paused(followed: Build, monkeypatch: pytest.Mo
         assert not here.engine.paused, "nobody paused it this time"
 
 
-def test_whoever_paused_it_a_caller_resumes_it(
-    followed: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_paused_it_a_caller_resumes_it(followed: Build) -> None:
     here = followed()
     here.publish(1)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update(0)
         here.engine.pause()
         leader.update(1)
@@ -277,10 +256,10 @@ def test_whoever_paused_it_a_caller_resumes_it(
         assert not here.engine.paused
 
 
-def test_a_pause_of_others_outlives_doubt(followed: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_of_others_outlives_doubt(followed: Build) -> None:
     here = followed()
     here.publish(1)
-    with led(here, monkeypatch) as leader:
+    with led(here) as leader:
         leader.update(1)
         here.engine.pause()
         here.scribble(0, NORM)

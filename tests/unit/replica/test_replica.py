@@ -16,7 +16,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.kernels import device
-from deltachain.replica.ticket import Ticket
+from deltachain.replica.prepared import PreparedSwap
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.faults import Fault
 from deltachain.testing.sharding import HOSTED, Sharding, full_of
@@ -83,9 +83,9 @@ def test_without_a_budget_everything_is_written_as_it_is_decoded(
     here.publish(1)
     staged = here.subscriber.stage()
     assert staged is not None
-    assert isinstance(staged.prepared, Ticket)
+    assert isinstance(staged.prepared, PreparedSwap)
     assert not staged.prepared.can_undo
-    assert all(not rank.rank.staged[staged.prepared.number].placed for rank in here.engine.verbs)
+    assert all(not rank.rank.staged[staged.prepared.ticket].placed for rank in here.engine.services)
     here.subscriber.swap(staged)
     assert here.holds(1)
     here.publish(2, share=1.0)
@@ -303,7 +303,7 @@ def test_ranks_forget_what_nobody_can_ask_for(followed: Build) -> None:
         here.publish(version)
         here.subscriber.stage()  # thrown away
         here.subscriber.update()
-    tickets = [set(rank.rank.staged) for rank in here.engine.verbs]
+    tickets = [set(rank.rank.staged) for rank in here.engine.services]
     assert tickets[0] == tickets[1]
     assert len(tickets[0]) <= 3, "the undo log, what it pushed out, and the newest"
     assert here.subscriber.rollback().version == 3
@@ -352,7 +352,7 @@ def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:
         here.subscriber.update()
     assert here.holds(0)
     assert here.engine.events == []
-    assert all(not rank.rank.staged for rank in here.engine.verbs)
+    assert all(not rank.rank.staged for rank in here.engine.services)
     here.faulty.mend()
     here.subscriber.update()
     assert here.holds(1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 
 from deltachain.errors import (
@@ -14,13 +17,21 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
-from deltachain.replica import target as replica
+from deltachain.replica import client
+from deltachain.replica.messages import (
+    PendingReply,
+    PollRequest,
+    RankReply,
+    StagedReply,
+)
 from deltachain.testing.sharding import Sharding
+from deltachain.types import StateDigest
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
 
 LOST = OSError("device lost")
+ONE = StateDigest(0, 1)
 
 
 @pytest.fixture
@@ -65,22 +76,33 @@ def test_one_refusal_is_everybodys(
     assert here.holds(2)
 
 
+def lies_when_polled(
+    here: Followed, monkeypatch: pytest.MonkeyPatch, lie: Callable[[StagedReply], StagedReply]
+) -> None:
+    """Rank 1 says that it staged something else."""
+    handlers: dict[Any, Any] = here.engine.services[1]._handlers
+    poll = handlers[PollRequest]
+
+    def answer(request: PollRequest) -> RankReply:
+        reply = poll(request)
+        return lie(reply) if isinstance(reply, StagedReply) else reply
+
+    monkeypatch.setitem(handlers, PollRequest, answer)
+
+
 def test_a_rank_that_stages_something_else_is_found_out(
     here: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The proof is of what the ranks say that they will write, added up."""
-    rank = here.engine.verbs[1]
-    answer = rank._poll
 
-    def lie(ticket: int) -> dict[str, object]:
-        verdict = answer(ticket)
-        for label, lanes in verdict.get("effects", []):
-            if label != "1":
-                continue  # what rank 0 has as well
-            lanes[0] = lanes[0][:-1] + ("0" if lanes[0][-1] != "0" else "1")
-        return verdict
+    def lie(reply: StagedReply) -> StagedReply:
+        effects = tuple(
+            (who, effect if who != "1" else replace(effect, change=effect.change + ONE))
+            for who, effect in reply.effects  # of "0,1" rank 0 says the truth
+        )
+        return msgspec.structs.replace(reply, effects=effects)
 
-    monkeypatch.setattr(rank, "_poll", lie)
+    lies_when_polled(here, monkeypatch, lie)
     before = here.engine.bits()
     with pytest.raises(BaseMismatchError):
         here.subscriber.update()
@@ -91,9 +113,7 @@ def test_a_rank_that_stages_something_else_is_found_out(
 def test_a_rank_that_leaves_elements_out_is_found_out(
     here: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = here.engine.verbs[1]
-    answer = rank._poll
-    monkeypatch.setattr(rank, "_poll", lambda ticket: {**answer(ticket), "effects": []})
+    lies_when_polled(here, monkeypatch, lambda reply: msgspec.structs.replace(reply, effects=()))
     with pytest.raises(BaseMismatchError, match=r"the ranks would write [\d,]+ of [\d,]+ elements"):
         here.subscriber.update()
     assert here.engine.events == []
@@ -127,8 +147,9 @@ def test_answers_of_others_are_not_believed(here: Followed, verb: str, fault: st
 def test_a_rank_that_never_ends_staging_is_given_up(
     here: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "STAGE_S", 0.05)
-    monkeypatch.setattr(here.engine.verbs[1], "_poll", lambda ticket: {"done": not ticket})
+    monkeypatch.setattr(client, "STAGE_S", 0.05)
+    handlers: dict[Any, Any] = here.engine.services[1]._handlers
+    monkeypatch.setitem(handlers, PollRequest, lambda _: PendingReply())
     with pytest.raises(ApplyError, match="some rank did not stage within"):
         here.subscriber.update()
     assert here.engine.events == []
@@ -200,7 +221,7 @@ def test_a_rank_that_refuses_to_write_keeps_the_others_from_it(here: Followed) -
 def test_a_rank_that_forgot_its_ticket_keeps_the_others_from_writing(here: Followed) -> None:
     staged = here.subscriber.stage()
     assert staged is not None
-    here.engine.verbs[0].rank.keep([])
+    here.engine.services[0].rank.keep([])
     before = here.engine.bits()
     with pytest.raises(PartialApplyError, match="rank 0: nothing is staged under ticket"):
         here.subscriber.swap(staged)

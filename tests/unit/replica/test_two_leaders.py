@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Event
 from typing import Any
@@ -20,9 +20,10 @@ from deltachain.errors import (
 )
 from deltachain.replica import spool
 from deltachain.replica.leader import Leader
-from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.messages import RankReply, RankRequest, StageRequest, SwapRequest
+from deltachain.replica.prepared import PreparedSwap
+from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.target import ReplicaTarget
-from deltachain.replica.ticket import Ticket
 from deltachain.subscribe import Subscriber, subscriber
 from deltachain.testing.sharding import HOSTED, Sharding
 from tests.unit.replica.replicas import Followed
@@ -49,9 +50,8 @@ def later(here: Followed) -> Subscriber:
 
 
 @pytest.fixture
-def leader(here: Followed, monkeypatch: pytest.MonkeyPatch) -> Leader:
-    monkeypatch.setenv("DELTACHAIN_SPOOL", str(here.spool))
-    settings = ReplicaSettings(subscribe=here.subscriber.config)
+def leader(here: Followed) -> Leader:
+    settings = ReplicaSettings(subscribe=here.subscriber.config, spool=here.spool)
     leader = Leader(settings, here.engine, store=here.faulty)
     leader.subscriber.open()
     return leader
@@ -82,7 +82,7 @@ def test_a_leader_that_was_replaced_stages_nothing(here: Followed, later: Subscr
     with pytest.raises(PartialApplyError, match="another leader"):
         here.subscriber.update()
     assert here.engine.events == []
-    assert all(not rank.rank.staged for rank in here.engine.verbs)
+    assert all(not rank.rank.staged for rank in here.engine.services)
     later.update()
     assert here.holds(2)
 
@@ -197,11 +197,11 @@ def test_nobody_resumes_in_the_middle_of_a_swap(
     writing, go_on = Event(), Event()
     call = here.engine.call
 
-    def slow(verb: str, **arguments: object) -> object:
-        if verb == "swap":
+    def slow(request: RankRequest) -> Sequence[RankReply]:
+        if isinstance(request, SwapRequest):
             writing.set()
             assert go_on.wait(20)
-        return call(verb, **arguments)
+        return call(request)
 
     monkeypatch.setattr(here.engine, "call", slow)
     here.engine.events.clear()
@@ -225,11 +225,11 @@ def test_two_stages_at_once_forget_nothing_of_each_other(
     first_asks, second_is_done = Event(), Event()
     call = here.engine.call
 
-    def slow(verb: str, **arguments: Any) -> object:
-        if verb == "stage" and not first_asks.is_set():
+    def slow(request: RankRequest) -> Sequence[RankReply]:
+        if isinstance(request, StageRequest) and not first_asks.is_set():
             first_asks.set()
             second_is_done.wait(0.5)
-        return call(verb, **arguments)
+        return call(request)
 
     monkeypatch.setattr(here.engine, "call", slow)
     with ThreadPoolExecutor(2) as pool:
@@ -238,8 +238,10 @@ def test_two_stages_at_once_forget_nothing_of_each_other(
         two = pool.submit(here.subscriber.stage)
         two.add_done_callback(lambda _: second_is_done.set())
         staged = [one.result(), two.result()]
-    kept = [set(rank.rank.staged) for rank in here.engine.verbs]
-    tickets = {one.prepared.number for one in staged if one and isinstance(one.prepared, Ticket)}
+    kept = [set(rank.rank.staged) for rank in here.engine.services]
+    tickets = {
+        one.prepared.ticket for one in staged if one and isinstance(one.prepared, PreparedSwap)
+    }
     assert len(tickets) == 2
     assert all(tickets <= one for one in kept)
 
@@ -271,8 +273,8 @@ def test_two_that_open_at_once_agree_on_what_is_held(
 
 
 def test_a_leader_of_another_chain_replaces_nobody(here: Followed) -> None:
-    for rank in here.engine.verbs:
-        rank._url = here.store.url
+    for rank in here.engine.services:
+        rank._settings = RankSettings(spool=here.spool, url=here.store.url)
     stranger = ReplicaTarget(here.engine, "s3://elsewhere/run", here.spool)
     with pytest.raises(ConfigError, match="was started to follow"):
         Subscriber(here.subscriber.config, stranger, store=here.store).open()
@@ -321,12 +323,9 @@ def is_paused(here: Followed) -> bool:
     return here.engine.paused
 
 
-def test_a_leader_that_takes_over_resumes_once_it_knows_what_is_held(
-    here: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_leader_that_takes_over_resumes_once_it_knows_what_is_held(here: Followed) -> None:
     """One before may have been killed inside a swap; and the store may be down just then."""
-    monkeypatch.setenv("DELTACHAIN_SPOOL", str(here.spool))
-    settings = ReplicaSettings(subscribe=here.subscriber.config)
+    settings = ReplicaSettings(subscribe=here.subscriber.config, spool=here.spool)
     leader = Leader(settings, here.engine, store=here.faulty, takes_over=True)
     here.engine.pause()
     here.faulty.down = True

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ApplyError, ConfigError
-from deltachain.replica.rpc import RankVerbs
+from deltachain.replica.messages import AttachRequest, Refusal
+from deltachain.replica.rpc import RankService
+from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import PROBE, Spool, check_probe
 from deltachain.testing.sharding import Sharding
 from tests.unit.replica.replicas import Followed
@@ -19,7 +21,7 @@ Build = Callable[..., Followed]
 def move(here: Followed, rank: int, spool: Path) -> None:
     """A rank runs on another node: what it has under the name of the spool is something else."""
     model = here.engine.models[rank]
-    here.engine.verbs[rank] = RankVerbs(lambda: model, rank, spool, "")
+    here.engine.services[rank] = RankService(lambda: model, rank, RankSettings(spool=spool))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -35,7 +37,7 @@ def test_a_rank_that_sees_another_folder_is_refused_before_anything_is_touched(
     assert here.engine.bits() == before
     assert here.engine.events == []
     assert here.spools() == []
-    assert here.engine.verbs[rank]._rank is None
+    assert here.engine.services[rank]._rank is None
 
 
 def test_following_ends_with_it_instead_of_trying_for_ever(followed: Build, tmp_path: Path) -> None:
@@ -72,10 +74,11 @@ def test_a_folder_that_holds_another_leaders_word_is_another(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
 def test_a_probe_lies_in_the_spool_folder_alone(followed: Build, name: str) -> None:
     here = followed(Sharding())
-    asked = {"url": here.store.url, "specs": [], "aliases": {}, "probe": [name, "word"]}
-    answer = here.engine.verbs[0].do("attach", asked)
-    assert (answer["ok"], answer["error"]) == (False, "ConfigError")
-    assert "is not a spool" in answer["message"]
+    asked = AttachRequest(url=here.store.url, specs=(), aliases={}, probe=(name, "word"))
+    answer = here.engine.services[0].handle(asked)
+    assert isinstance(answer, Refusal)
+    assert answer.error == "ConfigError"
+    assert "is not a spool" in answer.message
 
 
 def test_a_spool_that_cannot_be_written_to_is_said_at_the_start(followed: Build) -> None:

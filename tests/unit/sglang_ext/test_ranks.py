@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +10,38 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
+import msgspec
 import pytest
 from torch import nn
 
 from deltachain.errors import ApplyError, ConfigError, EngineVersionError
+from deltachain.replica.messages import (
+    AnyRequest,
+    Refusal,
+    StatusRequest,
+    SwapReply,
+    SwapRequest,
+    decode_reply,
+    encode,
+)
+from deltachain.replica.pause import pause_mode
 from deltachain_sglang import compat, front, ranks
+from deltachain_sglang.messages import (
+    SchedulerReply,
+    SchedulerRequest,
+    decode_scheduler_reply,
+    encode_message,
+)
 
 
-def question(verb: str = "status", *, flush: bool = False) -> str:
+def question(request: AnyRequest | None = None, *, flush: bool = False) -> str:
     """As a leader asks it."""
-    body = {"verb": verb, "arguments": {"turn": "a:1"}, "flush": flush}
-    return "deltachain:" + json.dumps(body)
+    asked = SchedulerRequest(request=request or StatusRequest(leader="a"), flush=flush)
+    return "deltachain:" + encode_message(asked)
+
+
+def swap(*, flush: bool = False) -> str:
+    return question(SwapRequest(leader="a", ticket=1, version=1), flush=flush)
 
 
 class Scheduler:
@@ -43,17 +63,20 @@ class Scheduler:
         return done
 
 
+def of_rank_one(mine: object) -> object:
+    """What the other rank has, where this one has that."""
+    if not isinstance(mine, str):
+        return mine
+    return encode(msgspec.structs.replace(decode_reply(mine), rank=1))
+
+
 @pytest.fixture
 def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """SGLang's, of one of two ranks; the other one answers as it does."""
     monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path))
-    monkeypatch.setattr(
-        compat,
-        "gather",
-        lambda mine: [mine, {**mine, "rank": 1} if isinstance(mine, dict) else mine],
-    )
+    monkeypatch.setattr(compat, "gather", lambda mine: [mine, of_rank_one(mine)])
     monkeypatch.setattr(compat, "rank_of", lambda: 0)
-    monkeypatch.setattr(compat, "verdicts", lambda text: text)
+    monkeypatch.setattr(compat, "check_reply", lambda text: text)
     forgotten: list[bool] = []
     monkeypatch.setattr(compat, "forget_embeddings", lambda: forgotten.append(True))
     model = nn.Linear(2, 2)
@@ -70,56 +93,90 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     )
 
 
-def asked(manager: Any, action: str) -> list[dict[str, Any]]:
+def asked(manager: Any, action: str) -> SchedulerReply:
     request = SimpleNamespace(action=action)
-    found: list[dict[str, Any]] = json.loads(ranks.on_question(mock.Mock(), manager, request))
-    return found
+    return decode_scheduler_reply(ranks.on_request(mock.Mock(), manager, request))
 
 
-def test_a_question_is_answered_for_all_ranks(manager: Any) -> None:
-    answers = asked(manager, question())
-    assert [answer["rank"] for answer in answers] == [0, 1]
-    assert "another leader" in answers[0]["message"]  # nobody has attached
+def test_a_request_is_answered_for_all_ranks(manager: Any) -> None:
+    found = asked(manager, question())
+    assert (found.status, [reply.rank for reply in found.replies]) == ("answered", [0, 1])
+    assert isinstance(found.replies[0], Refusal)
+    assert "another leader" in found.replies[0].message  # nobody has attached
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "1", '{"verb": 1}', '{"verb": "x", "arguments": 3}', '"\\ud800"']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "1",
+        '{"request": 1}',
+        '{"request": {"call": "no such"}}',
+        '{"request": {"call": "status"}, "flush": 3}',
+        '{"request": {"call": "status"}, "more": 3}',
+        '"\\ud800"',
+        "\ud800",
+    ],
 )
-def test_no_question_raises(manager: Any, text: str) -> None:
-    for answer in asked(manager, f"deltachain:{text}"):
-        assert not answer["ok"]
+def test_no_request_raises(manager: Any, text: str) -> None:
+    found = asked(manager, f"deltachain:{text}")
+    assert len(found.replies) == 2
+    for reply in found.replies:
+        assert isinstance(reply, Refusal)
+        assert "cannot read the leader's request" in reply.message
+
+
+def test_every_truncated_request_is_refused(manager: Any) -> None:
+    action = question()
+    for end in range(len("deltachain:"), len(action)):
+        assert all(isinstance(reply, Refusal) for reply in asked(manager, action[:end]).replies)
+
+
+@pytest.mark.parametrize("text", ["", "Traceback (most recent call last)", "{", "[]", '{"x": 1}'])
+def test_what_is_no_reply_of_the_schedulers_is_a_typed_error(text: str) -> None:
+    with pytest.raises(ApplyError, match="cannot read the schedulers' reply"):
+        decode_scheduler_reply(text)
+
+
+def test_released_weights_are_neither_read_nor_written(manager: Any) -> None:
+    manager.offload_tags.add(compat.WEIGHTS)
+    assert asked(manager, question()) == SchedulerReply(status="asleep")
 
 
 def test_other_checks_are_sglangs_own(manager: Any) -> None:
     original = mock.Mock(return_value="checked")
     request = SimpleNamespace(action="checksum")
-    assert ranks.on_question(original, manager, request) == "checked"
+    assert ranks.on_request(original, manager, request) == "checked"
     original.assert_called_once_with(manager, request)
 
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
     """What a swap answers."""
-    do = mock.Mock(return_value={"ok": True})
-    monkeypatch.setattr(ranks, "verbs_of", lambda *_: SimpleNamespace(do=do))
-    return do
+    handle = mock.Mock(return_value=SwapReply(rank=0, seconds=0, version=1, pid=1))
+    service = SimpleNamespace(handle=handle)
+    monkeypatch.setattr(ranks, "_SERVICES", SimpleNamespace(of=lambda *_: service))
+    return handle
 
 
 @pytest.mark.parametrize("flush", [True, False])
 def test_a_swap_forgets_what_older_weights_made_of_images(manager: Any, *, flush: bool) -> None:
     asked(manager, question())
     assert not manager.forgotten
-    asked(manager, question("swap", flush=flush))
+    asked(manager, swap(flush=flush))
     assert manager.forgotten
 
 
 def test_caches_go_with_a_swap_and_requests_that_wait_for_a_grammar_stay(
     manager: Any, writes: mock.Mock
 ) -> None:
-    assert all(answer["ok"] for answer in asked(manager, question("swap", flush=True)))
+    replies = asked(manager, swap(flush=True)).replies
+    assert [type(reply) for reply in replies] == [SwapReply, SwapReply]
     assert manager.scheduler.flushed == [False]
     assert manager.scheduler.grammar_manager.grammar_queue == ["compiling"]
-    asked(manager, question("swap"))
+    asked(manager, swap())
     assert manager.scheduler.flushed == [False], "it was not asked for"
     assert writes.call_count == 2
 
@@ -128,7 +185,7 @@ def test_nothing_is_written_while_a_request_keeps_the_cache(
     manager: Any, writes: mock.Mock
 ) -> None:
     manager.scheduler.running = 1
-    assert asked(manager, question("swap", flush=True)) == [{"ok": False, "busy": True}]
+    assert asked(manager, swap(flush=True)) == SchedulerReply(status="busy")
     writes.assert_not_called()
 
 
@@ -136,18 +193,18 @@ def test_nothing_is_written_while_a_request_keeps_another_ranks_cache(
     manager: Any, writes: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compat, "gather", lambda mine: [mine, False])
-    assert asked(manager, question("swap", flush=True)) == [{"ok": False, "busy": True}]
+    assert asked(manager, swap(flush=True)) == SchedulerReply(status="busy")
     writes.assert_not_called()
 
 
 def test_no_rank_flushes_unless_all_have_written(
     manager: Any, writes: mock.Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = {"ok": False, "rank": 1}
+    other = encode(Refusal(rank=1, error="PartialApplyError", message="no"))
     monkeypatch.setattr(
-        compat, "gather", lambda mine: [mine, other if isinstance(mine, dict) else mine]
+        compat, "gather", lambda mine: [mine, other if isinstance(mine, str) else mine]
     )
-    asked(manager, question("swap", flush=True))
+    asked(manager, swap(flush=True))
     assert manager.scheduler.flushed == []
     writes.assert_called_once()
 
@@ -294,7 +351,7 @@ def test_only_tested_versions_are_supported(version: str, fine: bool) -> None:
 
 
 def test_pause_modes() -> None:
-    assert compat.pause_mode("") == "retract"
-    assert compat.pause_mode("in_place") == "in_place"
+    assert pause_mode("", compat.PAUSES) == "retract"
+    assert pause_mode("in_place", compat.PAUSES) == "in_place"
     with pytest.raises(ConfigError, match="none of retract, in_place, abort"):
-        compat.pause_mode("keep")
+        pause_mode("keep", compat.PAUSES)

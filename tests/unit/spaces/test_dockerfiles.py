@@ -17,8 +17,8 @@ from deltachain_vllm import compat as vllm
 ROOT: Final = Path(__file__).resolve().parents[3]
 SPACES: Final = sorted(path.parent for path in (ROOT / "spaces").glob("*/Dockerfile"))
 ENGINES: Final = {
-    "vllm-rollout": ("vllm/vllm-openai", vllm.FIRST),
-    "sglang-rollout": ("lmsysorg/sglang", sglang.FIRST),
+    "vllm-rollout": ("vllm/vllm-openai", vllm.TESTED.first),
+    "sglang-rollout": ("lmsysorg/sglang", sglang.TESTED.first),
 }
 
 every_space = pytest.mark.parametrize("space", SPACES, ids=lambda space: str(space.name))

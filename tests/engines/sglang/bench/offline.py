@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ from tests.engines.bench.figures import Applied, Drawn
 class Alone:
     """One rank as an engine; see :class:`deltachain.replica.engine.Engine`."""
 
-    def __init__(self, verbs: Any) -> None:
-        self.verbs = verbs
+    def __init__(self, service: Any) -> None:
+        self.service = service
 
-    def call(self, verb: str, **arguments: Any) -> Sequence[Mapping[str, Any]]:
-        return [self.verbs.do(verb, arguments)]
+    def call(self, request: Any) -> Sequence[Any]:
+        return [self.service.handle(request)]
 
     def is_paused(self) -> bool:
         """Nothing generates unless it is called to."""
@@ -41,7 +41,8 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from deltachain.replica.rpc import RankVerbs
+    from deltachain.replica.rpc import RankService
+    from deltachain.replica.settings import RankSettings
     from deltachain.replica.target import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber
     from tests.engines.bench.applying import Live, follow
@@ -50,12 +51,12 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     torch.set_num_threads(1)
     with load_in_context(drawn.base) as (config, model), tempfile.TemporaryDirectory() as scratch:
         engine = known(config, model)
-        verbs = RankVerbs(lambda: engine, 0, Path(scratch), drawn.url)
-        target = ReplicaTarget(Alone(verbs), drawn.url, Path(scratch))
+        service = RankService(lambda: engine, 0, RankSettings(spool=Path(scratch), url=drawn.url))
+        target = ReplicaTarget(Alone(service), drawn.url, Path(scratch))
 
         live = Live(
             subscriber=Subscriber(drawn.url, target),
-            rank=lambda: verbs.rank,
+            rank=lambda: service.rank,
             load=engine.load,
             reload=lambda weights: engine.reload(iter(weights)),
         )

@@ -42,7 +42,7 @@ def _live(llm: Any, drawn: Drawn) -> Live:
     from vllm.config import set_current_vllm_config
 
     import deltachain_vllm
-    from deltachain_vllm.extension import worker_verbs
+    from deltachain_vllm.extension import worker_service
     from tests.engines.bench.applying import Live, Weights
 
     (model,) = llm.collective_rpc(lambda worker: worker.model_runner.get_model())
@@ -54,7 +54,7 @@ def _live(llm: Any, drawn: Drawn) -> Live:
 
     return Live(
         subscriber=deltachain_vllm.subscribe(llm, drawn.url),
-        rank=lambda: worker_verbs(model, config, 0).rank,
+        rank=lambda: worker_service(model, config, 0).rank,
         load=load,
         reload=lambda weights: llm.collective_rpc("reload_weights", args=(weights,)),
         patches=lambda deltas, dense: _patches(model, config, deltas, dense),

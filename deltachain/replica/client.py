@@ -1,0 +1,98 @@
+"""The leader's side of the RPC: requests to all ranks, and replies checked against them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from typing import Final, TypeVar, cast
+
+import msgspec
+
+from deltachain.errors import ApplyError, PoisonedError
+from deltachain.replica.engine import Engine
+from deltachain.replica.messages import (
+    AnyRequest,
+    PendingReply,
+    PollRequest,
+    RankReply,
+    Refusal,
+    name_of,
+)
+from deltachain.replica.rpc import raise_refusal
+from deltachain.types import Version
+
+POLL_S: Final = (0.002, 0.05)
+"""Least and longest wait between two looks at what the ranks do."""
+
+POLL_SHARE: Final = 0.25
+"""Of the time that they have taken so far, the wait until the next look: nothing is done much later
+than it could be, and an engine, which looks between two of its steps, is not asked much more often.
+"""
+
+STAGE_S: Final = 900.0
+"""A rank that stages for longer than this is taken for dead."""
+
+_R = TypeVar("_R", bound=RankReply)
+
+
+class RankClient:
+    """Calls every rank of an engine, as one leader.
+
+    Args:
+        engine: The replica.
+
+    Attributes:
+        engine: As given.
+        count: How many ranks it has; 0 until that is known.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.count = 0
+        self._leader = uuid.uuid4().hex
+        self._sequence = itertools.count(1)
+
+    def ask(self, request: AnyRequest, kind: type[_R]) -> list[_R]:
+        """Every rank's reply, of this type; a refusal is raised."""
+        replies = self.call(request, kind)
+        raise_refusal(replies)
+        return [reply for reply in replies if isinstance(reply, kind)]
+
+    def call(self, request: AnyRequest, *kinds: type[_R]) -> list[_R | Refusal]:
+        """Every rank's reply: a refusal, or of one of these types.
+
+        Raises:
+            PoisonedError: A reply is of another type, or to another request, or of another rank.
+        """
+        asked = msgspec.structs.replace(request, leader=self._leader, sequence=next(self._sequence))
+        replies = self.engine.call(asked)
+        found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
+        ranks = range(self.count or len(replies))
+        expected = [(rank, asked.leader, asked.sequence) for rank in ranks]
+        if found != expected or not all(isinstance(reply, (*kinds, Refusal)) for reply in replies):
+            raise PoisonedError(
+                f"the engine mixed up its ranks' answers to {name_of(request)!r}",
+                hint="a worker raised in some other call; restart the engine",
+            )
+        return cast("list[_R | Refusal]", list(replies))
+
+    def wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
+        """Wait until every rank is done with a ticket; the first refusal is raised."""
+        least, longest = POLL_S
+        start = time.monotonic()
+        done: dict[int, _R | Refusal] = {}
+        while True:
+            replies = self.call(PollRequest(ticket=ticket), kind, PendingReply)
+            for reply in replies:
+                if isinstance(reply, (kind, Refusal)):
+                    done.setdefault(reply.rank, reply)
+            if len(done) == len(replies):
+                break
+            taken = time.monotonic() - start
+            if taken > STAGE_S:
+                raise ApplyError(f"some rank did not stage within {STAGE_S:.0f} s", version=version)
+            time.sleep(min(max(POLL_SHARE * taken, least), longest))
+        found = [reply for _, reply in sorted(done.items())]
+        raise_refusal(found, version=version)
+        return [reply for reply in found if isinstance(reply, kind)]

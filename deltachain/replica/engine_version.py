@@ -1,0 +1,42 @@
+"""The versions of an engine that were tested with this deltachain."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from deltachain.errors import EngineVersionError
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """From ``first`` up to, not including, ``beyond``.
+
+    Attributes:
+        engine: Its name; in lower case, that of its package.
+        first: As many numbers as versions are compared by.
+        beyond: As many.
+    """
+
+    engine: str
+    first: tuple[int, ...]
+    beyond: tuple[int, ...]
+
+    def check(self, found: str) -> str:
+        """Return a version that is in the range.
+
+        Raises:
+            EngineVersionError: It is not.
+        """
+        pattern = r"\.".join([r"(\d+)"] * len(self.first))
+        match = re.match(pattern, found)
+        version = tuple(map(int, match.groups())) if match else ()
+        if not self.first <= version < self.beyond:
+            first, beyond = (".".join(map(str, end)) for end in (self.first, self.beyond))
+            raise EngineVersionError(
+                f"{self.engine} {found} was not tested with this deltachain: "
+                f"{first} up to, not including, {beyond} was",
+                hint=f'pip install "{self.engine.lower()}>={first},<{beyond}", '
+                "or another deltachain",
+            )
+        return found

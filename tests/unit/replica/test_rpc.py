@@ -1,0 +1,338 @@
+"""What a rank answers: whatever it is asked, it never raises."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+import typing
+import weakref
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from torch import nn
+
+from deltachain import errors
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import (
+    ApplyError,
+    ConfigError,
+    EngineDamagedError,
+    EngineVersionError,
+    PartialApplyError,
+    PoisonedError,
+    TensorMismatchError,
+)
+from deltachain.replica.engine import EngineModel
+from deltachain.replica.messages import (
+    AgreeReply,
+    AgreeRequest,
+    AnyRequest,
+    AttachReply,
+    AttachRequest,
+    CheckLoadsRequest,
+    FindUnusedRequest,
+    LastSwapRequest,
+    PendingReply,
+    PollRequest,
+    RankReply,
+    RankRequest,
+    Refusal,
+    StagedReply,
+    StageRequest,
+    StartedReply,
+    StateReply,
+    StateRequest,
+    StatusReply,
+    StatusRequest,
+    SwapRequest,
+    UnusedStateRequest,
+    decode_reply,
+    encode,
+    name_of,
+)
+from deltachain.replica.rpc import REMEMBERED, RankService, RankServices, error_of, raise_refusal
+from deltachain.replica.settings import RankSettings
+from deltachain.testing.engine import FakeModel
+from deltachain.testing.sharding import Sharding, save, trained
+
+URL = "s3://bucket/run"
+
+REQUESTS: list[RankRequest] = [
+    AgreeRequest(classes={}, holders=({},)),
+    FindUnusedRequest(names=()),
+    UnusedStateRequest(names=()),
+    CheckLoadsRequest(),
+    StateRequest(ticket=1),
+    StageRequest(ticket=1, spool="a", budget=0, keep=()),
+    SwapRequest(ticket=1, version=1),
+    StatusRequest(),
+]
+"""What only a rank that is attached can do."""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> FakeModel:
+    shape = Sharding(layers=1)
+    return FakeModel(shape, 0, save(trained(shape), tmp_path / "model"))
+
+
+@pytest.fixture
+def bare(model: FakeModel, tmp_path: Path) -> RankService:
+    """A rank that nobody has attached yet."""
+    return RankService(lambda: model, 0, RankSettings(spool=tmp_path / "spool", url=URL))
+
+
+def attach(model: FakeModel, leader: str = "") -> AttachRequest:
+    specs = tuple(Checkpoint(model.checkpoint).specs.values())
+    return AttachRequest(leader=leader, sequence=1, url=URL, specs=specs, aliases={})
+
+
+@pytest.fixture
+def rank(bare: RankService, model: FakeModel) -> RankService:
+    """A rank that is attached, and agreed with itself."""
+    found = bare.handle(attach(model))
+    assert isinstance(found, AttachReply), found
+    classes = {name: one.kind for name, one in found.tensors.items()}
+    labels = {name: ("0",) * len(one.windows) for name, one in found.tensors.items()}
+    assert bare.handle(AgreeRequest(classes=classes, holders=(labels,))) == AgreeReply(rank=0)
+    return bare
+
+
+def settled(rank: RankService, ticket: int) -> RankReply:
+    """What a rank answers in the end."""
+    for _ in range(1000):
+        reply = rank.handle(PollRequest(ticket=ticket))
+        if not isinstance(reply, PendingReply):
+            return reply
+        time.sleep(0.005)
+    raise AssertionError("it is never done")
+
+
+def refused(reply: RankReply, error: str) -> Refusal:
+    """A reply that refuses with this error."""
+    assert isinstance(reply, Refusal)
+    assert (reply.rank, reply.error) == (0, error)
+    return reply
+
+
+@pytest.mark.parametrize("call", ["", "no such", "_swap", "do", "__init__", "rank", "Attach"])
+def test_unknown_calls_are_refused_and_told_to_who_asked(rank: RankService, call: str) -> None:
+    text = json.dumps({"call": call, "leader": "one", "sequence": 7})
+    reply = refused(decode_reply(rank.answer(text)), "ConfigError")
+    assert "cannot read the leader's request" in reply.message
+    assert "same version of deltachain" in reply.hint
+    assert (reply.leader, reply.sequence) == ("one", 7)
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=name_of)
+def test_every_truncated_request_is_refused(rank: RankService, request_: RankRequest) -> None:
+    text = encode(request_)
+    for end in range(len(text)):
+        refused(decode_reply(rank.answer(text[:end])), "ConfigError")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "[" * 100_000, "\ud800", b"\xff", None, 7, {}])
+def test_no_request_raises(rank: RankService, text: Any) -> None:
+    refused(decode_reply(rank.answer(text)), "ConfigError")
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=name_of)
+def test_nothing_is_done_before_it_is_attached(bare: RankService, request_: RankRequest) -> None:
+    assert refused(bare.handle(request_), "ApplyError").message == "rank 0 is not attached"
+
+
+def test_every_request_has_a_handler(rank: RankService) -> None:
+    kinds = set(typing.get_args(AnyRequest))
+    assert set(rank._handlers) == kinds
+    reply = refused(rank.handle(RankRequest()), "ConfigError")
+    assert reply.message == "no handler for a RankRequest"
+
+
+@pytest.mark.parametrize(
+    "call", [kind.__struct_config__.tag for kind in typing.get_args(AnyRequest)]
+)
+@pytest.mark.parametrize("arguments", [{"what": 1}, {"ticket": "x"}, {"ticket": None, "keep": 3}])
+def test_wrong_arguments_are_refused(
+    rank: RankService, call: str, arguments: dict[str, Any]
+) -> None:
+    reply = decode_reply(rank.answer(json.dumps({"call": call, **arguments})))
+    refused(reply, "ConfigError")
+
+
+def test_an_agreement_about_fewer_ranks_is_refused(rank: RankService) -> None:
+    refused(rank.handle(AgreeRequest(classes={}, holders=())), "ApplyError")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a/", ".hidden", "./a"])
+def test_plans_are_read_from_the_one_folder_alone(rank: RankService, name: str) -> None:
+    reply = rank.handle(StageRequest(ticket=1, spool=name, budget=0, keep=()))
+    assert refused(reply, "ConfigError").message == f"{name!r} is not a spool"
+
+
+@pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300, "~", "*"])
+def test_a_spool_that_is_not_there_is_answered_when_asked(rank: RankService, name: str) -> None:
+    started = rank.handle(StageRequest(ticket=1, spool=name, budget=0, keep=()))
+    assert started == StartedReply(rank=0)
+    refused(settled(rank, 1), "ApplyError")
+
+
+@pytest.mark.parametrize("index", [b"", b"{", b"[]", b'{"from_nothing":1,"tensors":[]}'])
+def test_a_spool_that_is_none_is_answered_when_asked(
+    rank: RankService, tmp_path: Path, index: bytes
+) -> None:
+    folder = tmp_path / "spool" / "a"
+    folder.mkdir(parents=True)
+    (folder / "index.json").write_bytes(index)
+    (folder / "data").write_bytes(b"")
+    started = rank.handle(StageRequest(ticket=1, spool="a", budget=0, keep=()))
+    assert started == StartedReply(rank=0)
+    assert isinstance(settled(rank, 1), Refusal)
+
+
+def test_another_chain_is_refused(bare: RankService) -> None:
+    reply = bare.handle(AttachRequest(url="s3://bucket/other", specs=(), aliases={}))
+    assert f"follow {URL}, not s3://bucket/other" in refused(reply, "ConfigError").message
+
+
+def test_a_ticket_that_nobody_began_is_answered(rank: RankService) -> None:
+    reply = rank.handle(PollRequest(ticket=7))
+    assert refused(reply, "ApplyError").message == "rank 0 knows nothing of ticket 7"
+
+
+def test_answers_are_remembered_for_a_while(rank: RankService) -> None:
+    for ticket in range(1, REMEMBERED + 3):
+        rank.handle(StateRequest(ticket=ticket))
+        assert isinstance(settled(rank, ticket), StateReply)
+    refused(rank.handle(PollRequest(ticket=1)), "ApplyError")
+    again = [rank.handle(PollRequest(ticket=REMEMBERED)) for _ in range(2)]
+    assert again[0] == again[1]
+    assert isinstance(again[0], StateReply)
+
+
+def test_a_swap_of_nothing_writes_nothing_and_is_told_once(
+    rank: RankService, model: FakeModel
+) -> None:
+    before = {name: tensor.clone() for name, tensor in model.tensors().items()}
+    reply = rank.handle(SwapRequest(sequence=5, ticket=3, version=9))
+    refused(reply, "PartialApplyError")
+    assert all((tensor == before[name]).all() for name, tensor in model.tensors().items())
+    told = [rank.handle(LastSwapRequest(sequence=6)) for _ in range(2)]
+    assert told[0] == reply, "it replies to the swap, so that another swap's is not believed"
+    assert told[1] == Refusal(rank=0, sequence=6, error="ApplyError", message="no swap")
+
+
+class Strange(Exception):  # noqa: N818
+    """Has no words, and is of nobody's tree."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "message"),
+    [
+        (Strange(), "ApplyError", "Strange: "),
+        (ZeroDivisionError("by zero"), "ApplyError", "ZeroDivisionError: by zero"),
+        (MemoryError(), "ApplyError", "MemoryError: "),
+        (OSError("\udcff"), "ApplyError", "OSError: \\udcff"),
+        (EngineVersionError("vllm 9"), "EngineVersionError", "vllm 9"),
+        (PoisonedError("gone", hint="heal it"), "PoisonedError", "gone"),
+    ],
+)
+def test_whatever_an_engine_raises_is_a_reply(
+    tmp_path: Path, raised: Exception, error: str, message: str
+) -> None:
+    def fail() -> EngineModel:
+        raise raised
+
+    rank = RankService(fail, 2, RankSettings(spool=tmp_path))
+    reply = decode_reply(rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={}))))
+    hint = raised.hint if isinstance(raised, PoisonedError) else ""
+    assert reply == Refusal(rank=2, error=error, message=message, hint=hint)
+
+
+def test_status_says_what_is_held(rank: RankService) -> None:
+    status = rank.handle(StatusRequest())
+    assert isinstance(status, StatusReply)
+    assert (status.version, status.staged, status.in_update_session) == (None, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("PartialApplyError", PartialApplyError),
+        ("PoisonedError", PoisonedError),
+        ("ConfigError", ConfigError),
+        ("EngineVersionError", EngineVersionError),
+        ("KeyError", ApplyError),
+        ("TypeVar", ApplyError),
+        ("Any", ApplyError),
+        ("", ApplyError),
+    ],
+)
+def test_a_refusal_becomes_the_error_that_it_stands_for(
+    kind: str, expected: type[Exception]
+) -> None:
+    error = error_of(Refusal(rank=3, error=kind, message="no"), version=5)
+    assert type(error) is expected
+    assert error.args == ("rank 3: no",)
+    if isinstance(error, ApplyError):
+        assert error.version == 5
+
+
+def of_every_kind() -> list[str]:
+    return [
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.DeltaChainError)
+    ]
+
+
+@pytest.mark.parametrize("kind", of_every_kind())
+def test_every_error_of_the_tree_can_be_told(kind: str) -> None:
+    error = error_of(Refusal(rank=0, error=kind, message="no"))
+    assert isinstance(error, errors.DeltaChainError)
+
+
+def test_a_damaged_rank_speaks_before_others() -> None:
+    kinds = ["TensorMismatchError", "EngineDamagedError", "PoisonedError"]
+    refusals = [Refusal(rank=rank, error=kind, message="no") for rank, kind in enumerate(kinds, 1)]
+    with pytest.raises(EngineDamagedError, match="rank 2"):
+        raise_refusal([AgreeReply(rank=0), *refusals])
+    with pytest.raises(TensorMismatchError, match="rank 1"):
+        raise_refusal([refusals[0], refusals[2]])
+    raise_refusal([AgreeReply(rank=0)])
+
+
+def test_only_the_leader_that_attached_last_is_obeyed(rank: RankService, model: FakeModel) -> None:
+    for leader in ("one", "two"):
+        assert isinstance(rank.handle(attach(model, leader)), AttachReply)
+    for request in [*REQUESTS, PollRequest(ticket=1), LastSwapRequest()]:
+        asked = msgspec.structs.replace(request, leader="one", sequence=2)
+        reply = refused(rank.handle(asked), "LeaderReplacedError")
+        assert "another leader has attached this rank since" in reply.message
+        assert (reply.leader, reply.sequence) == ("one", 2)
+    assert isinstance(rank.handle(StatusRequest(leader="two", sequence=2)), StatusReply)
+
+
+def test_every_reply_repeats_its_request(rank: RankService, model: FakeModel) -> None:
+    assert isinstance(rank.handle(attach(model, "one")), AttachReply)
+    for number, request in enumerate([*REQUESTS, PollRequest(ticket=1), PollRequest(ticket=1)]):
+        asked = msgspec.structs.replace(request, leader="one", sequence=number)
+        reply = rank.handle(asked)
+        assert (reply.rank, reply.leader, reply.sequence) == (0, "one", number)
+        assert not isinstance(reply, StagedReply), "there is no such spool"
+
+
+def test_a_model_has_one_service_for_as_long_as_it_lives(tmp_path: Path, model: FakeModel) -> None:
+    services, here, there = RankServices(), nn.Linear(1, 1), nn.Linear(1, 1)
+    settings = RankSettings(spool=tmp_path)
+    first = services.of(here, lambda: model, 0, settings)
+    assert services.of(here, lambda: model, 0, settings) is first
+    assert services.of(there, lambda: model, 1, settings) is not first
+    services.settle(here)
+    gone = weakref.ref(first)
+    del first, here
+    gc.collect()
+    assert gone() is None
+    services.settle(nn.Linear(1, 1))
