@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from deltachain.errors import MalformedError
+from deltachain.format.json_guards import decode
 from deltachain.types import WIRE_DTYPES, Buffer
 
 MAX_HEADER: Final = 100_000_000
@@ -102,9 +103,9 @@ def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
     if length > min(MAX_HEADER, nbytes - 8):
         raise MalformedError(f"{key}: header of {length} bytes in a file of {nbytes}", key=key)
     try:
-        fields = msgspec.json.decode(read_at(8, length), type=dict[str, msgspec.Raw])
-        metadata = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
-        raw = {name: msgspec.json.decode(text, type=_Raw) for name, text in fields.items()}
+        fields = decode(read_at(8, length), dict[str, msgspec.Raw])
+        metadata = decode(fields.pop("__metadata__", b"{}"), dict[str, str])
+        raw = {name: decode(text, _Raw) for name, text in fields.items()}
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise MalformedError(f"{key}: header: {exc}", key=key) from exc
     header = Header(metadata, _entries(raw, 8 + length, key), 8 + length)

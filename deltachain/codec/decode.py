@@ -21,6 +21,7 @@ from deltachain.errors import (
     UnsupportedFormatError,
 )
 from deltachain.format.digest import object_digest
+from deltachain.format.json_guards import decode
 from deltachain.types import Buffer, StateDigest, TensorSpec
 
 
@@ -181,7 +182,7 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
         raise MalformedError(f"{key}: directory of {claimed[:20]!r} bytes", key=key)
     document = inflate(data, nbytes, key=key) if compressed else bytes(data)
     try:
-        directory = d.DECODER.decode(document)
+        directory = decode(document, d.Directory)
     except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise MalformedError(f"{key}: directory: {exc}", key=key) from exc
     again = msgspec.json.encode(directory)

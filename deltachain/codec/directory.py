@@ -100,10 +100,6 @@ class Directory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     streams: tuple[StreamRow, ...]
 
 
-DECODER: Final = msgspec.json.Decoder(Directory)
-"""Made at import: msgspec 0.22 crashes when two threads are the first to decode a nested struct."""
-
-
 @dataclass(frozen=True, slots=True)
 class Segment:
     """One row of :class:`SegmentColumns`."""

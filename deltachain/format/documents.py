@@ -18,7 +18,7 @@ from deltachain.errors import (
     UnsupportedFormatError,
 )
 from deltachain.format.digest import object_digest
-from deltachain.format.json_guards import check_values, no_repeats
+from deltachain.format.json_guards import check_values, decode, no_repeats
 from deltachain.types import StateDigest, TensorSpec, Version
 
 FORMAT: Final = 1
@@ -344,13 +344,13 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
     """
     check_values(data, key)
     try:
-        gate = msgspec.json.decode(data, type=_Gate)
+        gate = decode(data, _Gate)
         unknown = set(gate.requires) - FEATURES
         if gate.format != FORMAT or unknown:
             needs = ", ".join(sorted(unknown)) or f"format {gate.format}"
             raise UnsupportedFormatError(f"{key}: needs {needs}", key=key)
         json.loads(data, object_pairs_hook=no_repeats)
-        return msgspec.json.decode(data, type=kind)
+        return decode(data, kind)
     except (ValueError, RecursionError) as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
 
@@ -371,7 +371,7 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     """
     check_values(data, key)
     try:
-        envelope = msgspec.json.decode(data, type=Envelope)
+        envelope = decode(data, Envelope)
     except (ValueError, RecursionError) as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
     if msgspec.json.encode(envelope) != data:

@@ -1,13 +1,38 @@
-"""Guards of JSON input: duplicate keys and memory use."""
+"""Guards of JSON input: duplicate keys, memory use and first decodes in several threads."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from threading import Lock
+from typing import Any, Final, TypeVar
+
+import msgspec
 
 from deltachain.errors import MalformedError
 
 MAX_VALUES: Final = 3_000_000
 """Limit of values in a document: 500,000 tensors in a table, about 0.5 GB as Python objects."""
+
+_T = TypeVar("_T")
+_lock = Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
+    """Decode JSON strictly as a type.
+
+    msgspec 0.22 crashes the process where two threads are the first to decode a nested struct; so
+    decoders are made one at a time.
+
+    Raises:
+        MsgspecError: The data is invalid.
+        RecursionError: The data is nested too deeply.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        with _lock:
+            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    found: _T = decoder.decode(data)
+    return found
 
 
 def check_values(data: bytes, key: str) -> None:

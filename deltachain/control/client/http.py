@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.format.json_guards import decode
 
 CONNECT_S: Final = 5.0
 LARGEST: Final = 4 << 20
@@ -86,6 +87,6 @@ def bearer(key: str) -> dict[str, str]:
 def read(answer: httpx.Response, kind: type[_T]) -> _T | None:
     """Parse the JSON of a response; ``None`` if it is not of this type."""
     try:
-        return msgspec.json.decode(answer.content, type=kind)
+        return decode(answer.content, kind)
     except (msgspec.DecodeError, RecursionError):
         return None

@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 
 from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
 from deltachain.errors import ControlPlaneError
+from deltachain.format.json_guards import decode
 from deltachain.replica.leader import Leader
 from deltachain.threads import started
 
@@ -223,7 +224,7 @@ async def _body(request: Request, kind: type[_T], expected: str) -> _T:
     except ClientDisconnect as exc:
         raise HTTPException(400, "request body ended early") from exc
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        return decode(body or b"{}", kind)
     except msgspec.DecodeError as exc:
         raise HTTPException(422, f"invalid request body: expected {expected}") from exc
 

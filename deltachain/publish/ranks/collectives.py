@@ -10,6 +10,7 @@ import msgspec
 
 from deltachain import errors
 from deltachain.errors import DeltaChainError, RankError
+from deltachain.format.json_guards import decode
 from deltachain.publish.ranks.channel import Ranks
 
 _T = TypeVar("_T")
@@ -150,18 +151,18 @@ def _failure(error: Exception) -> RankFailure:
 
 
 def _values(messages: Sequence[bytes], kind: type[_T]) -> list[_T]:
-    parsed = [msgspec.json.decode(message, type=Message) for message in messages]
+    parsed = [decode(message, Message) for message in messages]
     for number, message in enumerate(parsed):
         if (failure := message.failure) is not None:
             raise RankError(f"rank {number}: {failure.message}", hint=failure.hint)
-    return [msgspec.json.decode(message.value, type=kind) for message in parsed]
+    return [decode(message.value, kind) for message in parsed]
 
 
 def _received(data: bytes, kind: type[_T]) -> _T:
-    message = msgspec.json.decode(data, type=Message)
+    message = decode(data, Message)
     failure = message.failure
     if failure is None:
-        return msgspec.json.decode(message.value, type=kind)
+        return decode(message.value, kind)
     for shared in SHARED:
         if failure.kind == shared.__name__:
             raise shared(failure.message, hint=failure.hint)

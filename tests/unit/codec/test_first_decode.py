@@ -9,6 +9,7 @@ RACE = """
 import sys, threading
 import msgspec
 from deltachain.codec import directory
+from deltachain.format.json_guards import decode
 
 sys.setswitchinterval(1e-6)
 empty = {name: [] for name in directory.Directory.__struct_fields__}
@@ -16,15 +17,15 @@ row = {"tensors": [{"name": "a", "dtype": "BF16", "shape": [1], "nnz": 1}]}
 documents = [msgspec.json.encode(one) for one in (empty, row)]
 start = threading.Barrier(16)
 
-def decode():
+def race():
     start.wait()
     for document in documents:
         try:
-            directory.DECODER.decode(document)
+            decode(document, directory.Directory)
         except msgspec.MsgspecError:
             pass
 
-threads = [threading.Thread(target=decode) for _ in range(16)]
+threads = [threading.Thread(target=race) for _ in range(16)]
 for thread in threads:
     thread.start()
 for thread in threads:
