@@ -76,7 +76,8 @@ def undocumented() -> Iterator[str]:
     package = griffe.load("deltachain", search_paths=[ROOT], resolve_aliases=True)
     for page in sorted((ROOT / "docs" / "reference").glob("*.md")):
         for path in _NAME.findall(page.read_text(encoding="utf-8")):
-            yield from _silent(package[path])
+            found = package[path]
+            yield from _silent(found.final_target if found.is_alias else found)
 
 
 def _silent(found: Any) -> Iterator[str]:  # noqa: ANN401 - griffe's objects and aliases
@@ -84,7 +85,9 @@ def _silent(found: Any) -> Iterator[str]:  # noqa: ANN401 - griffe's objects and
         yield found.path
         return
     for name, member in found.members.items() if found.is_class else ():
+        # What only __init__ sets is no part of the API unless the class's docstring names it.
         hidden = name.startswith("_") or member.is_alias or "override" in _decorators(member)
+        hidden = hidden or member.labels == {"instance-attribute"}
         # A field may be described in the docstring of its class.
         described = re.search(rf"^\s+{name}: ", found.docstring.value, re.MULTILINE)
         if not (hidden or member.has_docstring or described):

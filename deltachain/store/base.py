@@ -57,7 +57,11 @@ class ObjectInfo:
     """What a store knows about one object without reading it."""
 
     key: str
+    """Under which it lies."""
+
     nbytes: int
+    """Its size."""
+
     modified: float | None
     """When it was written, in Unix seconds by the store's clock; None where nobody knows."""
 

@@ -93,7 +93,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The program, in an environment that has the wheel and what it always needs."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=True)
-    install = [folder / "bin" / "pip", "install", "-q", built("*.whl")]
+    install: list[str | Path] = [folder / "bin" / "pip", "install", "-q", built("*.whl")]
     subprocess.run(install, check=True, timeout=600)
     return folder / "bin" / "deltachain"
 

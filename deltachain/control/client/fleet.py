@@ -76,6 +76,9 @@ class Fleet:
         token: Their ``DELTACHAIN_TOKEN``.
         key: The engines' own API key, where they have one.
 
+    Attributes:
+        clients: One for each replica, by its address.
+
     Raises:
         ConfigError: An address is there twice.
     """

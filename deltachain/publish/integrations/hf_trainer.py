@@ -30,6 +30,7 @@ class DeltaChainCallback(TrainerCallback):
 
     Attributes:
         receipts: What was published, oldest first.
+        publisher: While the trainer trains.
     """
 
     def __init__(

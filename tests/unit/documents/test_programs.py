@@ -212,11 +212,8 @@ def test_the_first_line_of_the_readme_reports(run: Any) -> None:
     run("README.md:0", trainer=trainer)
     (callback,) = added
     assert isinstance(callback, deltachain.DeltaChainCallback)
-    callback._log(
-        {"deltachain/version": 1.0},
-        SimpleNamespace(logging_steps=1),
-        SimpleNamespace(global_step=1),
-    )  # type: ignore[arg-type]
+    now: Any = SimpleNamespace(logging_steps=1, global_step=1)
+    callback._log({"deltachain/version": 1.0}, now, now)
     assert logged == [{"deltachain/version": 1.0}]
 
 
