@@ -6,6 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: docs package test-floors
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -34,7 +35,7 @@ test: venv  ## the tests that need no GPU: eight minutes
 	$(BIN)/pytest -n 2 --dist worksteal
 
 test-long: examples  ## the tests that take minutes, and the examples
-	$(BIN)/pytest -m "slow and not gpu and not engine and not dist"
+	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"
 
 test-dist: venv  ## trainers of several ranks
 	$(BIN)/pytest tests/ranks -m "dist and not slow"
@@ -47,8 +48,24 @@ check: venv  ## format, lint, spelling, types, layers, file length
 	$(BIN)/mypy && $(BIN)/lint-imports --no-logo
 	@git ls-files -co --exclude-standard '*.py' | xargs wc -l | awk '$$2 != "total" && $$1 > 400 {print "over 400 lines:", $$0; bad = 1} END {exit bad}'
 
-fix: venv  ## repair what ruff can
+fix: venv  ## repair what ruff can, and make what documents show of the code anew
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+	$(BIN)/python -m docs.generated
+
+docs: venv  ## build the documentation site into site/; a broken link or a missing docstring fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+package: venv  ## build sdist and wheel into dist/, and check what is in them
+	rm -rf dist && $(BIN)/pyproject-build --no-isolation
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/pytest -m package tests/package
+
+# Not in CI: torch of the lowest version is another download of gigabytes. Old releases on newer ones of
+# what they need may warn; that is not ours. tests/unit/testing holds the emulated Hub against a client of today.
+test-floors: venv  ## the unit tests, on the lowest versions that pyproject.toml promises
+	$(BIN)/uv venv -q --clear -p $(BIN)/python .venv-floors
+	$(BIN)/uv pip install -q -p .venv-floors --resolution lowest-direct -e ".[all]" --group test
+	.venv-floors/bin/pytest tests/unit --ignore tests/unit/testing -o filterwarnings=default
 
 bench: venv  ## speed and size on this CPU
 	$(BIN)/deltachain bench codec
@@ -92,7 +109,7 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-vllm .venv-sglang build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floors .venv-vllm .venv-sglang build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -35,6 +36,8 @@ EXTRAS: Final = {
     "huggingface_hub": "hf",
     "boto3": "s3",
     "fsspec": "fsspec",
+    "gcsfs": "gcs",
+    "adlfs": "azure",
     "fastapi": "server",
 }
 """Extra of deltachain, by package."""
@@ -83,7 +86,6 @@ def explain(error: Exception) -> DeltaChainError | None:
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -119,6 +121,10 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
 }
 """Commands by panel of ``--help``."""
 
+CLONE: Final = Path(deltachain.__file__).parents[1] / "spaces" / "environment"
+"""What an installed package lacks, and ``demo-async`` needs."""
+
 for panel, commands in PANELS.items():
     for command in commands:
-        app.command(rich_help_panel=panel)(command)
+        hidden = command is demo_async and not CLONE.is_dir()
+        app.command(rich_help_panel=panel, hidden=hidden)(command)

@@ -63,7 +63,11 @@ class ObjectInfo:
     """Size and time of one object, known without reading it."""
 
     key: str
+    """Under which it lies."""
+
     nbytes: int
+    """Its size."""
+
     modified: float | None
     """Time of its write, in Unix seconds by the store's clock; None if unknown."""
 

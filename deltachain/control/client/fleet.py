@@ -79,6 +79,9 @@ class Fleet(Closeable):
         token: The ``DELTACHAIN_TOKEN`` of the servers; empty for none.
         key: The engines' own API key; empty for none.
 
+    Attributes:
+        clients: One for each replica, by its address.
+
     Raises:
         ConfigError: An address occurs twice.
 

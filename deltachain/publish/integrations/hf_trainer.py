@@ -29,6 +29,7 @@ class DeltaChainCallback(TrainerCallback):
 
     Attributes:
         receipts: What was published, oldest first.
+        publisher: While the trainer trains.
 
     Example:
         >>> callback = deltachain.DeltaChainCallback(new_url, every_steps=4)

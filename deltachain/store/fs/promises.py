@@ -26,7 +26,7 @@ class Promises:
             writes then, which is not this.
         list_consistent: A listing shows every object whose write returned before it began.
         threads: The file system may be used by several threads at once, or has a loop of its own.
-        package: What to install for it.
+        package: What to install for it, as pip takes it.
     """
 
     writes: Literal["put", "rename", "swap", "none"] = "none"
@@ -41,11 +41,11 @@ UNKNOWN: Final = Promises(threads=False)
 
 # ifGenerationMatch=0 on single and resumable uploads. Zonal buckets ignore it, and are refused.
 _GCS: Final = Promises(
-    writes="put", create={"mode": "create"}, list_consistent=True, package="gcsfs"
+    writes="put", create={"mode": "create"}, list_consistent=True, package="deltachain[gcs]"
 )
 # If-None-Match: * on Put Blob and Put Block List. Not mode="create": older releases pass it on.
 _AZURE: Final = Promises(
-    writes="put", create={"overwrite": False}, list_consistent=True, package="adlfs"
+    writes="put", create={"overwrite": False}, list_consistent=True, package="deltachain[azure]"
 )
 # s3fs sends If-None-Match and says that only AWS is known to heed it; s3:// finds out by itself.
 _S3: Final = Promises(writes="put", list_consistent=True, package="s3fs")

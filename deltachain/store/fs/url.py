@@ -77,7 +77,7 @@ def _fsspec(scheme: str) -> ModuleType:
     except ImportError as exc:
         raise ConfigError(
             f"store URLs that begin with {scheme}:// need fsspec, or are not supported",
-            hint=f"pip install 'deltachain[fsspec]'; without it, {_known(())}",
+            hint=f"pip install '{_extra(scheme)}'; without it, {_known(())}",
         ) from exc
 
 
@@ -88,9 +88,15 @@ def _known(protocols: Iterable[str]) -> str:
     )
 
 
+def _extra(scheme: str) -> str:
+    """The extra that brings fsspec, and with it what the scheme needs where there is one."""
+    package = PROMISES.get(scheme, UNKNOWN).package
+    return package if package.startswith("deltachain[") else "deltachain[fsspec]"
+
+
 def _install(scheme: str, error: ImportError) -> str:
     package = PROMISES.get(scheme, UNKNOWN).package
-    return f"pip install {package}" if package else str(error)
+    return f"pip install '{package}'" if package else str(error)
 
 
 def _without_credentials(url: str) -> str:

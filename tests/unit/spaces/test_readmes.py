@@ -75,7 +75,7 @@ def fault(words: list[str]) -> str:
 @pytest.mark.parametrize(
     "words",
     [words for _, words in FOUND],
-    ids=[f"{readme.parent.name}: {' '.join(words)[:60]}" for readme, words in FOUND],
+    ids=[f"{readme.relative_to(ROOT)}: {' '.join(words)[:60]}" for readme, words in FOUND],
 )
 def test_the_client_knows_each_command(words: list[str]) -> None:
     assert fault(words) == ""

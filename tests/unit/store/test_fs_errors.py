@@ -172,16 +172,17 @@ def test_memory_url_of_fsspec_is_not_ours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "package"), [("gs", "gcsfs"), ("az", "adlfs"), ("abfs", "adlfs")]
+    ("scheme", "package", "extra"),
+    [("gs", "gcsfs", "gcs"), ("az", "adlfs", "azure"), ("abfs", "adlfs", "azure")],
 )
 def test_missing_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, scheme: str, package: str
+    monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, extra: str
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # importing it fails
     monkeypatch.delitem(REGISTRY, scheme, raising=False)
     with pytest.raises(ConfigError, match="not installed") as caught:
         open_store(f"{scheme}://bucket/prefix")
-    assert caught.value.hint == f"pip install {package}"
+    assert caught.value.hint == f"pip install 'deltachain[{extra}]'"
 
 
 def test_missing_package_of_a_protocol_without_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,11 +192,12 @@ def test_missing_package_of_a_protocol_without_a_line(monkeypatch: pytest.Monkey
     assert "boxfs" in caught.value.hint
 
 
-def test_missing_fsspec_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("scheme", "extra"), [("gs", "gcs"), ("az", "azure"), ("sftp", "fsspec")])
+def test_missing_fsspec_is_named(monkeypatch: pytest.MonkeyPatch, scheme: str, extra: str) -> None:
     monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ConfigError, match="gs://") as caught:
-        open_store("gs://bucket")
-    assert "deltachain[fsspec]" in caught.value.hint
+    with pytest.raises(ConfigError, match=f"{scheme}://") as caught:
+        open_store(f"{scheme}://bucket")
+    assert f"deltachain[{extra}]" in caught.value.hint
 
 
 def test_unknown_scheme_is_answered_with_what_there_is() -> None:

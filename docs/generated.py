@@ -1,0 +1,167 @@
+"""Blocks of documents that are made from the code: layers, errors and commands.
+
+::
+
+    python -m docs.generated        # writes those that differ
+
+Each stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import wrap
+from typing import Any, Final
+
+from typer.main import get_command
+
+from deltachain import errors
+from deltachain.cli.app import PANELS, app
+from deltachain.errors import DeltaChainError
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+SOURCE_ROOTS: Final = ("", "vllm_ext", "sglang_ext")
+"""Folders that packages lie in."""
+
+_BLOCK: Final = re.compile(
+    r"(?P<begin>^<!-- generated: (?P<name>\w+) -->\n)(?P<body>.*?)(?P<end>^<!-- end -->$)",
+    re.MULTILINE | re.DOTALL,
+)
+_WIDTH: Final = 70
+_ROLE: Final = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`")
+
+
+def renewed(text: str) -> str:
+    """A document with each of its blocks made again."""
+    return _BLOCK.sub(lambda b: f"{b['begin']}\n{MAKERS[b['name']]()}\n\n{b['end']}", text)
+
+
+def documents() -> Iterator[Path]:
+    """The documents that have such blocks."""
+    for path in (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "deltachain" / "ARCHITECTURE.md"):
+        if _BLOCK.search(path.read_text(encoding="utf-8")):
+            yield path
+
+
+def layers() -> str:
+    """The layers of the import contract, top to bottom, with what each module is for."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = settings["tool"]["importlinter"]["contracts"]
+    rows: list[str] = next(c["layers"] for c in contracts if c["type"] == "layers")
+    modules = [[name.strip() for name in row.split("|")] for row in rows]
+    shown = {name: name.removeprefix("deltachain.") for row in modules for name in row}
+    left = max(map(len, shown.values()))
+    rule = f"{'─' * (left + 2)}┼{'─' * (_WIDTH + 2)}"
+    lines = [f"┌{rule.replace('┼', '┬')}┐"]
+    for number, row in enumerate(modules):
+        lines += [f"├{rule}┤"] if number else []
+        for name in row:
+            for at, line in enumerate(wrap(purpose(name), _WIDTH)):
+                lines.append(f"│ {'' if at else shown[name]:{left}} │ {line:{_WIDTH}} │")
+    lines.append(f"└{rule.replace('┼', '┴')}┘")
+    return "\n".join(("```text", *lines, "```"))
+
+
+def purpose(module: str) -> str:
+    """The first sentence of a module's docstring; it is read, not imported."""
+    for root in SOURCE_ROOTS:
+        path = ROOT / root / module.replace(".", "/")
+        for file in (path / "__init__.py", path.with_suffix(".py")):
+            if file.exists():
+                return _first(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))))
+    raise FileNotFoundError(module)
+
+
+def exits() -> str:
+    """Every error class by its exit code: what it says, and what to do."""
+    found: dict[int, list[type[DeltaChainError]]] = {}
+    for kind in _family(DeltaChainError):
+        found.setdefault(kind.exit_code, []).append(kind)
+    actions = _actions()
+    return "\n\n".join(
+        "\n".join(
+            (
+                f"## Exit code {code}: `{kinds[0].__name__}`",
+                "",
+                "| error | what happened | what to do | retryable |",
+                "|---|---|---|---|",
+                *(
+                    f"| `{kind.__name__}` | {_first(kind.__doc__)} | "
+                    f"{kind.default_hint or actions.get(kind.__name__, 'read its hint')} | "
+                    f"{'yes' if kind.retryable else 'no'} |"
+                    for kind in kinds
+                ),
+            )
+        )
+        for code, kinds in sorted(found.items())
+    )
+
+
+def commands() -> str:
+    """What ``--help`` says of every command."""
+    known: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    parts: list[str] = []
+    for panel, functions in PANELS.items():
+        parts.append(f"## {panel}")
+        for name in (function.__name__.replace("_", "-") for function in functions):
+            parts += [f"### {name}", *_command(name, known[name])]
+    return "\n\n".join(parts)
+
+
+def _command(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401 - typer's own
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
+    yield f"```text\ndeltachain {name} {places}".rstrip() + " [OPTIONS]\n```"
+    yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
+    rows = [_option(p) for p in options if p.help]
+    yield "\n".join(("| option | |", "|---|---|", *rows))
+
+
+def _option(option: Any) -> str:  # noqa: ANN401 - typer's own
+    names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
+    return f"| {names} | {option.help.replace('|', chr(92) + '|')} |"
+
+
+def _actions() -> dict[str, str]:
+    """What the tree in the module's docstring says of each class."""
+    pairs = re.findall(r"── (\w+).*-> (.*)", errors.__doc__ or "")
+    return {name: action.strip() for name, action in pairs}
+
+
+def _family(kind: type[DeltaChainError]) -> Iterator[type[DeltaChainError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from _family(child)
+
+
+def _first(docstring: str | None) -> str:
+    """The first paragraph, on one line, without roles of Sphinx and doubled backticks."""
+    line = " ".join((docstring or "").strip().partition("\n\n")[0].split())
+    return _ROLE.sub(r"`\1`", line).replace("``", "`")
+
+
+MAKERS: Final[dict[str, Callable[[], str]]] = {
+    "layers": layers,
+    "exits": exits,
+    "commands": commands,
+}
+
+
+def main() -> None:
+    """Write what differs."""
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        if (again := renewed(text)) != text:
+            path.write_text(again, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

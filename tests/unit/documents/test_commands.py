@@ -1,0 +1,182 @@
+"""Whatever documents tell people to type is known to the program that would run it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from typer.main import get_command
+
+from deltachain.cli.app import app
+from deltachain.environment import PREFIX, VARIABLES
+from tests.unit.documents.blocks import LANGUAGES, ROOT, Command, commands, languages
+
+KNOWN: Final[dict[str, Any]] = get_command(app).commands  # type: ignore[attr-defined]
+COMPLETION: Final = ("--install-completion", "--show-completion")
+
+PROJECT: Final = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TARGETS: Final = set(
+    re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+)
+
+ENGINES: Final = "".join(
+    path.read_text(encoding="utf-8")
+    for folder in ("tests/engines", "deltachain/demo/online")
+    for path in (ROOT / folder).rglob("*.py")
+)
+"""What starts real engines: an option that none of these gives was never tried."""
+
+OTHERS: Final = {
+    *("AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOST", "PORT"),
+    *("PIP_EXTRA_INDEX_URL", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_PLUGINS"),
+    "VLLM_SERVER_DEV_MODE",
+}
+"""Variables of other programs."""
+
+_ROUTE: Final = re.compile(r"/deltachain/(\w+)")
+
+
+def options(words: tuple[str, ...]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("-")}
+
+
+def deltachain_fault(words: tuple[str, ...]) -> str:
+    """What ``deltachain`` would not take of a command."""
+    name, *rest = words[1:]
+    if name in COMPLETION:
+        return ""
+    if name not in KNOWN:
+        return f"no command {name}"
+    params = KNOWN[name].params
+    taken = {option for param in params for option in param.opts} | {"--help", "-h"}
+    needed = [p for p in params if p.param_type_name == "argument" and p.required]
+    if unknown := options(tuple(rest)) - taken:
+        return f"{name} has no {unknown}"
+    valued = {o for p in params if not getattr(p, "is_flag", False) for o in p.opts}
+    free = [
+        word
+        for before, word in zip(["", *rest], rest, strict=False)
+        if not word.startswith("-") and before not in valued - {""}
+    ]
+    return "" if len(free) >= len(needed) else f"{name} needs {len(needed)} arguments"
+
+
+def make_fault(words: tuple[str, ...]) -> str:
+    named = {word for word in words[1:] if "=" not in word}
+    return f"no targets {named - TARGETS}" if named - TARGETS else ""
+
+
+def pip_fault(words: tuple[str, ...]) -> str:
+    extras = set(",".join(re.findall(r"\[([\w,]+)\]", " ".join(words))).split(",")) - {""}
+    unknown = extras - PROJECT["optional-dependencies"].keys()
+    return f"no extras {unknown}" if unknown else ""
+
+
+def engine_fault(words: tuple[str, ...]) -> str:
+    """Options that no test gives a real engine."""
+    never = {o for o in options(words) if not re.search(rf'["\s]{o}["=\s]', ENGINES)}
+    return f"never tried: {never}" if never else ""
+
+
+def python_fault(words: tuple[str, ...]) -> str:
+    if words[1] == "-c":  # tests/unit/documents/test_programs.py runs these
+        return ""
+    if words[1] == "-m" and words[2] == "sglang.launch_server":
+        return engine_fault(words[2:])
+    if words[1] == "-m":
+        found = importlib.util.find_spec(words[2])
+        return "" if found else f"no module {words[2]}"
+    return "" if list(ROOT.glob(f"spaces/*/{words[1]}")) else f"no file {words[1]}"
+
+
+def curl_fault(words: tuple[str, ...]) -> str:
+    """Routes that are not in the source of those that we have."""
+    source = (ROOT / "deltachain/control/server/routes.py").read_text(encoding="utf-8")
+    missing = {r for r in _ROUTE.findall(" ".join(words)) if f'"/{r}"' not in source}
+    return f"no routes {missing}" if missing else ""
+
+
+def script_fault(words: tuple[str, ...]) -> str:
+    return "" if (ROOT / words[0]).is_file() else f"no file {words[0]}"
+
+
+FAULTS: Final[dict[str, Callable[[tuple[str, ...]], str]]] = {
+    ".venv/bin/pre-commit": lambda words: "" if words[1] == "install" else "unknown",
+    "curl": curl_fault,
+    "deltachain": deltachain_fault,
+    "hf": lambda _: "",  # tests/unit/spaces/test_readmes.py asks the client
+    "make": make_fault,
+    "pip": pip_fault,
+    "python": python_fault,
+    "rm": lambda _: "",
+    "spaces/sglang-rollout/entrypoint.sh": script_fault,
+    "spaces/vllm-rollout/entrypoint.sh": script_fault,
+    "vllm": engine_fault,
+}
+"""What is wrong with a command, by its program; a program that is not here may not be shown."""
+
+
+def fault(command: Command) -> str:
+    """What nobody would understand of a command; nothing if all is known."""
+    names = {name for name in command.variables if name.startswith(PREFIX)}
+    if unknown := {n for n in names if n.removeprefix(PREFIX) not in VARIABLES}:
+        return f"no variables {unknown}"
+    if strange := command.variables.keys() - names - OTHERS:
+        return f"variables of nobody: {strange}"
+    if not command.words:
+        return ""
+    check = FAULTS.get(command.words[0])
+    return check(command.words) if check else f"nobody checks {command.words[0]}"
+
+
+FOUND: Final = list(commands())
+
+
+@pytest.mark.parametrize("command", FOUND, ids=str)
+def test_a_command_is_known_to_its_program(command: Command) -> None:
+    assert fault(command) == ""
+
+
+def test_commands_are_found() -> None:
+    assert len(FOUND) > 100
+    assert {c.words[0] for c in FOUND if c.words} == FAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("deltachain lgo x", "no command lgo"),
+        ("deltachain log x --versions", "log has no {'--versions'}"),
+        ("deltachain pull --out x", "pull needs 1 arguments"),
+        ("make tests", "no targets {'tests'}"),
+        ("pip install .[torch,gcp]", "no extras {'gcp'}"),
+        ("vllm serve x --worker-extension y", "never tried: {'--worker-extension'}"),
+        ("curl http://a/v1/deltachain/updates", "no routes {'updates'}"),
+        ("python -m deltachain.clu", "no module deltachain.clu"),
+        ("sudo rm", "nobody checks sudo"),
+    ],
+)
+def test_what_no_program_knows_is_noticed(words: str, found: str) -> None:
+    assert fault(Command("x.md", {}, tuple(words.split()))) == found
+
+
+def test_a_variable_that_means_nothing_is_noticed() -> None:
+    assert "DELTACHAIN_FOLOW" in fault(Command("x.md", {"DELTACHAIN_FOLOW": "1"}, ()))
+    assert "AWS_KEY" in fault(Command("x.md", {"AWS_KEY": "1"}, ()))
+
+
+def test_blocks_say_what_they_are() -> None:
+    assert languages() == LANGUAGES
+
+
+def test_hf_commands_of_all_documents_are_asked_of_the_client() -> None:
+    asked = (Path(__file__).parents[1] / "spaces" / "test_readmes.py").read_text(encoding="utf-8")
+    documents = {c.document for c in FOUND if c.words[:1] == ("hf",)}
+    assert {d.partition("/")[0] for d in documents} <= {"docs", "spaces"}
+    assert '(ROOT / "docs").glob' in asked
+    assert '(ROOT / "spaces").glob' in asked
