@@ -17,14 +17,17 @@ import time
 from collections.abc import Mapping
 from typing import Final
 
+from deltachain.chain.fencing import (
+    chain_was_replaced,
+    check_no_successor,
+    check_own,
+    parent_was_replaced,
+)
 from deltachain.chain.identity import is_same, lost_chain, put_back, replace
 from deltachain.chain.log import Committed, Manifests, misplaced
 from deltachain.errors import (
     AlreadyExistsError,
-    BrokenChainError,
-    ChainMismatchError,
     ObjectNotFoundError,
-    PublisherFencedError,
     StoreUnavailableError,
     StoreWentBackError,
 )
@@ -105,7 +108,7 @@ class Commits:
                 hint="the put was lost; the next version covers this one",
             )
         if not is_taken:
-            self._check_alone(version, found)
+            check_no_successor(version, found)
         if certain and self._decides and found[version].nbytes == len(data):
             return self._remember(Committed(manifest, object_digest(data)), found[version])
         return self._remember(self._read_back(manifest, found[version]), found[version])
@@ -201,12 +204,7 @@ class Commits:
         other = unseal(data, Manifest, key=key)
         if other.version != manifest.version - 1:
             raise misplaced(key, other)
-        raise PublisherFencedError(
-            f"version {manifest.version} cannot follow: the manifest of version "
-            f"{manifest.version - 1} was replaced by another publisher (commit "
-            f"{other.commit_id}, epoch {other.epoch}; this one is at epoch {manifest.epoch})",
-            version=manifest.version,
-        )
+        raise parent_was_replaced(manifest, other)
 
     def _check_identity(
         self, manifest: Manifest, infos: Mapping[str, ObjectInfo], *, due: bool
@@ -219,14 +217,7 @@ class Commits:
         seen = self._identity_seen
         is_known = _is_same(seen, info) if seen and info else False
         if not is_known and not is_same(self._store, self._identity, self._documents):
-            raise PublisherFencedError(
-                f"version {manifest.version} cannot follow: the chain at this URL was replaced "
-                f"by another publisher's; {CHAIN_KEY} no longer belongs to chain "
-                f"{self._identity.chain}: there are two chains here",
-                version=manifest.version,
-                hint="give each run a URL of its own; to continue here, this chain needs its own "
-                f"{CHAIN_KEY} and this publisher a restart",
-            )
+            raise chain_was_replaced(manifest)
         self._identity_seen = info
         if due and TABLE_KEY not in infos:
             self._put_identity_back(manifest, TABLE_KEY)
@@ -273,15 +264,6 @@ class Commits:
             return False
         return object_digest(before) == manifest.parent
 
-    def _check_alone(self, version: Version, found: Mapping[Version, ObjectInfo]) -> None:
-        if version + 1 in found:
-            raise PublisherFencedError(
-                f"version {version + 1} already exists: another publisher wrote version "
-                f"{version} between this publisher's check and its put, and continued",
-                version=version,
-                hint="two publishers wrote here at once; run `deltachain verify`",
-            )
-
     def _read_back(self, manifest: Manifest, info: ObjectInfo) -> Committed:
         """Read the manifest under the version's key and check that it is this publisher's.
 
@@ -290,31 +272,10 @@ class Commits:
             BrokenChainError: It belongs to a lost history.
             ChainMismatchError: It belongs to another chain.
         """
-        key, version = info.key, manifest.version
         data = self._read(info)
-        found = unseal(data, Manifest, key=key)
-        if found.commit_id == manifest.commit_id:
-            return Committed(found, object_digest(data))
-        if found.chain != manifest.chain:
-            raise ChainMismatchError(
-                f"{key}: belongs to chain {found.chain}, expected {manifest.chain}: "
-                "there are two chains here",
-                version=version,
-            )
-        if found.epoch < manifest.epoch and found.parent != manifest.parent:
-            raise BrokenChainError(
-                f"{key}: is of epoch {found.epoch} and does not follow version {version - 1} of "
-                f"epoch {manifest.epoch}: it was left by a history that the store has lost",
-                version=version,
-                hint=f"stop every other publisher, then remove {key} and all later manifests; "
-                "publishing then continues",
-            )
-        raise PublisherFencedError(
-            f"version {version} was committed by another publisher "
-            f"(commit {found.commit_id}, epoch {found.epoch}; this publisher's was "
-            f"{manifest.commit_id}, epoch {manifest.epoch})",
-            version=version,
-        )
+        found = unseal(data, Manifest, key=info.key)
+        check_own(manifest, found, key=info.key)
+        return Committed(found, object_digest(data))
 
     def _went_back(self, manifest: Manifest, *, put: bool) -> StoreWentBackError:
         """Build the error for a missing parent.

@@ -138,7 +138,7 @@ def test_assets_are_verified(store: MemoryStore) -> None:
 
 def test_a_version_is_committed_once(chain: Chain) -> None:
     (first,) = extend(chain, 1)
-    with pytest.raises(PublisherFencedError, match="commit commit-0, epoch 0; ours was mine"):
+    with pytest.raises(PublisherFencedError, match="commit commit-0, epoch 0; this publisher's was mine"):
         chain.commit(manifest_after(None, commit_id="mine"))
     assert chain.read(0) == first
 
@@ -169,7 +169,7 @@ def test_a_manifest_of_another_chain_is_told_from_a_corrupt_one(
 ) -> None:
     store.put(manifest_key(0), seal(manifest_after(None, chain="two")))
     with pytest.raises(
-        ChainMismatchError, match=r"of chain two, chain\.json says one: two"
+        ChainMismatchError, match=r"belongs to chain two, but chain\.json to one: two"
     ) as told:
         chain.read(0)
     assert "corrupt" not in str(told.value)
