@@ -138,7 +138,9 @@ def test_assets_are_verified(store: MemoryStore) -> None:
 
 def test_a_version_is_committed_once(chain: Chain) -> None:
     (first,) = extend(chain, 1)
-    with pytest.raises(PublisherFencedError, match="commit commit-0, epoch 0; this publisher's was mine"):
+    with pytest.raises(
+        PublisherFencedError, match="commit commit-0, epoch 0; this publisher's was mine"
+    ):
         chain.commit(manifest_after(None, commit_id="mine"))
     assert chain.read(0) == first
 
