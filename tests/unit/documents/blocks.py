@@ -20,7 +20,7 @@ DOCUMENTS: Final = [
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
 
-LANGUAGES: Final = {"", "python", "text", "ini", "json", "hexdump"}
+LANGUAGES: Final = {"", "python", "text", "ini", "json", "toml", "hexdump"}
 """What blocks may be in; without a name they are what somebody types into a shell."""
 
 _BLOCK: Final = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

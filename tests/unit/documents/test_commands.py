@@ -14,7 +14,7 @@ from typer.main import get_command
 
 from deltachain.cli.app import app
 from deltachain.environment import PREFIX, VARIABLES
-from tests.unit.documents.blocks import LANGUAGES, ROOT, Command, commands, languages
+from tests.unit.documents.blocks import LANGUAGES, ROOT, Command, blocks, commands, languages
 
 KNOWN: Final[dict[str, Any]] = get_command(app).commands  # type: ignore[attr-defined]
 COMPLETION: Final = ("--install-completion", "--show-completion")
@@ -172,6 +172,20 @@ def test_a_variable_that_means_nothing_is_noticed() -> None:
 
 def test_blocks_say_what_they_are() -> None:
     assert languages() == LANGUAGES
+
+
+def test_entry_points_in_documents_name_what_is_there() -> None:
+    """Files of tests stand for packages of users."""
+    names = {file.stem: file for file in (ROOT / "tests" / "unit").rglob("*.py")}
+    found = 0
+    for block in blocks("toml"):
+        for entries in tomllib.loads(block.text)["project"]["entry-points"].values():
+            for target in entries.values():
+                module, _, name = target.partition(":")
+                source = names[module].read_text(encoding="utf-8")
+                assert re.search(rf"^(def {name}\(|{name}\b.* = )", source, re.MULTILINE), target
+                found += 1
+    assert found
 
 
 def test_hf_commands_of_all_documents_are_asked_of_the_client() -> None:

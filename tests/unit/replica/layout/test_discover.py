@@ -268,7 +268,7 @@ def test_a_packed_copy_is_no_constant_because_nothing_can_pack_again(one_layer: 
     [
         ({"v": torch.zeros(SIZE, dtype=torch.bfloat16)}, "has no 'w'"),
         ({"w": torch.zeros(SIZE)}, r"is F32\[4, 6\]"),
-        ({"w": torch.zeros(6, 4, dtype=torch.bfloat16)}, r"is BF16\(6, 4\)"),
+        ({"w": torch.zeros(6, 4, dtype=torch.bfloat16)}, r"is BF16\[6, 4\]"),
     ],
 )
 def test_another_models_checkpoint_is_refused(
