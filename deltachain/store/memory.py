@@ -65,6 +65,7 @@ class MemoryStore(SimpleStore):
     @property
     @override
     def capabilities(self) -> Capabilities:
+        """All guarantees, among the threads of one process."""
         return _CAPABILITIES
 
     @override
