@@ -246,8 +246,8 @@ class Rank:
     def swap(self, ticket: int, version: Version, *, back: bool) -> float:
         """Write staged bits, or undo that, all or nothing; return the seconds of writing.
 
-        Do nothing if that is done already: after a failure all ranks are told to undo the write,
-        the ranks that failed, and have undone it, included.
+        Do nothing if that is done already: after a failure the leader requests the undo from all
+        ranks, even from those that failed and have undone the write themselves.
 
         Args:
             ticket: Ticket of the stage.

@@ -40,7 +40,7 @@ class RankSettings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RankSettings:
-        """Read the settings from environment variables; a worker ignores invalid ones."""
+        """Read the settings from environment variables, without any validation in workers."""
         return cls(spool=spool_folder(environment), url=environment.get("DELTACHAIN_URL", ""))
 
 

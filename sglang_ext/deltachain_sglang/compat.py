@@ -154,7 +154,7 @@ def kinds(tags: Sequence[str] | None) -> frozenset[str]:
 
 
 def has_weights(manager: Any) -> bool:  # noqa: ANN401
-    """Return whether this scheduler has its weights, and has not released them."""
+    """Return whether this scheduler's weights are in memory: they are not released."""
     return WEIGHTS not in manager.offload_tags
 
 

@@ -236,9 +236,9 @@ class _Search:
         )
 
     def _digests_after(self, method: LoadMethod) -> Mapping[str, bytes]:
-        """Return digests of the live tensors that change when all tensors are loaded anew.
+        """Return digests of the live tensors that change when other bits of all tensors are loaded.
 
-        They are loaded with other bits. Empty if the engine cannot load by this method.
+        Empty if the engine cannot load by this method.
         """
         state, source = self.state, self.source
         load = partial(load_with, state.model, method, frozenset())

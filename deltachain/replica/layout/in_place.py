@@ -87,9 +87,8 @@ def refuse_unverifiable(
 ) -> Findings:
     """Refuse uniform tensors that the engine may have rearranged.
 
-    They match whatever their arrangement, and loading them again restores them. An arrangement is
-    shown by other bits in the same live storage, or by a layer that multiplies correctly by a
-    pattern.
+    They match in any arrangement, and loading them again restores them. The arrangement is known
+    from other bits in the same live storage, or if the layer multiplies correctly by a pattern.
     """
     transformed = _uniform_matrices(state, source, findings)
     findings = _unverifiable(findings, transformed)
