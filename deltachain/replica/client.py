@@ -23,28 +23,30 @@ from deltachain.replica.rpc import raise_refusal
 from deltachain.types import Version
 
 POLL_S: Final = (0.002, 0.05)
-"""Least and longest wait between two looks at what the ranks do."""
+"""Shortest and longest wait between two polls of the ranks, in seconds."""
 
 POLL_SHARE: Final = 0.25
-"""Of the time that they have taken so far, the wait until the next look: nothing is done much later
-than it could be, and an engine, which looks between two of its steps, is not asked much more often.
+"""Wait until the next poll, as a share of the time waited so far.
+
+The end is seen at most this share late, and an engine, which answers between two of its steps, is
+asked rarely.
 """
 
 STAGE_S: Final = 900.0
-"""A rank that stages for longer than this is taken for dead."""
+"""Timeout of staging in seconds; a rank that takes longer is considered dead."""
 
 _R = TypeVar("_R", bound=RankReply)
 
 
 class RankClient:
-    """Calls every rank of an engine, as one leader.
+    """The connection of one leader to every rank of an engine.
 
     Args:
         engine: The replica.
 
     Attributes:
-        engine: As given.
-        count: How many ranks it has; 0 until that is known.
+        engine: The replica.
+        count: Number of its ranks; 0 until known.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,16 +56,16 @@ class RankClient:
         self._sequence = itertools.count(1)
 
     def ask(self, request: AnyRequest, kind: type[_R]) -> list[_R]:
-        """Every rank's reply, of this type; a refusal is raised."""
+        """Return the replies of all ranks, of the given type; raise a refusal as its error."""
         replies = self.call(request, kind)
         raise_refusal(replies)
         return [reply for reply in replies if isinstance(reply, kind)]
 
     def call(self, request: AnyRequest, *kinds: type[_R]) -> list[_R | Refusal]:
-        """Every rank's reply: a refusal, or of one of these types.
+        """Return the replies of all ranks: refusals, or replies of the given types.
 
         Raises:
-            PoisonedError: A reply is of another type, or to another request, or of another rank.
+            PoisonedError: A reply has another type, or belongs to another request or rank.
         """
         asked = msgspec.structs.replace(request, leader=self._leader, sequence=next(self._sequence))
         replies = self.engine.call(asked)
@@ -78,7 +80,7 @@ class RankClient:
         return cast("list[_R | Refusal]", list(replies))
 
     def wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
-        """Wait until every rank is done with a ticket; the first refusal is raised."""
+        """Wait until every rank is done with a ticket; raise the first refusal as its error."""
         least, longest = POLL_S
         start = time.monotonic()
         done: dict[int, _R | Refusal] = {}

@@ -12,91 +12,92 @@ from deltachain.replica.messages import AnyRequest, RankReply
 
 
 class EngineModel(Protocol):
-    """One rank's model. The engine does not run it during any of these calls but ``tensors``."""
+    """The model of one rank; the engine does not run it during any call except ``tensors``."""
 
     @property
     def checkpoint(self) -> Path:
-        """The checkpoint folder that the engine loaded."""
+        """Folder of the checkpoint that the engine loaded."""
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Every module by dotted name, those of a draft model included."""
+        """Return every module by dotted name, modules of a draft model included."""
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every live tensor with elements, by dotted name, but for the KV cache.
+        """Return every live tensor with elements by dotted name, except the KV cache.
 
-        A name begins with that of the module that holds the tensor. Tensors that a module keeps in
-        containers, or in objects that act after loading, are among them.
+        The name of a tensor begins with the name of its module. Tensors in containers of a module
+        are included, and tensors in its objects that take part in post-load processing.
         """
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
-        """The engine's own loader, as after construction; it may edit what it is given."""
+        """Call the engine's own loader, as after construction; it may edit its input tensors."""
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole layers again by the engine's own reload, its post-load processing included.
 
         Raises:
-            EngineVersionError: This version of the engine cannot.
+            EngineVersionError: This version of the engine has no such reload.
         """
 
     def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load some layers from nothing: raw weights, the loader, post-load processing.
+        """Load some layers from nothing: create raw weights, call the loader, process them.
 
-        May leave new tensors in the place of old ones. Takes time in proportion to the layers.
+        May replace live tensors by new ones. The time is proportional to the size of the layers.
 
         Raises:
-            EngineVersionError: This version of the engine gives no way to do so.
+            EngineVersionError: This version of the engine does not support repacking.
         """
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """The layers that each checkpoint tensor is loaded into, before post-load processing.
+        """Return the layers that each checkpoint tensor is loaded into, before they are processed.
 
         Args:
             names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         """
 
     def processed(self) -> frozenset[str]:
-        """Layers with post-load processing."""
+        """Return the names of layers with post-load processing."""
 
     def made_by_running(self) -> frozenset[str]:
-        """Live tensors that running made or changed, since the checkpoint was loaded.
+        """Return the live tensors created or changed by running, since the checkpoint was loaded.
 
-        None where that is not known.
+        An empty set where that is not known.
         """
 
     def is_plain(self, layer: str) -> bool:
-        """Whether a layer was seen to multiply by its weight and add its bias, any bits of them."""
+        """Return whether a layer was shown to multiply by its weight and add its bias, any bits."""
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """What layers compute from a fixed input, the same each time.
+        """Return the outputs of layers for a fixed input, the same input at each call.
 
-        Of linear layers, their bias included, and of other layers that can be tried by themselves.
-        A layer that cannot is left out.
+        Covers linear layers, bias included, and other layers that can be run by themselves. All
+        other layers are left out.
         """
 
 
 class Engine(Protocol):
-    """A replica: its ranks, and its scheduler."""
+    """A replica: its ranks and its scheduler."""
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
-        """Send a request to every rank, and wait for all replies; in the order of the ranks.
+        """Send a request to every rank, and return all replies in the order of the ranks.
 
         Raises:
             ApplyError: A rank did not reply, or its reply cannot be read.
         """
 
     def is_paused(self) -> bool:
-        """Whether generation is paused, by this or any other client."""
+        """Return whether generation is paused, by this or any other client."""
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Pause generation, so that weights can be written. Idempotent.
+        """Pause generation, so that weights can be written; idempotent.
 
         Args:
-            in_doubt: The weights cannot be trusted: running requests stop at once in any mode, and
-                their cache is dropped at the next swap and name, even if caches are kept.
+            in_doubt: Whether the weights are untrusted. Running requests then stop at once in any
+                mode, and their cache is dropped by the next swap and ``name_version``, even if
+                caches are kept.
         """
 
     def resume(self) -> None:
         """Resume generation."""
 
     def name_version(self, version: int) -> None:
-        """Label tokens with this version from now on, and drop what older versions cached."""
+        """Label tokens with this version from now on, and drop cache entries of older versions."""

@@ -10,12 +10,12 @@ from deltachain.errors import EngineVersionError
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """From ``first`` up to, not including, ``beyond``.
+    """A range of versions: from ``first`` up to, not including, ``beyond``.
 
     Attributes:
-        engine: Its name; in lower case, that of its package.
-        first: As many numbers as versions are compared by.
-        beyond: As many.
+        engine: Name of the engine; in lower case, the name of its package.
+        first: First tested version; its length is the number of components that are compared.
+        beyond: First version after the range, of the same length.
     """
 
     engine: str
@@ -23,10 +23,10 @@ class VersionRange:
     beyond: tuple[int, ...]
 
     def check(self, found: str) -> str:
-        """Return a version that is in the range.
+        """Return the given version, if it is in the range.
 
         Raises:
-            EngineVersionError: It is not.
+            EngineVersionError: The version is outside the range.
         """
         pattern = r"\.".join([r"(\d+)"] * len(self.first))
         match = re.match(pattern, found)

@@ -1,7 +1,7 @@
-"""The leader of a replica: the one place that decides what its ranks apply, and when.
+"""The leader of a replica: decides which versions its ranks apply, and when.
 
-It lives beside the engine's scheduler, in whatever process can ask all ranks. Everything it knows
-is answered from memory, so that asking for its status costs neither the store nor the engine.
+It runs beside the engine's scheduler, in a process that can call all ranks. The status is answered
+from memory, without a request to the store or the engine.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ logger = logging.getLogger(__name__)
 
 
 class Leader:
-    """Follows a chain for all ranks of an engine, by itself or when told to.
+    """The leader of a replica: updates all ranks, automatically or on request.
 
     Methods may be called from any thread.
 
     Args:
-        settings: Of this replica.
-        engine: Its ranks and its scheduler.
-        store: The store, if it is not to be opened from the URL.
-        takes_over: Whether the engine may have had a leader before, that was killed inside a swap
-            and left it paused; it generates again as soon as this one knows what it holds.
+        settings: Settings of the replica.
+        engine: Ranks and scheduler of the replica.
+        store: The store; opened from the URL by default.
+        takes_over: Whether an earlier leader may have been killed during a swap and left the engine
+            paused. The engine then resumes as soon as this leader knows the version held.
 
     Attributes:
-        tally: What was applied so far, for metrics.
-        released: Kinds of memory that the engine has released; set by the hook that sees it.
+        tally: Totals of all applies so far, for metrics.
+        released: Kinds of memory that the engine has released; set by the hook of the engine.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class Leader:
         self._thread: Thread | None = None
 
     def start(self) -> None:
-        """Catch up with the head, then follow if that is asked for.
+        """Catch up with the head, then follow the chain if the settings say so.
 
-        What goes wrong is logged and kept for ``status``: the engine serves what it loaded, and the
-        replica is not ready. An engine that is refused follows nothing: it would be refused again.
+        Errors are logged and kept for ``status``: the engine serves the weights that it loaded, and
+        the replica is not ready. After a refusal nothing is followed, since it would be repeated.
 
         Raises:
-            ConfigError: The engine is refused, and so that it ends, the settings are strict.
-            TensorMismatchError: The same for its tensors.
-            EngineDamagedError: It must not serve, whatever the settings are.
+            ConfigError: The engine or its settings do not fit the chain, and ``strict`` is set.
+            TensorMismatchError: Its tensors do not fit the chain, and ``strict`` is set.
+            EngineDamagedError: The engine must not serve, whatever the settings are.
         """
         try:
             self.update()
@@ -112,12 +112,12 @@ class Leader:
             self._follow_in_a_thread()
 
     def end(self) -> None:
-        """Ask the follower to stop soon; may be called from a signal handler."""
+        """Request the follower to stop soon; may be called from a signal handler."""
         self._stop.set()
         self.subscriber.notify()
 
     def stop(self) -> None:
-        """Stop following, and close the store. Idempotent."""
+        """Stop following, and close the store; idempotent."""
         self.end()
         if self._thread is not None:
             self._thread.join()
@@ -127,35 +127,35 @@ class Leader:
         """Fetch, prove and stage a version while the engine generates; ``update`` to it then swaps.
 
         Args:
-            version: Which; the head when not given.
+            version: Version to stage; the head by default.
 
         Returns:
-            The version that is staged; ``None`` where there is nothing to do.
+            The staged version; ``None`` if there is nothing to do.
 
         Raises:
-            DeltaChainError: As :meth:`Subscriber.stage`. A replica that is poisoned generates
+            DeltaChainError: An error of :meth:`Subscriber.stage`. A poisoned replica generates
                 nothing from now on; an update heals it.
         """
         try:
             staged = self._staged = self.subscriber.stage(version)
         except DeltaChainError as exc:
-            self._failed(exc, version)  # staging may find that it cannot prove what it holds
+            self._failed(exc, version)  # staging may find that the held version is not provable
             raise
         return None if staged is None else staged.to.version
 
     def update(self, version: Version | None = None, *, manifest: str = "") -> ApplyReceipt | None:
-        """Bring the replica to a version, from nothing if it cannot prove what it holds.
+        """Bring the replica to a version, from nothing if it is poisoned.
 
         Args:
-            version: Where to; the head when not given.
-            manifest: What the version's manifest must be. A later version that is held is then
-                as good, if both are in the store.
+            version: Version to reach; the head by default.
+            manifest: Expected digest of the version's manifest. Any later version that is held is
+                then accepted too, if both are in the store.
 
         Returns:
-            ``None`` when it is there already, or pinned.
+            Receipt of the apply; ``None`` if the version is held already, or the replica is pinned.
 
         Raises:
-            DeltaChainError: As :meth:`Subscriber.update`. A replica that is poisoned generates
+            DeltaChainError: An error of :meth:`Subscriber.update`. A poisoned replica generates
                 nothing from now on.
         """
         try:
@@ -180,12 +180,12 @@ class Leader:
         staged, self._staged = self._staged, None
         if staged is None or staged.to.version != version:
             return None
-        with suppress(BaseMismatchError):  # something else was swapped since: it is staged anew
+        with suppress(BaseMismatchError):  # another version was swapped in since: stage again
             return self.subscriber.swap(staged)
         return None
 
     def rollback(self, version: Version | None = None) -> HeldVersion:
-        """Go back to a version and pin it; see :meth:`Subscriber.rollback`."""
+        """Go back to a version, and pin the replica there; see :meth:`Subscriber.rollback`."""
         try:
             held = self.subscriber.rollback(version)
         except DeltaChainError as exc:
@@ -195,14 +195,14 @@ class Leader:
         return held
 
     def release(self) -> None:
-        """Follow the head again after a rollback, also where following has ended.
+        """Follow the head again after a rollback, even if following has ended.
 
         Raises:
-            ApplyError: No thread is left to follow in.
+            ApplyError: No thread can be started.
         """
         self.subscriber.release()
         if self._thread is not None and self._has_failed and not self._stop.is_set():
-            self._thread.join()  # it has said why it ends
+            self._thread.join()  # it is ending, and has recorded the reason
             self._ended, self._has_failed = "", False
             self._follow_in_a_thread()
 
@@ -211,7 +211,7 @@ class Leader:
         self.subscriber.notify()
 
     def pause(self) -> None:
-        """Pause until ``resume``, whatever is applied meanwhile."""
+        """Pause generation until ``resume``, regardless of applies meanwhile."""
         with self.subscriber.alone():
             self.target.pause()
 
@@ -219,7 +219,7 @@ class Leader:
         """Resume generation.
 
         Raises:
-            PoisonedError: The replica cannot prove what it holds.
+            PoisonedError: The replica is poisoned: it cannot prove the version it holds.
         """
         with self.subscriber.alone():  # never in the middle of a swap
             if self.subscriber.poisoned:
@@ -227,10 +227,10 @@ class Leader:
             self.target.resume()
 
     def scrub(self) -> bool:
-        """Recompute the state of the live weights; heal the replica if it is not what it should be.
+        """Recompute the state digest of the live weights; heal the replica if it is wrong.
 
         Returns:
-            Whether it was.
+            Whether the digest was right.
         """
         fine = self.subscriber.scrub()
         if not fine:
@@ -239,7 +239,7 @@ class Leader:
         return fine
 
     def status(self) -> ReplicaStatus:
-        """The status of the replica, from memory."""
+        """Return the status of the replica, from memory."""
         subscriber, target = self.subscriber, self.target
         held, chain = subscriber.held, subscriber.opened
         head = chain.latest if chain else None
@@ -269,7 +269,7 @@ class Leader:
         )
 
     def _unready(self) -> str:
-        """Why the replica should not be sent requests; empty when it should."""
+        """Return why the replica is not ready for requests; empty if it is ready."""
         subscriber = self.subscriber
         reason = self._ended
         if subscriber.poisoned:
@@ -287,7 +287,10 @@ class Leader:
         return reason
 
     def _doubt(self) -> str:
-        """Why what is held may not be the chain's; a manifest that is lost unpins nobody."""
+        """Return why the held version may not be the chain's; empty if there is no doubt.
+
+        A pinned replica ignores lost manifests.
+        """
         doubt = self.subscriber.watch.doubt
         if doubt is None or (self.subscriber.pinned and isinstance(doubt, BrokenChainError)):
             return ""
@@ -305,7 +308,7 @@ class Leader:
         """Apply versions as they are committed, in the thread of the caller, until ``stop``.
 
         Raises:
-            DeltaChainError: What only a person can resolve.
+            DeltaChainError: An error that only an operator can resolve.
         """
         try:
             yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
@@ -325,12 +328,12 @@ class Leader:
     def _follow(self) -> None:
         try:
             for _ in self.follow():
-                pass  # the subscriber has logged it, and status shows it
+                pass  # logged by the subscriber, and part of the status
         except Exception:
             logger.exception("following %s ended", self.settings.subscribe.url)
 
     def _heal(self, version: Version | None) -> ApplyReceipt | None:
-        """Once more, from nothing: what is held is unknown."""
+        """Update again, now from nothing, since the held version is unknown."""
         try:
             return self.subscriber.update(version)
         except DeltaChainError as exc:
@@ -338,27 +341,27 @@ class Leader:
             raise
 
     def _failed(self, exc: DeltaChainError, asked: Version | None) -> None:
-        """Keep why a request failed, unless what it asked for is all that is wrong."""
+        """Keep the error of a failed request, unless only its version was at fault."""
         if type(exc) is ChainError and asked is not None and not self.subscriber.poisoned:
             self.tally.failures += 1
         else:
             self._troubled(exc)
 
     def _troubled(self, exc: Exception) -> None:
-        """Keep an error for ``status``; a replica that cannot prove its weights stops serving."""
+        """Keep an error for ``status``; stop serving if the replica is poisoned."""
         self.tally.failures += 1
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
         if isinstance(exc, LeaderReplacedError):
             self._ended = str(exc.args[0])
             return
-        with self.subscriber.alone():  # nobody heals it, or swaps, between the look and the word
+        with self.subscriber.alone():  # no healing or swap between the check and the pause
             if self.subscriber.poisoned or isinstance(exc, EngineDamagedError):
                 try:
                     self.target.stop_serving()
-                except ApplyError as failed:  # healing is tried all the same, and then this again
+                except ApplyError as failed:  # healing is tried anyway, and this again after it
                     logger.error("the engine did not pause: %s", failed)  # noqa: TRY400
                 return
-            with suppress(ApplyError):  # what went wrong first is what is told
+            with suppress(ApplyError):  # report the first error
                 self._name()
 
     def _looked(self, exc: DeltaChainError | None) -> None:
@@ -374,7 +377,7 @@ class Leader:
             held, chain = self.subscriber.held, self.subscriber.opened
             head = chain.latest if chain else None
             if self._staged and held and self._staged.to.version <= held.version:
-                self._staged = None  # nobody will ask for it: the ranks need not keep it
+                self._staged = None  # obsolete: the ranks need not keep it
             at_head = held is not None and head is not None and held.version >= head
             self._caught_up = self._caught_up or at_head or self.subscriber.pinned
             self._name()
@@ -383,7 +386,7 @@ class Leader:
                 self._takes_over = False
 
     def _name(self) -> None:
-        """Label tokens with the version that is held, even if it is not the newest."""
+        """Label tokens with the held version, even if it is not the newest."""
         version = self.subscriber.version
         if version is not None:
             self.target.name(version)

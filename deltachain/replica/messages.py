@@ -1,7 +1,7 @@
-"""Requests from the leader of a replica to its ranks, and their replies: a pair of structs a call.
+"""Requests from the leader of a replica to its ranks, and replies: one pair of structs per call.
 
-A message crosses processes as JSON text, which vLLM's ``collective_rpc`` (from a client of its HTTP
-route as well) and SGLang's ``check_weights`` both carry unchanged.
+Messages cross processes as JSON text, which vLLM's ``collective_rpc`` (its HTTP route included) and
+SGLang's ``check_weights`` both pass on unchanged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SAME_VERSION: Final = "the leader and the engine must have the same version of d
 
 
 class RankRequest(Struct, frozen=True, kw_only=True, tag_field="call"):
-    """A call that the leader makes on every rank.
+    """A request of the leader to every rank.
 
     Attributes:
-        leader: Id of the leader.
-        sequence: Number of the call, counted by the leader. A reply repeats both.
+        leader: Id of the leader; repeated in the reply.
+        sequence: Number of the call, counted by the leader; repeated in the reply.
     """
 
     leader: str = ""
@@ -32,11 +32,11 @@ class RankRequest(Struct, frozen=True, kw_only=True, tag_field="call"):
 
 
 class AttachRequest(RankRequest, frozen=True, kw_only=True, tag="attach"):
-    """Find the ways into this rank's weights. Blocks the engine.
+    """Request to discover how tensors reach this rank's weights; blocks the engine.
 
     Attributes:
-        url: The chain.
-        specs: Its tensors.
+        url: URL of the chain.
+        specs: Specs of the chain's tensors.
         aliases: Other names of tied tensors.
         probe: Name and content of a file that the leader put into the spool folder.
     """
@@ -48,16 +48,16 @@ class AttachRequest(RankRequest, frozen=True, kw_only=True, tag="attach"):
 
 
 class FindUnusedRequest(RankRequest, frozen=True, kw_only=True, tag="unused"):
-    """Find out which tensors, held by no rank, the engine does not use. Blocks the engine."""
+    """Request to test whether tensors held by no rank are unused; blocks the engine."""
 
     names: tuple[str, ...]
 
 
 class AgreeRequest(RankRequest, frozen=True, kw_only=True, tag="agree"):
-    """Take what the leader decided from the reports of all ranks.
+    """Decisions of the leader, from the reports of all ranks.
 
     Attributes:
-        classes: Of every tensor.
+        classes: Class of every tensor.
         holders: For each rank, the ranks that hold each window of each tensor.
     """
 
@@ -66,29 +66,29 @@ class AgreeRequest(RankRequest, frozen=True, kw_only=True, tag="agree"):
 
 
 class UnusedStateRequest(RankRequest, frozen=True, kw_only=True, tag="unused_state"):
-    """Digest unused tensors from the files that the engine loaded."""
+    """Request for digests of unused tensors, from the files that the engine loaded."""
 
     names: tuple[str, ...]
 
 
 class CheckLoadsRequest(RankRequest, frozen=True, kw_only=True, tag="check"):
-    """Load the host copies again, and compare. Blocks the engine."""
+    """Request to load the host copies again, and to compare; blocks the engine."""
 
 
 class StateRequest(RankRequest, frozen=True, kw_only=True, tag="state"):
-    """Begin to recompute the state digest of the live weights."""
+    """Request to start recomputing the state digest of the live weights."""
 
     ticket: Count
 
 
 class StageRequest(RankRequest, frozen=True, kw_only=True, tag="stage"):
-    """Begin to stage a spooled plan.
+    """Request to start staging a spooled plan.
 
     Attributes:
         ticket: Number under which the result is kept.
         spool: Name of the spool's folder.
         budget: Bytes of old and new bits to keep.
-        keep: Tickets that may still be used; all others are forgotten.
+        keep: Tickets that may still be used; all others are dropped.
     """
 
     ticket: Count
@@ -98,18 +98,18 @@ class StageRequest(RankRequest, frozen=True, kw_only=True, tag="stage"):
 
 
 class PollRequest(RankRequest, frozen=True, kw_only=True, tag="poll"):
-    """Ask for the result of a ticket."""
+    """Request for the result of a ticket."""
 
     ticket: Count
 
 
 class SwapRequest(RankRequest, frozen=True, kw_only=True, tag="swap"):
-    """Write what was staged, or take it back. The engine must be paused.
+    """Request to write staged bits, or to undo that; the engine must be paused.
 
     Attributes:
-        ticket: Under which it was staged.
-        version: The version that it leads to.
-        back: Whether it is taken back.
+        ticket: Ticket of the stage.
+        version: Version that the ranks hold afterwards.
+        back: Whether to undo the write.
     """
 
     ticket: Count
@@ -118,20 +118,20 @@ class SwapRequest(RankRequest, frozen=True, kw_only=True, tag="swap"):
 
 
 class LastSwapRequest(RankRequest, frozen=True, kw_only=True, tag="last_swap"):
-    """Fetch the reply to the last swap, once: vLLM's update session returns none itself."""
+    """Request for the reply to the last swap, once: vLLM's update session returns none itself."""
 
 
 class StatusRequest(RankRequest, frozen=True, kw_only=True, tag="status"):
-    """Ask what this rank holds, and whether it obeys this leader."""
+    """Request for the status of a rank; refused if another leader has attached since."""
 
 
 class RankReply(Struct, frozen=True, kw_only=True, tag_field="reply"):
-    """A rank's answer to a request.
+    """A rank's reply to a request.
 
     Attributes:
         rank: Number of the rank.
-        leader: As in the request.
-        sequence: As in the request.
+        leader: Leader of the request.
+        sequence: Sequence number of the request.
     """
 
     rank: int = -1
@@ -140,12 +140,12 @@ class RankReply(Struct, frozen=True, kw_only=True, tag_field="reply"):
 
 
 class Refusal(RankReply, frozen=True, kw_only=True, tag="refused", omit_defaults=True):
-    """An error in place of what was asked for.
+    """An error in place of the requested reply.
 
     Attributes:
         error: Name of a class of :mod:`deltachain.errors`.
-        message: Its message.
-        hint: Its hint.
+        message: Message of the error.
+        hint: Hint of the error.
     """
 
     error: str
@@ -154,54 +154,54 @@ class Refusal(RankReply, frozen=True, kw_only=True, tag="refused", omit_defaults
 
 
 class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
-    """What the rank found of every tensor."""
+    """Classes of all tensors, as the rank found them."""
 
     tensors: dict[str, Classified]
 
 
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
-    """What the rank found of the tensors that were asked about."""
+    """Classes of the requested tensors: unused, or refused."""
 
     tensors: dict[str, Classified]
 
 
 class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"):
-    """The rank took the agreement."""
+    """Confirmation that the rank has accepted the agreement."""
 
 
 class UnusedStateReply(RankReply, frozen=True, kw_only=True, tag="unused_state"):
-    """State digests of those tensors that the engine's checkpoint has."""
+    """State digests of the requested tensors that are in the engine's checkpoint."""
 
     digests: dict[str, StateDigest]
 
 
 class CheckLoadsReply(RankReply, frozen=True, kw_only=True, tag="checked"):
-    """Whether the engine held just what was loaded again."""
+    """Whether loading the host copies again changed nothing in the engine."""
 
     same: bool
 
 
 class StartedReply(RankReply, frozen=True, kw_only=True, tag="started"):
-    """The work runs; ``poll`` its ticket."""
+    """Confirmation that the work has started; its result is polled by ticket."""
 
 
 class PendingReply(RankReply, frozen=True, kw_only=True, tag="pending"):
-    """The work of a ticket is not done yet."""
+    """Notice that the work of a ticket is not done yet."""
 
 
 class StateReply(RankReply, frozen=True, kw_only=True, tag="state"):
-    """State digests of the live weights, by the ranks that hold them."""
+    """State digests of the live weights, each with the ranks that hold these elements."""
 
     digests: tuple[tuple[str, StateDigest], ...]
 
 
 class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
-    """What a swap of this ticket would do.
+    """Effects of a swap of this ticket.
 
     Attributes:
-        effects: By the ranks that hold the same elements.
+        effects: Effects on the state digest, each with the ranks that hold these elements.
         nbytes: Bytes that the rank keeps.
-        can_undo: Whether it keeps every old bit.
+        can_undo: Whether the rank keeps every old bit.
     """
 
     effects: tuple[tuple[str, Effect], ...]
@@ -210,12 +210,12 @@ class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
 
 
 class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
-    """The rank has written.
+    """Confirmation that the rank has written.
 
     Attributes:
-        seconds: How long that took.
-        version: The version that it now holds.
-        pid: Its process.
+        seconds: Duration of the write.
+        version: Version that the rank now holds.
+        pid: Id of the rank's process.
     """
 
     seconds: float
@@ -224,12 +224,12 @@ class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
 
 
 class StatusReply(RankReply, frozen=True, kw_only=True, tag="status"):
-    """What a rank holds.
+    """The status of a rank.
 
     Attributes:
-        pid: Its process.
-        version: The version of the last swap; ``None`` before the first.
-        staged: How many tickets it keeps.
+        pid: Id of the rank's process.
+        version: Version of the last swap; ``None`` before the first.
+        staged: Number of tickets that the rank keeps.
         in_update_session: Whether a weight-update session of the engine's own is open.
     """
 
@@ -278,7 +278,7 @@ UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError
 
 
 class CallId(msgspec.Struct, frozen=True):
-    """Leader and sequence number of a request, whatever else it says."""
+    """Leader and sequence number of a request, without its other fields."""
 
     leader: str = ""
     sequence: Count = 0
@@ -288,15 +288,15 @@ _CALL_IDS: Final = msgspec.json.Decoder(CallId)
 
 
 def encode(message: RankRequest | RankReply) -> str:
-    """A message as text."""
+    """Encode a message as JSON text."""
     return msgspec.json.encode(message).decode()
 
 
 def decode_request(text: str | bytes) -> AnyRequest:
-    """Read a request.
+    """Decode a request.
 
     Raises:
-        ConfigError: ``text`` is none that this version of deltachain knows.
+        ConfigError: ``text`` is not a request known to this version of deltachain.
     """
     try:
         return _REQUESTS.decode(text)
@@ -305,10 +305,10 @@ def decode_request(text: str | bytes) -> AnyRequest:
 
 
 def decode_reply(text: str | bytes) -> AnyReply:
-    """Read a reply.
+    """Decode a reply.
 
     Raises:
-        ApplyError: ``text`` is none that this version of deltachain knows.
+        ApplyError: ``text`` is not a reply known to this version of deltachain.
     """
     try:
         return _REPLIES.decode(text)
@@ -317,7 +317,7 @@ def decode_reply(text: str | bytes) -> AnyReply:
 
 
 def call_id(text: str | bytes) -> CallId:
-    """Leader and sequence number of a request that may be unreadable otherwise."""
+    """Return leader and sequence number of a request that may be unreadable otherwise."""
     try:
         return _CALL_IDS.decode(text)
     except UNREADABLE:
@@ -325,19 +325,22 @@ def call_id(text: str | bytes) -> CallId:
 
 
 def addressed(reply: _R, rank: int, request: RankRequest | RankReply | CallId) -> _R:
-    """A reply of this rank to this request, or to the one that another reply is to."""
+    """Return a reply with its address: this rank, and leader and number of this request.
+
+    Given another reply, use its leader and number.
+    """
     return msgspec.structs.replace(
         reply, rank=rank, leader=request.leader, sequence=request.sequence
     )
 
 
 def name_of(message: RankRequest | RankReply) -> str:
-    """Name of a call, or of a kind of reply."""
+    """Return the name of a call, or of a kind of reply."""
     return str(message.__struct_config__.tag)
 
 
 def status_row(reply: RankReply) -> dict[str, Any]:
-    """A reply as the status of a replica lists it."""
+    """Return a reply as a row of the status of a replica."""
     fields: dict[str, Any] = msgspec.to_builtins(reply)
     for name in ("reply", "leader", "sequence"):
         fields.pop(name, None)

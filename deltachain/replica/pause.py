@@ -1,4 +1,4 @@
-"""Who keeps a replica from generating, and in which mode an engine pauses."""
+"""Pauses of a replica: the reasons to stay paused, and the pause mode of the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deltachain.replica.engine import Engine
 
 
 def pause_mode(named: str, modes: Sequence[str]) -> str:
-    """Validate a pause mode; empty means the first, which is the default.
+    """Validate and return a pause mode; empty means the first one, the default.
 
     Raises:
         ConfigError: The engine has no such mode.
@@ -20,16 +20,16 @@ def pause_mode(named: str, modes: Sequence[str]) -> str:
 
 
 class PauseHolds:
-    """The reasons to keep an engine paused: a caller, doubt about its weights, a swap, or others.
+    """Reasons to keep an engine paused: a caller, doubt about weights, a swap, or other clients.
 
-    It resumes when no reason is left. What others paused by the engine's own means stays paused
-    through a swap, until they or a caller of ours resume it.
+    The engine resumes when no reason is left. If other clients paused it directly, it stays paused
+    through a swap, until they or a caller of deltachain resume it.
 
     Args:
         engine: The replica.
 
     Attributes:
-        paused: Whether a caller of ours paused it.
+        paused: Whether a caller of deltachain paused it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -38,12 +38,12 @@ class PauseHolds:
         self._in_doubt = self._ours = self._others = False
 
     def pause(self) -> None:
-        """Pause until ``resume``, whatever is swapped meanwhile."""
+        """Pause until ``resume``, regardless of swaps meanwhile."""
         self.hold()
         self.paused = True
 
     def resume(self) -> None:
-        """Resume, whatever paused it."""
+        """Resume, regardless of the reasons for the pause."""
         self._engine.resume()
         self.paused = self._ours = False
 
@@ -53,7 +53,7 @@ class PauseHolds:
         self.hold(in_doubt=True)
 
     def trust(self) -> None:
-        """End the doubt: a swap has succeeded."""
+        """End the doubt, after a successful swap."""
         self._in_doubt = False
 
     def hold(self, *, in_doubt: bool = False) -> None:
@@ -64,7 +64,7 @@ class PauseHolds:
         self._ours = True
 
     def go_on(self) -> None:
-        """Resume after a swap, unless there is another reason not to."""
+        """Resume after a swap, unless another reason to stay paused remains."""
         if self.paused or self._in_doubt:
             return
         self._ours = False

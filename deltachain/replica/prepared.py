@@ -1,4 +1,4 @@
-"""What the leader of a replica keeps of a swap that its ranks have staged."""
+"""The leader's record of a swap that the ranks of its replica have staged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deltachain.replica.unused_state import UnusedState
 
 
 class TicketLease:
-    """Keeps a ticket and its spool: the ranks keep both as long as the leader holds the lease."""
+    """The lease of a ticket and its spool; the ranks keep both while the leader holds it."""
 
     def __init__(self, ticket: int, spool: Spool) -> None:
         self.ticket = ticket
@@ -21,13 +21,13 @@ class PreparedSwap:
     """A swap that all ranks have staged; see :class:`Prepared`.
 
     Attributes:
-        nnz: Elements that are written, on whichever rank.
+        nnz: Number of elements written, over all ranks.
         nbytes: Bytes kept by the rank that keeps most.
-        base_too: Whether what is overwritten is proven as well.
+        base_too: Whether the overwritten bits are proven as well.
         can_undo: Whether every rank keeps every old bit.
-        unused: What tensors that no rank holds add to the digest, before the swap and after.
-        back: Whether it is taken back rather than written.
-        lease: Of its ticket; shared with its undo.
+        unused: Digests of the tensors that no rank holds, before the swap and after.
+        back: Whether the swap undoes a write.
+        lease: Lease of the ticket; shared with the undo.
     """
 
     nnz: int
@@ -40,15 +40,15 @@ class PreparedSwap:
 
     @property
     def ticket(self) -> int:
-        """Number under which every rank keeps what it staged."""
+        """Number under which every rank keeps its staged bits."""
         return self.lease.ticket
 
     def undo(self) -> PreparedSwap:
-        """The swap that takes it back."""
+        """Return the swap that undoes this one."""
         return replace(self, back=not self.back)
 
     @property
     def unused_after(self) -> UnusedState:
-        """What tensors that no rank holds add once it is done."""
+        """Digests of the tensors that no rank holds, after the swap."""
         before, after = self.unused
         return before if self.back else after

@@ -1,7 +1,7 @@
-"""One rank of a replica: stages what it owns of each tensor, and writes it.
+"""One rank of a replica: stages and writes its share of each tensor.
 
-A rank never decides. It is told which plan to stage, answers what that would do to its bits, and
-writes when the leader says so. What it stages is known by a *ticket*, a number the leader gives.
+A rank decides nothing. The leader names the plan to stage, the rank replies with the effects on its
+bits, and writes them on request. A *ticket*, a number chosen by the leader, identifies each stage.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from deltachain.subscribe.targets.patch import prepare, warm_up
 from deltachain.types import StateDigest, TensorSpec, Version
 
 HolderKey: TypeAlias = tuple[str, int]
-"""The ranks that hold some elements, and which of several places of them on this rank it is."""
+"""The ranks that hold the same elements, and the number of the place among several on this rank."""
 
 Effects: TypeAlias = dict[HolderKey, Effect]
-"""What a stage does to the state digest."""
+"""Effects of a stage on the state digest, by holders."""
 
 REPLACED: Final = (
     "the engine replaced live tensors; where they are now is known, what they hold is not"
@@ -59,13 +59,13 @@ REPLACED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class RankStaged:
-    """What a rank will write.
+    """Staged writes of a rank.
 
     Attributes:
         placed: Patches of live places and of host copies.
-        deferred: Tensors that did not fit the budget: read again while they are written.
-        spool: Where those are read from.
-        effects: What it does.
+        deferred: Tensors beyond the budget, read again while they are written.
+        spool: Source of the deferred tensors.
+        effects: Effects on the state digest.
     """
 
     placed: tuple[Write, ...]
@@ -75,24 +75,24 @@ class RankStaged:
 
     @property
     def names(self) -> set[str]:
-        """Tensors that are written."""
+        """Names of the tensors to write."""
         return {placed.patch.spec.name for placed in self.placed} | set(self.deferred)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are kept."""
+        """Bytes kept by the patches."""
         return sum(placed.patch.own_nbytes for placed in self.placed)
 
 
 class Rank:
     """A rank's share of the model.
 
-    Making one finds the ways into it, which blocks the engine; see :func:`discover.discover`.
+    The constructor discovers its layout, which blocks the engine; see :func:`discover.discover`.
 
     Args:
-        model: The engine's.
-        specs: The chain's tensors.
-        aliases: Other names of tied ones.
+        model: Model of the engine.
+        specs: Specs of the chain's tensors.
+        aliases: Other names of tied tensors.
     """
 
     def __init__(
@@ -115,23 +115,23 @@ class Rank:
         warm_up(self._specs.values())
 
     def is_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> bool:
-        """Whether these are the tensors that it was attached for."""
+        """Return whether the rank was attached for these tensors."""
         return {spec.name: spec for spec in specs} == self._specs and aliases == self._aliases
 
     def report(self) -> dict[str, Classified]:
-        """What was found, for the leader."""
+        """Return the class of every tensor, for the leader."""
         return self._attached.report()
 
     def agree(
         self, classes: Mapping[str, TensorClass], holders: Mapping[str, tuple[str, ...]]
     ) -> None:
-        """Take the classes that all ranks agreed on, and copy to the host what needs it.
+        """Accept the classes that all ranks agreed on, and make the host copies that they need.
 
-        A copy that is there already stays: it has the bits that the engine loaded last.
+        Existing copies stay: they have the bits that the engine loaded last.
 
         Raises:
-            TensorMismatchError: A tensor has a worse class on another rank, and that is not proven
-                to work on this one.
+            TensorMismatchError: A tensor has a worse class on another rank, and this class is not
+                proven to work on this rank.
         """
         self._require(classes)
         self._classes, self._holders = classes, holders
@@ -143,7 +143,7 @@ class Rank:
         }
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
-        """Prove the classes that other ranks gave tensors of this one."""
+        """Prove the classes that other ranks assigned to tensors of this rank."""
         mine = self._attached.classes
         other = {
             name: kind
@@ -163,9 +163,9 @@ class Rank:
         self._attached = found
 
     def find_unused(self, names: Iterable[str]) -> dict[str, Classified]:
-        """Find out whether the engine uses tensors that no rank holds.
+        """Test whether the engine uses tensors that no rank holds.
 
-        Blocks the engine, which holds afterwards what it held.
+        Blocks the engine, whose weights are the same afterwards.
         """
         model = self.model
         with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
@@ -178,7 +178,7 @@ class Rank:
         }
 
     def unused_state(self, names: Iterable[str]) -> dict[str, StateDigest]:
-        """State digests of tensors as the engine's checkpoint has them; of those that it has."""
+        """Return the state digests of the given tensors that are in the engine's checkpoint."""
         return {
             name: host.digest(digest_key(self._specs[name]), self._source.copy(name))
             for name in names
@@ -186,7 +186,7 @@ class Rank:
         }
 
     def state(self) -> dict[HolderKey, StateDigest]:
-        """State digest of what this rank holds, by who holds it with it."""
+        """Return the state digests of this rank's elements, by the ranks that hold them."""
         total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
             if name in self._copies:
@@ -198,18 +198,18 @@ class Rank:
         return dict(total)
 
     def stage(self, ticket: int, folder: Path, budget: int) -> RankStaged:
-        """Compute what a spooled plan writes into this rank; nothing is written.
+        """Compute the writes of a spooled plan on this rank, without writing anything.
 
-        May be called from another thread than everything else.
+        May run in another thread than the other methods.
 
         Args:
-            ticket: Under which it is kept.
-            folder: Of the spool.
+            ticket: Ticket under which the result is kept.
+            folder: Folder of the spool.
             budget: Bytes of old and new bits to keep.
 
         Raises:
-            BaseMismatchError: Meanwhile it was found that the engine had replaced live tensors.
-            TensorMismatchError: The plan changes a tensor that no way leads to.
+            BaseMismatchError: The engine was found meanwhile to have replaced live tensors.
+            TensorMismatchError: The plan changes a tensor that cannot be updated.
         """
         attached = self._attached
         with own_stream(self.model):
@@ -238,25 +238,25 @@ class Rank:
         return RankStaged(tuple(kept), tuple(deferred), reader, dict(effects))
 
     def keep(self, tickets: Iterable[int]) -> None:
-        """Forget everything staged under other tickets."""
+        """Drop everything staged under other tickets."""
         for ticket in self.staged.keys() - set(tickets):
             del self.staged[ticket]
         self._written.intersection_update(self.staged)
 
     def swap(self, ticket: int, version: Version, *, back: bool) -> float:
-        """Write what was staged, or take it back: all or nothing. The seconds of writing.
+        """Write staged bits, or undo that, all or nothing; return the seconds of writing.
 
-        What is written already, or was taken back already, is left alone: after a failure all ranks
-        are told to take it back, and those that failed have.
+        Do nothing if that is done already: after a failure the leader requests the undo from all
+        ranks, even from those that failed and have undone the write themselves.
 
         Args:
-            ticket: Of what was staged.
-            version: What is being written, for errors.
-            back: Whether to take it back.
+            ticket: Ticket of the stage.
+            version: Version to write, for error messages.
+            back: Whether to undo the write.
 
         Raises:
-            PartialApplyError: It failed, and the old bits are back.
-            PoisonedError: It failed, and so did putting the old bits back.
+            PartialApplyError: The write failed, and the old bits are restored.
+            PoisonedError: The write failed, and restoring the old bits failed too.
         """
         staged = self.staged.get(ticket)
         if staged is None:
@@ -283,11 +283,11 @@ class Rank:
             ) from exc
         self._tables.forget()
         (self._written.remove if back else self._written.add)(ticket)
-        settle()  # it has been written when the time is taken
+        settle()  # include the device's work in the measured time
         return time.perf_counter() - start
 
     def _prepare(self, delta: TensorDelta) -> Iterator[tuple[HolderKey, Write]]:
-        """What a delta writes at every place of this rank, and who else holds it."""
+        """Compute the writes of a delta at every place on this rank, with the holders of each."""
         name = delta.spec.name
         if self._classes[name] == "refused":
             raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
@@ -308,7 +308,7 @@ class Rank:
             seen[place.window] += 1
 
     def _writes(self, staged: RankStaged) -> Iterator[Write]:
-        """Every patch, the deferred ones made as they are asked for."""
+        """Yield every patch; compute deferred ones on demand."""
         yield from staged.placed
         for name in staged.deferred:
             for _, placed in self._prepare(staged.spool.read(name)):
@@ -319,7 +319,7 @@ class Rank:
             yield replace(placed, patch=placed.patch.undo())
 
     def _load(self, names: set[str]) -> None:
-        """Let the engine load host copies that changed, with the groups that they belong to."""
+        """Let the engine load changed host copies, together with the rest of their groups."""
         changed = [(way, g) for way, g in self._attached.groups if not names.isdisjoint(g.names)]
         for way in dict.fromkeys(way for way, _ in changed):
             groups = [group for mine, group in changed if mine == way]
@@ -330,7 +330,7 @@ class Rank:
             load_with(self.model, way, layers, self._clones(wanted))
 
     def _read_back(self, names: set[str]) -> None:
-        """Prove that the engine has put what it loaded where it can be read.
+        """Prove that loaded tensors are stored where they can be read back.
 
         Raises:
             TensorMismatchError: A live tensor holds other bits than were loaded.
@@ -341,9 +341,9 @@ class Rank:
                     raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
 
     def loads_the_same(self) -> bool:
-        """Load every host copy again; whether the engine held and computed just that before.
+        """Load every host copy again; return whether that changed no bit and no output.
 
-        Blocks the engine. Afterwards it does, whoever wrote to it.
+        Blocks the engine. Afterwards it holds the copies, even if another process had written.
         """
         with settled():
             layers = self._attached.layers
@@ -370,7 +370,7 @@ class Rank:
                 yield here, tensor_of(self._specs[name], self._copies[name])
 
     def _addresses(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Where the engine has what is written in place, by its own names, or by those known."""
+        """Return addresses of live tensors: those named in ``known``, or else written in place."""
         ours = {
             place.live.untyped_storage().data_ptr()
             for places in self._attached.places.values()
@@ -381,12 +381,12 @@ class Rank:
         return {name: found.get(name, 0) for name in watched}
 
     def check_addresses(self) -> None:
-        """Find out that the engine replaced tensors; then find the ways in again.
+        """Check whether the engine has replaced tensors; if so, discover the layout again.
 
-        Neither goes while the engine runs or loads: in its own thread only.
+        Call it in the engine's own thread only: the engine must neither run nor load meanwhile.
 
         Raises:
-            BaseMismatchError: It did, and what they hold is not known.
+            BaseMismatchError: Tensors were replaced, and their content is unknown.
         """
         if self._addresses(self._identity) == self._identity:
             return

@@ -1,8 +1,8 @@
-"""The RPC service of a rank: one handler a request, none of which raises.
+"""The RPC service of a rank: one handler per request; no handler raises.
 
-An engine that sees one of its workers raise may misread every later reply of the others. So every
-request is answered with a reply, errors as a :class:`Refusal`. Handlers return at once; what takes
-time runs in a thread, and ``poll`` returns its result.
+After an exception in one worker, an engine may misread every later reply of the others. So every
+request gets a reply; errors become a :class:`Refusal`. Handlers return at once: long work runs in a
+thread, and ``poll`` returns its result.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ from deltachain.threads import Pool
 logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[Any], RankReply]
-"""Takes the type of request that it is registered for."""
+"""Handler of the type of request for which it is registered."""
 
 REMEMBERED: Final = 16
-"""Tickets for which a rank remembers its answer."""
+"""Number of tickets whose results a rank keeps."""
 
 
 class RankService:
-    """Serves the requests of a leader on one rank.
+    """The service of one rank for the requests of a leader.
 
     Args:
-        model: Wraps the engine's model; called at the first attach.
-        number: Of this rank.
-        settings: Of this rank.
+        model: Factory of the wrapped model of the engine; called at the first attach.
+        number: Number of the rank.
+        settings: Settings of the rank.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class RankService:
 
     @property
     def rank(self) -> Rank:
-        """The rank, once it is attached."""
+        """The rank; an :class:`ApplyError` is raised before it is attached."""
         if self._rank is None:
             raise ApplyError(f"rank {self.number} is not attached")
         return self._rank
@@ -119,7 +119,7 @@ class RankService:
         return encode(self.respond(text))
 
     def respond(self, text: str | bytes) -> RankReply:
-        """As ``answer``, with a typed reply; never raises."""
+        """Handle an encoded request, and return a typed reply; never raises."""
         try:
             request = decode_request(text)
         except ConfigError as exc:
@@ -127,7 +127,7 @@ class RankService:
         return self.handle(request)
 
     def handle(self, request: RankRequest) -> RankReply:
-        """Handle a request; never raises. Only the leader that attached last is obeyed."""
+        """Handle a request; never raises. Refuse all leaders but the one that attached last."""
         attaches = isinstance(request, AttachRequest)
         if isinstance(request, AttachRequest) and self._settings.url in ("", request.url):
             self._leader = request.leader  # a leader of another chain is refused below
@@ -161,7 +161,7 @@ class RankService:
         return Refusal(error=error, message=_encodable(message), hint=getattr(exc, "hint", ""))
 
     def settle(self) -> None:
-        """Wait until what was asked of this rank's own thread is done."""
+        """Wait until all work in this rank's own thread is done."""
         self._thread.submit(lambda: None).result()
 
     def _attach(self, request: AttachRequest) -> AttachReply:
@@ -251,9 +251,9 @@ class RankService:
 
 
 class RankServices:
-    """The rank services of a process, by the model that each serves.
+    """The rank services of a process, by model.
 
-    An engine calls its plug-ins from several places that share nothing but the model. A service
+    An engine calls its plug-ins from several places with nothing in common but the model. A service
     lives as long as its model.
     """
 
@@ -263,49 +263,49 @@ class RankServices:
     def of(
         self, model: nn.Module, wrap: Callable[[], EngineModel], number: int, settings: RankSettings
     ) -> RankService:
-        """The service of the rank that has this model; made by the first call.
+        """Return the service of the rank with this model; the first call creates it.
 
         Args:
-            model: The engine's.
-            wrap: See :class:`RankService`.
-            number: Of the rank.
-            settings: Of the rank.
+            model: Model of the engine.
+            wrap: Factory of the wrapped model; see :class:`RankService`.
+            number: Number of the rank.
+            settings: Settings of the rank.
         """
         if model not in self._services:
             self._services[model] = RankService(wrap, number, settings)
         return self._services[model]
 
     def settle(self, model: nn.Module) -> None:
-        """Wait until no thread of a service reads this model."""
+        """Wait until no service thread reads this model."""
         if model in self._services:
             self._services[model].settle()
 
 
 def _encodable(message: str) -> str:
-    """A message without lone surrogates, which names of files may have and JSON cannot."""
+    """Escape lone surrogates, which are allowed in file names but not in JSON."""
     return message.encode(errors="backslashreplace").decode()
 
 
 def error_of(refusal: Refusal, *, version: int | None = None) -> DeltaChainError:
-    """The error that a rank's refusal stands for."""
+    """Return the error of a rank's refusal."""
     kind = getattr(errors, refusal.error, None)
     message = f"rank {refusal.rank}: {refusal.message}"
     hint = refusal.hint
     if isinstance(kind, type) and issubclass(kind, ApplyError):
         return kind(message, version=version, hint=hint)
     if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
-        return ApplyError(message, version=version)  # no refusal has the digests that it needs
+        return ApplyError(message, version=version)  # a refusal lacks the digests for its own type
     if isinstance(kind, type) and issubclass(kind, DeltaChainError):
         return kind(message, hint=hint)
     return ApplyError(message, version=version, hint=hint)
 
 
 def raise_refusal(replies: Sequence[RankReply], *, version: int | None = None) -> None:
-    """Raise the error of the first refusal, if there is one.
+    """Raise the error of the first refusal, if any.
 
     Raises:
         EngineDamagedError: A rank must not serve; raised before any other rank's error.
-        DeltaChainError: As :func:`error_of` has it.
+        DeltaChainError: The error of the refusal; see :func:`error_of`.
     """
     errors = [error_of(reply, version=version) for reply in replies if isinstance(reply, Refusal)]
     for error in sorted(errors, key=lambda error: not isinstance(error, EngineDamagedError)):

@@ -1,6 +1,6 @@
-"""Settings of a replica, which its front ends read from :mod:`deltachain.environment`.
+"""Settings of a replica, read from environment variables; see :mod:`deltachain.environment`.
 
-The engine starts the processes, so their environment is what they have in common.
+The engine starts all processes, so their environment is their only shared configuration.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from deltachain.subscribe.config import SubscribeConfig
 
 
 def spool_folder(environment: Mapping[str, str]) -> Path:
-    """The folder that the leader and all ranks share: ``DELTACHAIN_SPOOL``, or one per user."""
+    """Return the folder shared by leader and ranks: ``DELTACHAIN_SPOOL``, or the default."""
     given = environment.get("DELTACHAIN_SPOOL", "")
     return Path(given) if given else default_spool()
 
 
 def default_spool() -> Path:
-    """A folder of this user among the temporary files."""
+    """Return the default spool folder: one per user, among the temporary files."""
     return Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
 
 
@@ -31,8 +31,8 @@ class RankSettings:
     """Settings of one rank.
 
     Attributes:
-        spool: ``SPOOL``: the only folder that plans are read from.
-        url: ``URL``: the only chain that the rank follows; empty for any.
+        spool: ``SPOOL``: the only folder from which plans are read.
+        url: ``URL``: the only chain that the rank accepts; empty for any.
     """
 
     spool: Path
@@ -40,23 +40,23 @@ class RankSettings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RankSettings:
-        """Read the settings from environment variables; a worker refuses none."""
+        """Read the settings from environment variables, without any validation in workers."""
         return cls(spool=spool_folder(environment), url=environment.get("DELTACHAIN_URL", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Settings of a replica; each is an environment variable, ``DELTACHAIN_`` and its name.
+    """Settings of a replica; each is an environment variable, ``DELTACHAIN_`` and the given name.
 
     Attributes:
-        subscribe: ``URL``, and ``BASE``, ``POLL_S``, ``STAGE_BUDGET`` where given.
-        follow: ``FOLLOW``: whether it applies versions as they are committed.
+        subscribe: ``URL``, and ``BASE``, ``POLL_S`` and ``STAGE_BUDGET`` if set.
+        follow: ``FOLLOW``: whether to apply versions as they are committed.
         strict: ``STRICT``: whether a server that cannot follow exits at startup.
-        pause: ``PAUSE``: the engine's pause mode, which decides what happens to running requests.
+        pause: ``PAUSE``: pause mode of the engine, which decides about running requests.
         keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
-        token: ``TOKEN``: the bearer token of the control routes; empty for none.
-        max_lag: ``MAX_LAG``: versions behind the newest one seen up to which the replica is ready.
-        spool: ``SPOOL``: a folder that the leader and all ranks share.
+        token: ``TOKEN``: bearer token of the control routes; empty for none.
+        max_lag: ``MAX_LAG``: largest lag, behind the newest version seen, of a ready replica.
+        spool: ``SPOOL``: folder shared by the leader and all ranks.
     """
 
     subscribe: SubscribeConfig

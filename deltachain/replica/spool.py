@@ -1,8 +1,8 @@
-"""A plan decoded once for all ranks of a host: one file that each of them maps.
+"""Spools: plans decoded once for all ranks of a host, in a file that each rank maps.
 
-The leader decodes and folds every tensor of a plan and appends its arrays here; a rank then reads
-the elements that it owns from the page cache, without a copy and without decoding anything twice.
-The file is gone when its owner is; ranks that mapped it keep what they mapped.
+The leader decodes and folds every tensor of a plan and appends its arrays to the file; a rank then
+reads its own elements from the page cache, without copies, and nothing is decoded twice. The file
+is removed with its owner; existing maps of ranks stay valid.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ INDEX: Final = "index.json"
 LOCK: Final = "lock"
 PROBE: Final = "probe"
 PREFIX: Final = "deltachain-spool-"
-"""Of the names of spools: whatever else is in their folder is somebody else's."""
+"""Prefix of the names of spools; other entries of their folder are left alone."""
 ALIGN: Final = 64
-"""Arrays begin at multiples of a cache line."""
+"""Alignment of arrays in bytes: a cache line."""
 
 
 class SpooledTensor(Struct, frozen=True, kw_only=True):
-    """Where one tensor's arrays lie.
+    """Location of one tensor's arrays.
 
     Attributes:
-        name: Of the tensor.
-        dtype: Its wire dtype.
-        shape: Its full shape.
-        nnz: Elements given.
+        name: Name of the tensor.
+        dtype: Wire dtype of the tensor.
+        shape: Full shape of the tensor.
+        nnz: Number of elements in the arrays.
         values: Byte offset of the values.
         indices: Byte offset of the int64 indices; ``None`` when dense.
-        mask: Byte offset of the mask of absolute elements, or what all of them are.
+        mask: Byte offset of the mask of absolute elements; or one bool for all elements.
     """
 
     name: str
@@ -65,7 +65,7 @@ class SpooledTensor(Struct, frozen=True, kw_only=True):
 
 
 class SpoolIndex(Struct, frozen=True, kw_only=True):
-    """What a spool holds, and whether it came from a plan that needs no base bits."""
+    """Content of a spool, and whether its plan needs no base bits."""
 
     from_nothing: bool
     tensors: tuple[SpooledTensor, ...]
@@ -79,11 +79,11 @@ class Spool:
     """One plan's decoded tensors, in a folder of this host.
 
     Attributes:
-        folder: Which.
-        nnz: Elements given.
+        folder: Folder of the spool.
+        nnz: Number of elements in its arrays.
 
     Args:
-        folder: Where; it goes away with this object, or when ``close`` is called.
+        folder: Folder of the spool; removed with this object, or by ``close``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -92,7 +92,7 @@ class Spool:
         try:
             held = (folder / LOCK).open("wb")
         except OSError:
-            shutil.rmtree(folder, ignore_errors=True)  # nobody sweeps what has no lock
+            shutil.rmtree(folder, ignore_errors=True)  # a folder without a lock is never swept
             raise
         fcntl.flock(held, fcntl.LOCK_EX)
         self._remove = weakref.finalize(self, _remove, folder, held)
@@ -102,13 +102,13 @@ class Spool:
         """Decode a plan into a new spool.
 
         Args:
-            parent: A folder that every rank of the host can read, made if it is not there.
-            fetched: The plan's objects.
-            leave_out: Tensors that no rank holds.
+            parent: Folder that every rank of the host can read; created if missing.
+            fetched: Objects of the plan.
+            leave_out: Names of tensors that no rank holds.
 
         Raises:
-            BrokenChainError: A plan from nothing does not give a tensor whole.
-            ApplyError: There is no room, or no right to write.
+            BrokenChainError: A plan from nothing has only some elements of a tensor.
+            ApplyError: The disk is full, or write permission is missing.
         """
         what = f"a plan of {fetched.nbytes:,} bytes could not be decoded there"
         with _explained(parent, what):
@@ -116,20 +116,20 @@ class Spool:
             try:
                 spool._fill(fetched, leave_out)
             except BaseException:
-                spool.close()  # whoever keeps the error would keep what it fills the disk with
+                spool.close()  # a reference to the error would keep the spool on the disk
                 raise
         return spool
 
     @classmethod
     def probe(cls, parent: Path, word: str) -> Spool:
-        """A spool that holds a word, for :func:`check_probe`.
+        """Create a spool that contains only a word, for :func:`check_probe`.
 
         Args:
-            parent: As of ``write``.
-            word: One that nobody else would write.
+            parent: Folder that every rank of the host can read; created if missing.
+            word: Random content, which no other process would write.
 
         Raises:
-            ApplyError: There is no room, or no right to write.
+            ApplyError: The disk is full, or write permission is missing.
         """
         with _explained(parent, "plans could not be decoded there"):
             spool = cls._new(parent)
@@ -164,15 +164,15 @@ class Spool:
         (self.folder / INDEX).write_bytes(msgspec.json.encode(index))
 
     def close(self) -> None:
-        """Remove it; closing twice is allowed."""
+        """Remove the spool; closing twice is allowed."""
         self._remove()
 
 
 class SpoolReader:
-    """A spool as a rank sees it; nothing is copied out of the mapped file.
+    """Reader of a spool, for ranks; nothing is copied out of the mapped file.
 
     Args:
-        folder: Of the spool.
+        folder: Folder of the spool.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -188,7 +188,7 @@ class SpoolReader:
         return (self.read(name) for name in self.rows)
 
     def read(self, name: str) -> TensorDelta:
-        """One tensor; its arrays are read-only views."""
+        """Return the delta of one tensor; its arrays are read-only views."""
         row = self.rows[name]
         spec = TensorSpec(row.name, row.dtype, row.shape)
         values = self._array(row.values, row.nnz, spec.bits_dtype)
@@ -206,10 +206,10 @@ class SpoolReader:
 
 @contextmanager
 def shown(parent: Path) -> Iterator[tuple[str, str]]:
-    """Show ranks a file in the folder of spools: its name there and its content, while it lasts.
+    """Keep a probe in the folder of spools while open, and yield its name and content.
 
     Raises:
-        ApplyError: As of :meth:`Spool.probe`.
+        ApplyError: The disk is full, or write permission is missing.
     """
     word = secrets.token_hex(16)
     probe = Spool.probe(parent, word)
@@ -220,14 +220,15 @@ def shown(parent: Path) -> Iterator[tuple[str, str]]:
 
 
 def check_probe(folder: Path, word: str) -> None:
-    """Make sure that this process sees what the leader wrote.
+    """Check that this process can read the leader's files.
 
     Args:
-        folder: Of the leader's probe, where this process looks for spools.
-        word: What the leader put there.
+        folder: Folder of the leader's probe, in this process's folder of spools.
+        word: Content of the leader's probe.
 
     Raises:
-        ConfigError: It does not: it runs on another node, in another container, as another user.
+        ConfigError: The probe is not readable here: this process runs on another node, in another
+            container, or as another user.
     """
     cause: OSError | None = None
     try:
@@ -245,10 +246,10 @@ def check_probe(folder: Path, word: str) -> None:
 
 @contextmanager
 def _explained(parent: Path, what: str) -> Iterator[None]:
-    """Say of a folder for spools what the system said."""
+    """Convert an error of the operating system, and name the folder of spools."""
     try:
         yield
-    except DeltaChainError:  # some of ours are an OSError too
+    except DeltaChainError:  # some of its subclasses are OSErrors too
         raise
     except OSError as exc:
         hint = hint_for(exc, parent) or "give DELTACHAIN_SPOOL another folder"
@@ -264,18 +265,18 @@ def _remove(folder: Path, held: BinaryIO) -> None:
 
 @contextmanager
 def _alone(parent: Path) -> Iterator[None]:
-    """Nobody else makes a spool, which for a moment has no lock yet, or sweeps."""
+    """Keep other processes from sweeping, and from creating spools, which at first have no lock."""
     folder = os.open(parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         yield
     finally:
-        fcntl.flock(folder, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
+        fcntl.flock(folder, fcntl.LOCK_UN)  # a child forked meanwhile has it open too
         os.close(folder)
 
 
 def _sweep(parent: Path) -> None:
-    """Remove what leaders left that were killed: nobody holds its lock."""
+    """Remove spools of killed leaders: their locks are free."""
     for left in parent.glob(f"{PREFIX}*/{LOCK}"):
         with suppress(OSError), left.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

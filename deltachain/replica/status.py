@@ -1,4 +1,4 @@
-"""What a replica says of itself, whichever its engine."""
+"""Status of a replica, the same for all engines."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ import msgspec
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a server answers. What a newer one says besides is passed over: fleets mix versions."""
+    """Base of server replies; unknown fields of newer servers are ignored: fleets mix versions."""
 
 
 class ReplicaStatus(Answer, frozen=True, kw_only=True):
-    """What a replica says of itself.
+    """Status of a replica.
 
     Attributes:
-        url: Where its chain lies.
-        chain: Id of that chain; null before it is there.
-        version: The version held; null for nothing that can be proven.
-        manifest: blake3 of its manifest; null as well from replicas that do not say.
-        state: Its state digest.
-        staged: The version that an ``update`` to it would swap at once; null for none.
-        head: The newest version that this replica has seen.
-        lag_versions: ``head - version``; null where the head seen lies before what is held.
-        ready: Whether it should be sent requests.
-        reason: Why not.
-        following: Whether it applies versions by itself.
-        paused: Whether somebody paused it.
-        pinned: Whether a rollback keeps it where it is.
-        poisoned: Whether it cannot prove what it holds. It then generates nothing.
-        classes: Tensors and bytes by the way they reach live weights.
-        on_host: Some of those that are not written in place, and why.
-        ranks: What each rank said at the last swap.
-        last: The last apply.
-        trouble: What went wrong since.
-        doubt: Why what is held may not be the chain's any more: the store went back, has another
-            history, or is lost. Such a replica is not ready.
+        url: URL of its chain.
+        chain: Id of the chain; null before the chain exists.
+        version: Version held; null if none can be proven.
+        manifest: blake3 of the held version's manifest; null too from replicas without this field.
+        state: State digest of the held version.
+        staged: Staged version, which an ``update`` to it swaps at once; null for none.
+        head: Newest version that this replica has seen.
+        lag_versions: ``head - version``; null if the head seen is older than the held version.
+        ready: Whether the replica is ready for requests.
+        reason: Reason for not being ready; empty if ready.
+        following: Whether it applies versions automatically.
+        paused: Whether a caller paused it.
+        pinned: Whether a rollback keeps it at its version.
+        poisoned: Whether it cannot prove the version it holds; it then generates nothing.
+        classes: Numbers of tensors and bytes, by class.
+        on_host: Some of the tensors that are not written in place, with the reasons.
+        ranks: Replies of the ranks to the last swap.
+        last: Receipt of the last apply.
+        trouble: Error since the last apply; empty for none.
+        doubt: Reason why the held version may no longer be the chain's: the store went back, has
+            another history, or is lost. Such a replica is not ready.
     """
 
     url: str

@@ -1,4 +1,4 @@
-"""When a device has done what it was told, and what it does beside the engine."""
+"""Synchronisation with a device, and a stream of its own for staging."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from deltachain.replica.engine import EngineModel
 
 
 def settle() -> None:
-    """Wait until the device has done what it was told, where there is one."""
+    """Wait until the device, if any, has finished all its work."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 @contextmanager
 def settled() -> Iterator[None]:
-    """Other streams of the engine have read old bits before, and read new ones after."""
+    """Synchronise before and after: other streams read old bits before, and new bits after."""
     settle()
     try:
         yield
@@ -28,7 +28,7 @@ def settled() -> Iterator[None]:
 
 @contextmanager
 def own_stream(model: EngineModel) -> Iterator[None]:
-    """A stream beside the engine's own, so that staging does not queue up behind its kernels."""
+    """Use a separate stream, so that staging does not queue behind the engine's kernels."""
     where = next((tensor.device for tensor in model.tensors().values()), torch.device("cpu"))
     if where.type != "cuda":
         yield

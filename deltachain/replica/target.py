@@ -1,8 +1,8 @@
 """A replica as a target: the ranks of an engine behind one subscriber.
 
-The leader's side. It decodes a plan once for the host, has every rank stage what it owns, adds up
-their effects, and proves the result before any of them writes. One rank's refusal is every
-rank's refusal; one rank's failure in the middle is taken back on all of them.
+The leader's side: it decodes a plan once for the host, has every rank stage its share, adds up the
+effects, and proves the result before any rank writes. If one rank refuses, no rank writes; if one
+rank fails during the write, the write is undone on all of them.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.types import StateDigest, TensorSpec, Version
 
 SHOWN: Final = 20
-"""Reasons that a status lists."""
+"""Number of reasons in a status."""
 
 logger = logging.getLogger(__name__)
 
 
 class ReplicaTarget:
-    """Every rank of an engine, as one target.
+    """All ranks of an engine, as one target.
 
     Args:
         engine: The replica.
-        url: The chain, as the ranks were told at their start.
-        spool: A folder that the leader and all ranks of the host see.
+        url: URL of the chain, as given to the ranks at their start.
+        spool: Folder shared by the leader and all ranks of the host.
     """
 
     def __init__(self, engine: Engine, url: str, spool: Path) -> None:
@@ -102,15 +102,15 @@ class ReplicaTarget:
 
     @property
     def paused(self) -> bool:
-        """Whether a caller paused it."""
+        """Whether a caller paused the replica."""
         return self._holds.paused
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Attach every rank, and let them agree on a way for every tensor; see :class:`Target`.
+        """Attach every rank, and agree on a class for every tensor; see :class:`Target`.
 
         Raises:
-            ConfigError: A rank does not see the folder of spools.
-            TensorMismatchError: Some tensor has no way into this engine, or is of another model.
+            ConfigError: A rank cannot read the leader's folder of spools.
+            TensorMismatchError: A tensor cannot be updated in this engine, or is of another model.
             EngineDamagedError: A rank must not serve.
         """
         self._specs = specs
@@ -152,7 +152,7 @@ class ReplicaTarget:
         return unused_state(unused, first.digests)
 
     def classes(self) -> dict[str, dict[str, int]]:
-        """Tensors and bytes of the chain, by the way they reach live weights."""
+        """Return the numbers of tensors and bytes of the chain, by class."""
         found: dict[str, dict[str, int]] = {}
         for name, kind in self.agreement.classes.items() if self.agreement else ():
             row = found.setdefault(kind, {"tensors": 0, "nbytes": 0})
@@ -164,21 +164,21 @@ class ReplicaTarget:
         return self.agreement.classes if self.agreement else {}
 
     def on_host(self) -> dict[str, str]:
-        """The first tensors that are not written in place, with the reason."""
+        """Return the first tensors that are not written in place, with the reasons."""
         reasons = self.agreement.reasons if self.agreement else {}
         return dict(itertools.islice(reasons.items(), SHOWN))
 
     def name(self, version: Version) -> None:
-        """Label tokens with a version, if they are not yet."""
+        """Label tokens with a version, unless they are already."""
         if version != self._named:
             self.engine.name_version(version)
             self._named = version
 
     def pause(self) -> None:
-        """Pause until ``resume``, whatever is swapped meanwhile.
+        """Pause until ``resume``, regardless of swaps meanwhile.
 
         Raises:
-            LeaderReplacedError: Another leader has the ranks now.
+            LeaderReplacedError: Another leader has attached the ranks since.
         """
         self._check_leads()
         self._holds.pause()
@@ -197,16 +197,16 @@ class ReplicaTarget:
             self._client.ask(StatusRequest(), StatusReply)
 
     def held(self) -> HeldVersion | None:
-        """The version that the last swap wrote."""
+        """Return the version that the last swap wrote."""
         return self._held
 
     def state(self) -> StateDigest | None:
         """Recompute the state digest from the live bits of every rank; see :class:`Target`."""
-        self._check_leads()  # what another leader holds is not ours to judge
+        self._check_leads()  # another leader's version cannot be judged here
         if any(kind in ON_HOST for kind in self._agreed().values()):
             checks = self._client.call(CheckLoadsRequest(), CheckLoadsReply)
             if not all(isinstance(reply, CheckLoadsReply) and reply.same for reply in checks):
-                return None  # another process wrote to what the engine loads, or it cannot load
+                return None  # another process wrote to loaded tensors, or the engine cannot load
         number = next(self._numbers)
         try:
             self._client.ask(StateRequest(ticket=number), StartedReply)
@@ -225,12 +225,12 @@ class ReplicaTarget:
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> PreparedSwap:
-        """Decode once, stage on every rank, and prove the sum; see :class:`Target`."""
+        """Decode a plan once, stage it on every rank, and prove the sum; see :class:`Target`."""
         check_whole(fetched)
         version = fetched.plan.target
         before, after = self._unused, self._unused.after(fetched)
         spool = Spool.write(self._spool, fetched, leave_out=after.digests.keys())
-        with self._asking:  # ranks must not be told to forget what another stage asks them for
+        with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
             lease = TicketLease(next(self._numbers), spool)
             self._leases.add(lease)
             request = StageRequest(
@@ -266,15 +266,15 @@ class ReplicaTarget:
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.
 
-        A replica that is poisoned, or that others paused, stays paused. One that another leader has
-        attached since is neither paused nor resumed: the other may be writing.
+        A replica that is poisoned, or that other clients paused, stays paused. If another leader
+        has attached since, it is neither paused nor resumed: that leader may be writing.
         """
         if not isinstance(prepared, PreparedSwap):
             raise TypeError(f"a replica cannot swap {type(prepared).__name__}")
         may_resume = False
         try:
             self._check_leads()
-            may_resume = True  # from here on it is we who paused it
+            may_resume = True  # from here on the pause is this leader's
             self._holds.hold()
         except LeaderReplacedError:
             raise
@@ -287,7 +287,7 @@ class ReplicaTarget:
                 hint=exc.hint,
             ) from exc
         before, self._held = self._held, None
-        self._named = None  # also when healed: what was cached may come of other weights
+        self._named = None  # even when healed: the cache may come from other weights
         try:
             seconds = self._swap(prepared, held.version)
             self.name(held.version)
@@ -305,7 +305,7 @@ class ReplicaTarget:
         """Do nothing: the engine keeps its weights; see :class:`Target`."""
 
     def _swap(self, prepared: PreparedSwap, version: Version) -> float:
-        """Write on every rank; where one could not, take it back on those that could."""
+        """Write on every rank; if one fails, undo the write on the others."""
         request = SwapRequest(ticket=prepared.ticket, version=version, back=prepared.back)
         replies = self.ranks = self._client.call(request, SwapReply)
         failed = [reply for reply in replies if isinstance(reply, Refusal)]
@@ -332,7 +332,7 @@ class ReplicaTarget:
 
 
 def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
-    """A log line: how the tensors of a chain reach live weights."""
+    """Return a log line with the numbers of tensors and bytes of each class."""
     ways = [
         f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
         for kind, row in classes.items()
@@ -341,10 +341,10 @@ def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def _add_up(replies: Sequence[StagedReply], fetched: Fetched) -> tuple[Effect, bool]:
-    """The effect of all ranks, and whether ranks that hold the same elements have the same effect.
+    """Add up the effects of all ranks; return too whether ranks with equal elements had equal ones.
 
     Raises:
-        BaseMismatchError: They do not, and would hold different bits afterwards.
+        BaseMismatchError: Ranks with the same elements would hold different bits afterwards.
     """
     effects: dict[str, Effect] = {}
     alike = True

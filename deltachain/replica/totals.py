@@ -1,4 +1,4 @@
-"""What a replica has applied so far, added up for metrics."""
+"""Totals of all applies of a replica, for metrics."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Tally:
     """Sums over all applies of this process.
 
     Attributes:
-        applies: How many.
-        failures: Looks, updates and rollbacks that failed.
+        applies: Number of applies.
+        failures: Number of failed looks, updates and rollbacks.
         nbytes: Bytes fetched.
         nnz: Elements written.
         fetch_s: Seconds of fetching.
         stage_s: Seconds of decoding and proving.
         swap_s: Seconds of writing.
-        pause_s: Seconds that the engine generated nothing.
+        pause_s: Seconds in which the engine generated nothing.
     """
 
     applies: int = 0
@@ -33,7 +33,7 @@ class Tally:
     _last: ApplyReceipt | None = field(default=None, repr=False)
 
     def count(self, receipt: ApplyReceipt | None) -> None:
-        """Add an apply, unless it was the last one that was added."""
+        """Add an apply, unless it is the one added last."""
         if receipt is None or receipt is self._last:
             return
         self._last = receipt

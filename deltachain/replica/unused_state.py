@@ -1,7 +1,7 @@
-"""What tensors that an engine does not use add to the state digest.
+"""State digests of tensors that an engine does not use.
 
-Nobody keeps their bits. What they hold is known by its digest: from the files that the engine
-loaded, then from the rows of anchors and deltas, which the manifests prove.
+No process keeps their bits, only their digests: first from the files that the engine loaded, then
+from the rows of anchors and deltas, which the manifests prove.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ class UnusedState:
     """State digests of tensors that no rank holds.
 
     Attributes:
-        digests: By name; ``None`` where it is not known what the tensor holds.
+        digests: Digests by name; ``None`` where the content of a tensor is unknown.
     """
 
     digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
 
     @property
     def total(self) -> StateDigest | None:
-        """Their sum; ``None`` where one is not known."""
+        """Sum of the digests; ``None`` if one of them is unknown."""
         known = [digest for digest in self.digests.values() if digest is not None]
         return sum(known, StateDigest()) if len(known) == len(self.digests) else None
 
     def after(self, fetched: Fetched) -> UnusedState:
-        """What they hold after a plan."""
+        """Return the digests after a plan."""
         return UnusedState({n: _after(fetched, n, held) for n, held in self.digests.items()})
 
     def effect(self, after: UnusedState) -> Effect | None:
-        """What a plan does that leads from these to others; ``None`` where that is not known.
+        """Return the effect of a plan that leads from here to ``after``; ``None`` if unknown.
 
-        ``change`` is zero where only the result is known, as of a plan from nothing.
+        ``change`` is zero if only the result is known, as for a plan from nothing.
         """
         before, total = self.total, after.total
         if total is None:
@@ -49,7 +49,7 @@ class UnusedState:
 
 
 def unused_state(names: Iterable[str], known: Mapping[str, StateDigest]) -> UnusedState:
-    """What tensors hold of which some digests are known."""
+    """Return the state of tensors from the known digests; the others are unknown."""
     return UnusedState({name: known.get(name) for name in names})
 
 

@@ -1,8 +1,8 @@
-"""Where the elements of a checkpoint tensor live in an engine: windows, and their places.
+"""Windows, which are elements of a checkpoint tensor, and their places in an engine.
 
-A *window* is a box of any strides in a full, flat checkpoint tensor. Its *place* is where the
-engine keeps those elements: a view of a live parameter, of the same size. Routing a change means
-finding which of its indices lie in the window, and where in the parameter's storage they then are.
+A *window* is a box of any strides in a full, flat checkpoint tensor. Its *place* is the view of a
+live parameter, of the same size, that holds these elements. Routing a change means finding its
+indices that are in the window, and their positions in the parameter's storage.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ from deltachain.subscribe.targets.live import LiveElements
 from deltachain.types import StateDigest
 
 BLOCK: Final = 1 << 20
-"""Elements of a strided window that are numbered at a time."""
+"""Number of elements of a strided window that are numbered at a time."""
 
 
 class Dim(NamedTuple):
-    """One dimension of a window: elements, and the strides there and in the live storage."""
+    """One dimension of a window: its size, and its strides in checkpoint tensor and live storage.
+
+    Attributes:
+        size: Number of elements.
+        there: Stride in the flat checkpoint tensor.
+        live: Stride in the live storage.
+    """
 
     size: int
     there: int
@@ -38,12 +44,12 @@ class Dim(NamedTuple):
 class Window:
     """Elements of a flat tensor: ``offset + sum(i[k] * stride[k])`` for ``i[k] < size[k]``.
 
-    Two ranks that hold the same elements have equal windows, however each lays them out.
+    Two ranks that hold the same elements have equal windows, whatever their layouts.
 
     Attributes:
-        offset: Of the first element.
-        size: Elements a dimension, none of them 1 unless it is the only one.
-        stride: Descending; contiguous dimensions are one.
+        offset: Flat index of the first element.
+        size: Size of each dimension; 1 only for a single dimension.
+        stride: Stride of each dimension, descending; contiguous dimensions are merged.
     """
 
     offset: int
@@ -52,7 +58,7 @@ class Window:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.size)
 
 
@@ -61,12 +67,12 @@ class Placement(LiveElements):
 
     Args:
         live: The view, on any device; written in place, and never replaced.
-        offset: Of its first element in the flat checkpoint tensor.
-        stride: Of its dimensions there.
+        offset: Flat index of its first element in the checkpoint tensor.
+        stride: Strides of its dimensions in the flat checkpoint tensor.
 
     Raises:
-        ValueError: Some element of the checkpoint tensor would be at two places of the view, or two
-            of its elements at one.
+        ValueError: An element of the checkpoint tensor would be at two positions of the view, or
+            two of its elements at the same one.
     """
 
     def __init__(self, live: Tensor, offset: int, stride: tuple[int, ...]) -> None:
@@ -83,13 +89,13 @@ class Placement(LiveElements):
 
     @cached_property
     def window(self) -> Window:
-        """Which elements of the checkpoint tensor these are."""
+        """The elements of the checkpoint tensor."""
         dims = _joined([Dim(d.size, d.there, d.there) for d in self.dims])
         return Window(self.offset, tuple(d.size for d in dims), tuple(d.there for d in dims))
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.live.numel()
 
     @cached_property
@@ -107,7 +113,7 @@ class Placement(LiveElements):
         return kernels_for(self.storage).receive(self.cut(full), self.storage)
 
     def cut(self, full: LiveBits) -> LiveBits:
-        """The window's elements of a full, flat tensor, in the shape of the view."""
+        """Return the window's elements of a full, flat tensor, in the shape of the view."""
         return self._strided(full, self.offset, [d.there for d in self.dims])
 
     def _strided(self, flat: LiveBits, offset: int, stride: list[int]) -> LiveBits:
@@ -126,7 +132,7 @@ class Placement(LiveElements):
 
     @property
     def _is_run(self) -> bool:
-        """Whether the elements follow one another in the checkpoint tensor."""
+        """Whether the elements are contiguous in the checkpoint tensor."""
         return len(self.dims) <= 1 and all(d.there == 1 for d in self.dims)
 
     @override
@@ -148,12 +154,12 @@ class Placement(LiveElements):
             inside = fits if inside is None else inside & fits
             position = position + coordinate * dim.live
         inside = inside & (rest == 0)
-        mask: Any = indices < 0  # none is
+        mask: Any = indices < 0  # all false
         mask[first:last] = inside
         return mask, position[inside]
 
     def numbers(self) -> Iterator[tuple[Any, LiveBits]]:
-        """Flat indices of all elements, block by block, with what selects them from ``view``."""
+        """Yield flat indices of all elements by block, with the block's selector in ``view``."""
         if not self.dims:
             yield ..., np.array([self.offset])
             return
@@ -169,7 +175,7 @@ class Placement(LiveElements):
 
 
 def nested(dims: Iterable[tuple[int, int]]) -> bool:
-    """Whether every flat index that ``(size, stride)`` pairs reach is reached in one way only."""
+    """Return whether no flat index is reached twice by dimensions of these sizes and strides."""
     run = 1
     for stride, size in sorted((stride, size) for size, stride in dims if size > 1):
         if stride < run:
@@ -179,7 +185,7 @@ def nested(dims: Iterable[tuple[int, int]]) -> bool:
 
 
 def _joined(dims: list[Dim]) -> tuple[Dim, ...]:
-    """Dimensions that follow one another without a gap, on both sides, as one."""
+    """Merge dimensions that are contiguous in both the checkpoint tensor and the live storage."""
     out: list[Dim] = []
     for dim in dims:
         last = out[-1] if out else None

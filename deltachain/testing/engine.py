@@ -1,4 +1,4 @@
-"""An inference engine of a few kilobytes that lays out, loads and packs weights as real ones do."""
+"""A fake inference engine of a few kilobytes, with layouts, loaders and packing of real ones."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from deltachain.testing.sharding import (
 )
 
 FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-"""Layers that several checkpoint tensors are loaded into."""
+"""Layers with several checkpoint tensors, by tensor."""
 
 
 class FakeModel:
-    """One rank; see :class:`deltachain.replica.engine.EngineModel`.
+    """The model of one rank; implements :class:`deltachain.replica.engine.EngineModel`.
 
-    What is awkward of the tensors in ``ODD``: ``conv`` is kept transposed, ``sliced`` assigned by
-    slices, ``cast`` served in fp32, ``decay`` kept as its negative exponential, ``bias`` edited
-    before it is copied, ``indexed`` written by index, ``flipped`` turned over after loading;
-    ``packed`` is moved to where nobody sees it, ``shadow`` is copied to there. ``stuck`` is turned
-    over as well, but never again.
+    The tensors in ``ODD`` are difficult: ``conv`` is stored transposed, ``sliced`` assigned by
+    slices, ``cast`` served in fp32, ``decay`` stored as its negative exponential, ``bias`` edited
+    before it is copied, ``indexed`` written by index, ``flipped`` reversed after loading;
+    ``packed`` is moved to hidden memory, ``shadow`` is copied there. ``stuck`` is reversed as well,
+    but only after the first load.
 
     Args:
-        shape: Of the engine.
-        rank: Number of this one.
-        checkpoint: The folder that it loads.
-        device: Where its weights are.
+        shape: Shape of the engine.
+        rank: Number of the rank.
+        checkpoint: Folder of the checkpoint to load.
+        device: Device of the weights.
 
     Attributes:
-        root: Its parameters.
-        failing: Called before each tensor is loaded, with its name; may raise.
-        replaces: Whether reloading makes new parameters instead of writing into the old ones.
+        root: Module with the parameters.
+        failing: Function called with the name of each tensor before it is loaded; may raise.
+        replaces: Whether a reload creates new parameters instead of writing into the old ones.
     """
 
     def __init__(self, shape: Sharding, rank: int, checkpoint: Path, device: str = "cpu") -> None:
@@ -64,20 +64,20 @@ class FakeModel:
 
     @property
     def hidden(self) -> dict[str, Tensor]:
-        """What layers compute from that have a packed copy, by parameter."""
+        """Inputs of layers with a packed copy, by parameter."""
         modules = self.root.named_modules()
         return {f"{n}.weight": m.handle.packed for n, m in modules if hasattr(m, "handle")}
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Every module."""
+        """Return every module."""
         return dict(self.root.named_modules())
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every parameter that has elements."""
+        """Return every parameter with elements."""
         return live_tensors(self.root)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load checkpoint tensors; the parameters that were written to."""
+        """Load checkpoint tensors; return the names of the written parameters."""
         done: set[str] = set()
         with torch.no_grad():
             for name, tensor in tensors:
@@ -88,7 +88,7 @@ class FakeModel:
         return done
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Unpack, load, and pack again into where it was packed before."""
+        """Unpack, load, and pack again into the same memory."""
         kept = {name: self._unpack(name) for name in self.hidden}
         try:
             for name in sorted(self.load(tensors)):
@@ -101,41 +101,41 @@ class FakeModel:
                 put(self.root, name, parameter)
 
     def layers(self, names: Full) -> Mapping[str, frozenset[str]]:
-        """The layers that each checkpoint tensor is loaded into."""
+        """Return the layers that each checkpoint tensor is loaded into."""
         found = {name: frozenset(self._layers_of(name)) for name in names}
         return {name: layers for name, layers in found.items() if layers}
 
     def processed(self) -> frozenset[str]:
-        """Layers that it turns over or packs."""
+        """Return the layers that are reversed or packed after loading."""
         kinds = ("flipped", "stuck", "packed", "shadow")
         layers = {name.rpartition(".")[0] for name in self.tensors()}
         return frozenset(layer for layer in layers if layer.rpartition(".")[2] in kinds)
 
     def made_by_running(self) -> frozenset[str]:
-        """Nothing: it never ran."""
+        """Return nothing, since this model never runs."""
         return frozenset()
 
     def is_plain(self, layer: str) -> bool:
-        """Nobody has seen it multiply."""
+        """Return false, since its layers never multiply."""
         del layer
         return False
 
     def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """What is done after loading the first time is never done again here."""
+        """Refuse: post-load processing cannot be repeated here."""
         del layers, tensors
         raise EngineVersionError("this engine gives no way to do that")
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """What layers compute that hide their weights: here, those weights themselves."""
+        """Return the outputs of layers with hidden weights: here, the weights themselves."""
         hidden = {name.removesuffix(".weight"): tensor for name, tensor in self.hidden.items()}
         return {name: tensor.clone() for name, tensor in hidden.items() if name in layers}
 
     def computed(self) -> dict[str, Tensor]:
-        """What it computes from: its parameters, or what they were packed into."""
+        """Return the inputs of all layers: parameters, or their packed copies."""
         return {n: t.detach().cpu() for n, t in {**self.tensors(), **self.hidden}.items()}
 
     def holds(self, full: Full) -> bool:
-        """Whether it computes from exactly these weights."""
+        """Return whether the layers compute from exactly these weights."""
         wanted, found = expected(self.share, full), self.computed()
         if self.share.embeds and self.share.ends and not self.share.has_own_head:
             wanted["head.weight"] = wanted["embed.weight"]
@@ -144,7 +144,7 @@ class FakeModel:
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Something that depends on every weight of a rank that has them all."""
+        """Return an output that depends on every weight, on a rank with all of them."""
         live = {**self.tensors(), **self.hidden}
         hidden = live["embed.weight"][tokens]
         for layer in self.share.layers:
@@ -161,7 +161,7 @@ class FakeModel:
     # Loading
 
     def _layers_of(self, name: str) -> list[str]:
-        """Layers that a checkpoint tensor is loaded into; none for what other ranks have."""
+        """Return the layers that a checkpoint tensor is loaded into; none on other ranks."""
         kind = name.split(".")
         if kind[0] == "embed":
             return ["embed"] * self.share.embeds + ["head"] * self.share.has_own_head
@@ -219,7 +219,7 @@ class FakeModel:
     # Packing
 
     def _pack(self, name: str, *, again: bool) -> None:
-        """What is done to a parameter after it was loaded."""
+        """Process a parameter after it was loaded."""
         live = self.root.get_parameter(name)
         kind = name.split(".")[-2]
         if kind == "flipped" or (kind == "stuck" and not again):
@@ -230,7 +230,7 @@ class FakeModel:
             put(self.root, name, nn.Parameter(live.data.new_empty(0), requires_grad=False))
 
     def _unpack(self, name: str) -> nn.Parameter:
-        """Make room for a parameter that was packed; what stood in its place."""
+        """Create a raw parameter in place of a packed one; return the former parameter."""
         before = self.root.get_parameter(name)
         if not before.numel():
             room = torch.empty_like(self.hidden[name])
@@ -239,7 +239,7 @@ class FakeModel:
 
 
 class _Handle:
-    """Weights as a kernel packed them, where no look at a module finds them."""
+    """Weights packed by a kernel, hidden from any inspection of the module."""
 
     __slots__ = ("packed",)
 
@@ -248,5 +248,5 @@ class _Handle:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Flat bytes of a tensor."""
+    """Return the flat bytes of a tensor."""
     return tensor.contiguous().view(-1).view(torch.uint8)

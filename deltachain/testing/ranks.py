@@ -1,4 +1,4 @@
-"""The ranks of an engine in one process, its scheduler, and what goes wrong with either."""
+"""A fake engine: its ranks in one process, its scheduler, and injected faults of both."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from deltachain.testing.sharding import Full, Sharding
 
 @dataclass
 class Faults:
-    """What goes wrong, until it is taken out.
+    """Injected faults, which last until they are removed.
 
     Attributes:
-        refuses: What a rank refuses a call with, by rank and name of the call.
-        dies: Calls that some rank does not return from, and whether it handles them first.
-        shifted: Calls whose replies come in another order.
-        fewer: Calls that the last rank does not reply to.
-        stale: Calls to which the last rank sends its reply to the call before.
+        refuses: Error with which a rank refuses a call, by rank and name of the call.
+        dies: Calls from which a rank does not return, and whether it handles them first.
+        shifted: Calls whose replies arrive in another order.
+        fewer: Calls without a reply of the last rank.
+        stale: Calls to which the last rank sends its reply to the preceding call.
         mistyped: Calls to which the last rank's reply has the type and fields of another one.
-        truncated: Calls to which the last rank's reply is cut short.
-        writes: What a rank's write raises, half done, by rank, ``write`` or ``take back``, and its
-            number among those of one call; once each.
-        name: What naming a version raises.
-        pause: What pausing raises.
+        truncated: Calls to which the last rank's reply is truncated.
+        writes: Error of a rank's half-done write, by rank, ``write`` or ``take back``, and its
+            number among those of one call; raised once each.
+        name: Error of naming a version.
+        pause: Error of pausing.
     """
 
     refuses: dict[tuple[int, str], DeltaChainError] = field(default_factory=dict)
@@ -60,18 +60,18 @@ class Faults:
 
 
 class FakeEngine:
-    """See :class:`deltachain.replica.engine.Engine`; refuses to be written to while it runs.
+    """A fake :class:`deltachain.replica.engine.Engine`, which refuses writes unless paused.
 
     Args:
-        shape: How many ranks, and what each has.
-        checkpoint: The folder that they load.
-        spool: The folder that they read plans from.
-        url: The chain that they were started to follow.
+        shape: Number of ranks, and the share of each.
+        checkpoint: Folder of the checkpoint to load.
+        spool: Folder from which the ranks read plans.
+        url: URL of the chain to follow.
 
     Attributes:
-        models: Of the ranks.
-        faults: What goes wrong.
-        events: What it was asked to do to its scheduler and its weights, oldest first.
+        models: Models of the ranks.
+        faults: Injected faults.
+        events: Requests that concern its scheduler and its weights, oldest first.
     """
 
     def __init__(self, shape: Sharding, checkpoint: Path, spool: Path, url: str = "") -> None:
@@ -100,7 +100,7 @@ class FakeEngine:
         return self._received(name, replies)
 
     def _received(self, name: str, replies: list[str]) -> Sequence[RankReply]:
-        """The replies to a call, as they arrive."""
+        """Return the replies to a call, as they arrive."""
         faults = self.faults
         if name in faults.shifted:
             replies = replies[1:] + replies[:1]
@@ -144,33 +144,33 @@ class FakeEngine:
             yield
 
     def is_paused(self) -> bool:
-        """Whether it was."""
+        """Return whether generation is paused."""
         return self.paused
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Stop generating."""
+        """Stop generation."""
         self.events.append("pause in doubt" if in_doubt else "pause")
         if self.faults.pause is not None:
             raise self.faults.pause
         self.paused = True
 
     def resume(self) -> None:
-        """Generate again."""
+        """Resume generation."""
         self.events.append("resume")
         self.paused = False
 
     def name_version(self, version: int) -> None:
-        """Name the version that is held."""
+        """Record the version that labels tokens."""
         self.events.append(f"name {version}")
         if self.faults.name is not None:
             raise self.faults.name
 
     def holds(self, full: Full) -> bool:
-        """Whether every rank computes from exactly these weights."""
+        """Return whether every rank computes from exactly these weights."""
         return all(model.holds(full) for model in self.models)
 
     def bits(self) -> list[dict[str, bytes]]:
-        """A copy of the bits that every rank computes from."""
+        """Return a copy of the bits from which each rank computes."""
         return [
             {name: bytes_of(tensor).numpy().tobytes() for name, tensor in model.computed().items()}
             for model in self.models

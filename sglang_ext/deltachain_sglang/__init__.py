@@ -1,7 +1,7 @@
 """deltachain in stock SGLang: a plugin for its server and its schedulers.
 
-SGLang is the host and never a dependency. This module imports nothing but the standard library,
-because SGLang loads it in every process it starts.
+SGLang is the host and never a dependency. This module imports only the standard library, because
+SGLang loads it in every process it starts.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Final
 __all__ = ["PREFIX", "SCHEME", "register"]
 
 SCHEME: Final = "deltachain:"
-"""What SGLang's own endpoint is asked with: ``deltachain:7``, or ``deltachain:`` for the head."""
+"""Prefix of versions at SGLang's own endpoint: ``deltachain:7``, or ``deltachain:`` for the head.
+"""
 
 SERVER: Final = "sglang.srt.entrypoints.http_server"
 
 PREFIX: Final = "/deltachain"
-"""Where our own routes are."""
+"""Path prefix of deltachain's own routes."""
 
 
 def register() -> None:
-    """Entry point of ``sglang.srt.plugins``: take questions in schedulers, and lead in the server.
+    """Hook the schedulers and the server: the entry point of ``sglang.srt.plugins``.
 
-    SGLang calls it in the main process and in every process that this spawns, and logs what it
-    raises: a server would serve on without it.
+    SGLang calls it in the main process and in every process that this spawns, and only logs
+    exceptions: a server would serve on without the plugin.
 
     Raises:
-        SystemExit: This is a server that was told to follow a chain, with an SGLang that was not
-            tested.
+        SystemExit: This server is configured to follow a chain, but its SGLang was not tested.
     """
     if find_spec("sglang") is None:
         return
@@ -44,7 +44,7 @@ def register() -> None:
     from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
 
     hook_schedulers()
-    # A server may itself be spawned, by what launches many; it has imported its own by then.
+    # A launcher of many servers may spawn this one; it has imported its server module by then.
     if parent_process() is None or SERVER in sys.modules:
         from deltachain_sglang.front import hook_server  # noqa: PLC0415
 
@@ -52,5 +52,5 @@ def register() -> None:
 
 
 def speak() -> None:
-    """Let our log lines appear among SGLang's, which shows its own level to all."""
+    """Show deltachain's log messages among SGLang's, at SGLang's log level."""
     logging.getLogger("deltachain").setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Everything that may differ between versions of SGLang, and the range that was tested."""
+"""All code that may differ between versions of SGLang, and the range of tested versions."""
 
 # ruff: noqa: PLC0415 - SGLang is imported where it is used: it takes seconds
 from __future__ import annotations
@@ -20,16 +20,16 @@ from deltachain.replica.engine_version import VersionRange
 TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
 
 PAUSES: Final = ("retract", "in_place", "abort")
-"""Pause modes: running requests are computed anew afterwards, go on with what they have, or end."""
+"""Pause modes: running requests are recomputed afterwards, continue as they are, or are aborted."""
 
 ABORT_LOOK_S: Final = 0.01
-"""Seconds between two looks whether requests that were aborted have ended."""
+"""Seconds between two checks whether aborted requests have ended."""
 
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
-"""Options under which cached prefixes outlive a flush, or keep the scheduler from flushing."""
+"""Options with which cached prefixes outlive a flush, or prevent the scheduler from flushing."""
 
 WEIGHTS: Final = "weights"
-"""What SGLang calls them where it releases memory."""
+"""SGLang's tag for weights in requests to release memory."""
 
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
@@ -45,14 +45,14 @@ CHECKED: Final = f"{_TOKENIZER}.check_weights"
 SLEPT: Final = f"{_TOKENIZER}.release_memory_occupation"
 WOKEN: Final = f"{_TOKENIZER}.resume_memory_occupation"
 RUN: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
-"""What is hooked, in the schedulers and in the server."""
+"""Functions that are hooked, in the schedulers and in the server."""
 
 
 def check_version() -> str:
-    """The version of the SGLang that is installed.
+    """Return the version of the installed SGLang.
 
     Raises:
-        EngineVersionError: It was not tested.
+        EngineVersionError: This version was not tested.
     """
     import sglang
 
@@ -60,7 +60,7 @@ def check_version() -> str:
 
 
 def hook(target: str, function: Callable[..., Any]) -> None:
-    """Let a function be called around another, as SGLang's plugins do; again changes nothing."""
+    """Wrap a function in another, as SGLang's plugins do; idempotent."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if all(known is not function for _, known, _ in HookRegistry._hooks[target]):
@@ -68,14 +68,14 @@ def hook(target: str, function: Callable[..., Any]) -> None:
 
 
 def check_reply(text: str) -> Any:  # noqa: ANN401 - SGLang's message
-    """The scheduler's reply to a check of its weights."""
+    """Return a scheduler's reply to a check of its weights."""
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
     return CheckWeightsReqOutput(success=True, message=text)
 
 
 def gather(mine: object) -> list[Any]:
-    """What every rank of this scheduler's group has, in their order."""
+    """Gather one object from every rank of this scheduler's group, in their order."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group
@@ -88,7 +88,7 @@ def gather(mine: object) -> list[Any]:
 
 @contextmanager
 def _grammars_aside(scheduler: Any) -> Iterator[None]:  # noqa: ANN401
-    """Requests whose grammar is being compiled have cached nothing, but count as running."""
+    """Set aside requests with a grammar in compilation: uncached, but counted as running."""
     grammars = scheduler.grammar_manager
     waiting, grammars.grammar_queue = grammars.grammar_queue, []
     try:
@@ -98,20 +98,20 @@ def _grammars_aside(scheduler: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def can_flush(manager: Any) -> bool:  # noqa: ANN401
-    """Whether no request of this scheduler keeps its cache."""
+    """Return whether no request of this scheduler needs its cache."""
     scheduler = manager.scheduler
     with _grammars_aside(scheduler):
         return bool(manager.is_fully_idle(ignore_waiting=scheduler._engine_paused))
 
 
 def flush(manager: Any) -> None:  # noqa: ANN401
-    """Forget cached prefixes; device memory is kept, and no garbage is collected meanwhile."""
+    """Drop cached prefixes, without release of device memory and without garbage collection."""
     with _grammars_aside(manager.scheduler):
         manager.flush_cache(empty_cache=False)
 
 
 def forget_embeddings() -> None:
-    """Forget what the model made of images and sounds: SGLang keeps it by their content alone."""
+    """Drop embeddings of images and sounds, which SGLang caches by content alone."""
     from sglang.srt.managers import mm_schedule
 
     if mm_schedule.embedding_cache is not None:
@@ -119,26 +119,26 @@ def forget_embeddings() -> None:
 
 
 def rest(scheduler: Any) -> None:  # noqa: ANN401
-    """Let a paused scheduler's watchdog see that it does not hang: it ends those that do."""
+    """Tell a paused scheduler's watchdog that it is alive: the watchdog ends hanging schedulers."""
     scheduler.cur_batch_for_debug = None
 
 
 def credit(scheduler: Any, version: str) -> None:  # noqa: ANN401
-    """Label the tokens that were computed before a pause and are not handed out yet.
+    """Label the tokens that were computed before a pause, but not yet returned.
 
-    A scheduler computes a step ahead of handing out, and labels what it hands out after the name
-    has changed with the new one.
+    A scheduler computes one step ahead of the tokens that it returns, and would label those that it
+    returns after a change of the version with the new one.
 
     Args:
-        scheduler: Paused.
-        version: Of the weights that computed them.
+        scheduler: The paused scheduler.
+        version: Version of the weights that computed the tokens.
     """
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
     for batch, _ in getattr(scheduler, "result_queue", ()):
         for request in batch.reqs:
             if request is scheduler.chunked_req or request.finished():
-                continue  # its step makes no token
+                continue  # its step generates no token
             events, count = request.weight_version_events, len(request.output_ids)
             if events and events[-1].num_output_tokens == count:
                 events.pop()
@@ -147,56 +147,56 @@ def credit(scheduler: Any, version: str) -> None:  # noqa: ANN401
 
 
 def kinds(tags: Sequence[str] | None) -> frozenset[str]:
-    """The kinds of memory that a request names by tags: all of them where it has none."""
+    """Return the kinds of memory that a request names by tags; all if it has no tags."""
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
     return frozenset(tags or GPU_MEMORY_ALL_TYPES)
 
 
 def has_weights(manager: Any) -> bool:  # noqa: ANN401
-    """Whether this scheduler has not released its weights."""
+    """Return whether this scheduler's weights are in memory: they are not released."""
     return WEIGHTS not in manager.offload_tags
 
 
 def named() -> str:
-    """The version that this scheduler's tokens are labelled with."""
+    """Return the version that labels this scheduler's tokens."""
     from sglang.srt.runtime_context import get_serving
 
     return str(get_serving().weight_version)
 
 
 def rank_of() -> int:
-    """The number of this scheduler among its group."""
+    """Return the number of this scheduler in its group."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().tp_group.rank_in_group)
 
 
 def app() -> Any:  # noqa: ANN401
-    """SGLang's FastAPI application."""
+    """Return SGLang's FastAPI application."""
     from sglang.srt.entrypoints.http_server import app as found
 
     return found
 
 
 def manager() -> Any:  # noqa: ANN401
-    """The ``TokenizerManager`` of this server."""
+    """Return the ``TokenizerManager`` of this server."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
 
 
 def exposure() -> tuple[str, str]:
-    """The host that this server listens on, and the key that its own routes that write ask for."""
+    """Return the host on which this server listens, and the key required by its write routes."""
     from sglang.srt.runtime_context import get_serving
 
     return get_serving().host, get_serving().admin_api_key or get_serving().api_key or ""
 
 
 def serve(router: APIRouter, prefix: str) -> None:
-    """Add routes to SGLang's application, for which it asks for its key as for its own that write.
+    """Add routes to SGLang's application, with the same key as SGLang's own write routes.
 
-    One by one: SGLang finds out what a route asks for only where it lies in the application itself.
+    They are added one by one: SGLang finds a route's requirements only in the application itself.
     """
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -214,7 +214,7 @@ def serve(router: APIRouter, prefix: str) -> None:
 
 
 def end(why: SystemExit) -> NoReturn:
-    """End this server and all of its processes: uvicorn would make a traceback of the reason."""
+    """Exit this server and all of its processes: uvicorn would print the reason as a traceback."""
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
@@ -223,17 +223,17 @@ def end(why: SystemExit) -> NoReturn:
 
 
 def front_ends() -> int:
-    """How many processes take requests for this server."""
+    """Return the number of processes that accept requests for this server."""
     from sglang.srt.runtime_context import get_serving
 
     return int(get_serving().tokenizer_worker_num)
 
 
 def check_layout(*, keep_cache: bool) -> None:
-    """Refuse arrangements of ranks, models and caches that one leader cannot update as one.
+    """Refuse arrangements of ranks, models and caches that one leader cannot update together.
 
     Raises:
-        ConfigError: This server has one.
+        ConfigError: This server has such an arrangement.
     """
     from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_spec
 
@@ -275,13 +275,13 @@ def _check_speculation(algorithm: str | None) -> None:
 
 
 class Server:
-    """What is asked of a ``TokenizerManager``, on the loop that it lives on."""
+    """The used methods of a ``TokenizerManager``; call them on its event loop."""
 
     def __init__(self, manager: Any) -> None:  # noqa: ANN401
         self._manager = manager
 
     async def check_weights(self, action: str) -> str:
-        """Send a check of weights to every scheduler; the message of the first one's reply."""
+        """Send a check of weights to every scheduler; return the message of the first reply."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         self._manager.auto_create_handle_loop()
@@ -289,14 +289,14 @@ class Server:
         return str(found[0].message)
 
     def is_paused(self) -> bool:
-        """Whether somebody has paused it."""
+        """Return whether any client has paused it."""
         return bool(self._manager.is_pause)
 
     async def pause(self, mode: str) -> None:
-        """Stop generating.
+        """Stop generation.
 
-        SGLang's own ``abort`` aborts, and looks whether requests have ended, once a second. Once
-        is not enough: some are not known yet, and some start others.
+        SGLang's own ``abort`` aborts requests, and checks whether they have ended, once a second.
+        Aborting once is not enough: some requests are not known yet, and some start others.
         """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
@@ -313,14 +313,14 @@ class Server:
                 await asyncio.sleep(ABORT_LOOK_S)
 
     async def resume(self) -> None:
-        """Generate again."""
+        """Resume generation."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         request = ContinueGenerationReqInput(torch_empty_cache=False)
         await self._manager.continue_generation(request)
 
     async def name(self, version: str) -> None:
-        """Name the weights, for running requests from here on."""
+        """Set the version of the weights, for running requests from now on."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)

@@ -1,4 +1,4 @@
-"""What single layers of SGLang compute from a fixed input, whatever they made of their weights."""
+"""Outputs of single SGLang layers for a fixed input, whatever the form of their weights."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ logger = logging.getLogger(__name__)
 
 
 def computed(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """What a linear layer, a head or experts compute; ``None`` where a layer cannot be tried.
+    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run.
 
     Args:
-        layer: Of the model.
-        dtype: Of activations.
+        layer: Layer of the model.
+        dtype: Dtype of activations.
     """
     try:
         with torch.no_grad():
@@ -28,7 +28,7 @@ def computed(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
                 return _of_head(layer, dtype)
             if isinstance(layer, loading.linears()):
                 return _of_linear(layer, dtype)
-    except Exception as exc:  # noqa: BLE001 - then its tensors must speak for it
+    except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None
 
@@ -45,16 +45,16 @@ def _of_linear(layer: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - a la
 
 
 def _of_experts(layer: Any, dtype: torch.dtype) -> Tensor | None:  # noqa: ANN401
-    """One row for each expert, whatever the router would have chosen."""
+    """Return outputs for one row per expert, regardless of the router's choice."""
     if layer.moe_ep_size > 1:
-        return None  # which of them are here is for a dispatcher to say, which asks other ranks
+        return None  # only a dispatcher, which calls other ranks, knows the experts of this rank
     rows = _rows(layer.num_experts, layer.hidden_size, dtype, layer)
     output: Tensor = loading.of_experts(layer, rows)
     return output.float()
 
 
 def _rows(count: int, width: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:
-    """Rows without a zero, all different."""
+    """Return rows without zeros, all different."""
     device = next(layer.parameters()).device
     row = torch.linspace(0.5, 1.5, count * width, device=device)
     return row.to(dtype).view(count, width)

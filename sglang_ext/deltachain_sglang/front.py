@@ -1,6 +1,7 @@
-"""The server's side: our routes, the leader behind them, and SGLang's own way to ask for a version.
+"""The server's side: deltachain's routes, the leader, and SGLang's own route for weight updates.
 
-``POST /update_weights_from_disk {"model_path": "deltachain:7"}`` is the same as our ``update``.
+``POST /update_weights_from_disk {"model_path": "deltachain:7"}`` is the same as deltachain's
+``update``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def hook_server() -> None:
-    """Put our routes into SGLang's server, and a leader behind them once its engine is up."""
+    """Add deltachain's routes to SGLang's server, and start a leader once its engine is up."""
     app = compat.app()
     if any(getattr(route, "path", "").startswith(PREFIX) for route in app.routes):
         return  # SGLang may load plugins again
@@ -44,7 +45,7 @@ def hook_server() -> None:
 
 
 def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
-    """Around the life of the server: it takes no request before its leader has caught up."""
+    """Wrap the lifespan of the server: accept no request before its leader has caught up."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
@@ -80,15 +81,15 @@ async def on_update(
     obj: Any,  # noqa: ANN401 - SGLang's request
     request: Any = None,  # noqa: ANN401
 ) -> tuple[bool, str, int]:
-    """Around ``update_weights_from_disk`` in the server: a path of ours names a version.
+    """Wrap ``update_weights_from_disk`` in the server: a path with ``SCHEME`` names a version.
 
-    Any other is loaded, found not to be what the chain says, and replaced by that.
+    Weights of any other path are loaded, found to differ from the chain's, and replaced by these.
     """
     control: Control | None = getattr(compat.app().state, "deltachain", None)
     if not obj.model_path.startswith(SCHEME):
         found: tuple[bool, str, int] = await original(server, obj, request)
         if found[0] and control is not None and control.leader is not None:
-            with suppress(DeltaChainError, HTTPException):  # what its status then tells
+            with suppress(DeltaChainError, HTTPException):  # the error is part of its status
                 await control.run(Leader.scrub, request, "update")
         return found
     if control is None or control.leader is None:
@@ -99,7 +100,7 @@ async def on_update(
     version = int(named) if named else None
     try:
         if request is not None and not control.is_guarded:
-            control.authorise(request)  # its own route asks for nothing where it has no key
+            control.authorise(request)  # SGLang's own route is open if the server has no key
         await control.run(lambda leader: leader.update(version), request, "update")
     except DeltaChainError as exc:
         return False, str(exc), 0
@@ -114,14 +115,14 @@ async def on_check(
     obj: Any,  # noqa: ANN401
     request: Any = None,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Around ``check_weights`` in the server: only the leader asks the ranks questions of ours."""
+    """Wrap ``check_weights`` in the server: only the leader may send deltachain's requests."""
     if obj.action.startswith(SCHEME):
         return False, "only this server's leader asks that", None, None
     return await original(server, obj, request)
 
 
 def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Around the start of the server: its other front ends load no plugins, so none would lead."""
+    """Wrap the start of the server: other front ends load no plugins, so would have no leader."""
     count = compat.front_ends()
     if count > 1 and os.environ.get("DELTACHAIN_URL"):
         exc = ConfigError(

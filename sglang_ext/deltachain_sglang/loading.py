@@ -1,4 +1,4 @@
-"""How SGLang loads a model: everything of that which may differ between versions of it."""
+"""Loading of models in SGLang: all of its code that may differ between versions."""
 
 # ruff: noqa: PLC0415 - SGLang is imported where it is used: it takes seconds
 from __future__ import annotations
@@ -19,10 +19,10 @@ from deltachain.errors import ConfigError
 
 
 def guard(model: nn.Module) -> None:
-    """Refuse what SGLang itself refuses to update: weights that others share or derive from.
+    """Refuse models that SGLang itself refuses to update: others share or derive from its weights.
 
     Raises:
-        ConfigError: It would.
+        ConfigError: SGLang would refuse this model.
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
     from sglang.srt.runtime_context import get_model
@@ -39,7 +39,7 @@ def guard(model: nn.Module) -> None:
 
 
 def in_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """What SGLang's loaders are called in."""
+    """Return the context in which SGLang calls loaders."""
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     context: AbstractContextManager[None] = set_default_torch_dtype(dtype)
@@ -47,19 +47,21 @@ def in_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
 
 
 def acting(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
-    """Those of some modules that something acts on after loading, and what does."""
+    """Return the modules with post-load processing, each with the object that does it."""
     from sglang.srt.lora.layers import BaseLayerWithLoRA
 
     return [
         (module, module.quant_method)
         for module in modules
         if getattr(module, "quant_method", None) is not None
-        and not isinstance(module, BaseLayerWithLoRA)  # it forwards that of the layer in it
+        and not isinstance(
+            module, BaseLayerWithLoRA
+        )  # it forwards the attribute of its inner layer
     ]
 
 
 def restore(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Unpack what SGLang can unpack, before weights are loaded again."""
+    """Unpack all modules that SGLang can unpack, before weights are loaded again."""
     from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
     from sglang.srt.model_loader.loader import device_loading_context
 
@@ -70,7 +72,7 @@ def restore(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def process(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Pack weights that were loaded."""
+    """Pack loaded weights."""
     from sglang.srt.model_loader.loader import device_loading_context
 
     for module, method in acting(modules):
@@ -79,30 +81,30 @@ def process(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def load(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> None:
-    """Call the model's own loader as SGLang does, without what packs."""
+    """Call the model's own loader as SGLang does, without packing."""
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     DefaultModelLoader.load_weights_only(model, tensors, device)
 
 
 def is_reloadable(model: nn.Module) -> bool:
-    """Whether weights of a model are restored, loaded and packed, and in no other way."""
+    """Return whether a model is updated only by restoring, loading and packing."""
     from sglang.srt.model_loader.loader import QuantizedRLModelLoader
 
     return not QuantizedRLModelLoader.is_reload_scenario(model)
 
 
 def raw(config: Any) -> nn.Module:  # noqa: ANN401
-    """A second model of the same kind on the meta device, as SGLang makes it before it loads one.
+    """Create a second model of the same kind on the meta device, as SGLang does before loading.
 
     Raises:
-        Exception: SGLang cannot make this one without memory.
+        Exception: SGLang cannot create this model without memory.
     """
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import loader
 
     ours = copy.copy(config)
-    ours.hf_config = copy.deepcopy(config.hf_config)  # models edit theirs as they are made
+    ours.hf_config = copy.deepcopy(config.hf_config)  # models edit theirs during construction
     how = LoadConfig()
     with _globals_kept(), in_dtype(config.dtype), torch.device("meta"):
         quantisation = loader._get_quantization_config(ours, how)
@@ -112,7 +114,7 @@ def raw(config: Any) -> nn.Module:  # noqa: ANN401
 
 @contextmanager
 def _globals_kept() -> Iterator[None]:
-    """Leave SGLang's registries of layers, by name or shape, as they are."""
+    """Restore SGLang's registries of layers, by name or shape, at the end."""
     found = {
         id(value): value
         for name, module in list(sys.modules.items())
@@ -139,34 +141,34 @@ def _refill(value: Any, kept: Any) -> None:  # noqa: ANN401
 
 
 def _parts(value: Any) -> list[int]:  # noqa: ANN401
-    """What is in a container, by identity."""
+    """Return the identities of a container's items."""
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     return [id(part) for part in inner]
 
 
 def linears() -> tuple[type[nn.Module], ...]:
-    """Classes of layers that multiply by a parameter called ``weight``."""
+    """Return the classes of layers that multiply by a parameter ``weight``."""
     from sglang.srt.layers.linear import LinearBase
 
     return (LinearBase,)
 
 
 def heads() -> tuple[type[nn.Module], ...]:
-    """Classes of layers that logits are computed with."""
+    """Return the classes of layers that compute logits."""
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
     return (ParallelLMHead,)
 
 
 def experts() -> tuple[type[nn.Module], ...]:
-    """Classes of layers that are several experts."""
+    """Return the classes of layers with several experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return (FusedMoE,)
 
 
 def logits(head: Any, rows: Tensor) -> Tensor | None:  # noqa: ANN401 - a layer of SGLang
-    """What SGLang computes with a head that is quantised or packed; ``None`` for any other."""
+    """Return SGLang's logits of a quantised or packed head; ``None`` for any other head."""
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
     from sglang.srt.utils import use_intel_amx_backend
 
@@ -183,7 +185,7 @@ def logits(head: Any, rows: Tensor) -> Tensor | None:  # noqa: ANN401 - a layer 
 
 
 def of_experts(layer: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - a layer of SGLang
-    """What experts compute, each from one of some rows."""
+    """Return the outputs of experts, each for one of the rows."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -201,10 +203,10 @@ def of_experts(layer: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - a layer of
 
 
 def checkpoint(config: Any = None) -> Path:  # noqa: ANN401
-    """The folder that SGLang loaded, in the Hub's cache where it is named by repository.
+    """Return the folder that SGLang loaded; for a repository name, its folder in the Hub's cache.
 
     Args:
-        config: A rank's own, which knows of what was loaded later; the server's by default.
+        config: Configuration of a rank, which includes later loads; the server's by default.
     """
     from sglang.srt.runtime_context import get_model
 

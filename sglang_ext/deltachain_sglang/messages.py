@@ -1,6 +1,6 @@
-"""What the server sends to its schedulers in the ``action`` of a check of weights, and their reply.
+"""Messages of the server to its schedulers, in the ``action`` of weight checks, and their reply.
 
-SGLang returns the reply of its first scheduler alone, so that one carries the replies of all ranks.
+SGLang returns only the reply of its first scheduler, so this one contains the replies of all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class SchedulerRequest(Struct, frozen=True, kw_only=True):
     """A request to all ranks.
 
     Attributes:
-        request: For the RPC service of each.
-        flush: Whether their caches are flushed once all have handled it.
+        request: Request to the RPC service of each rank.
+        flush: Whether to flush the caches once all ranks have handled it.
     """
 
     request: AnyRequest
@@ -30,9 +30,9 @@ class SchedulerReply(Struct, frozen=True, kw_only=True):
     """The replies of all ranks.
 
     Attributes:
-        status: ``busy``: requests are running whose cache cannot be flushed; ``asleep``: the
-            weights were released. In both cases nothing was done.
-        replies: In the order of the ranks.
+        status: ``busy`` if running requests prevent a flush of their cache, ``asleep`` if the
+            weights are released. In both cases nothing was done.
+        replies: Replies in the order of the ranks.
     """
 
     status: Literal["answered", "busy", "asleep"] = "answered"
@@ -44,12 +44,12 @@ _REPLIES: Final = msgspec.json.Decoder(SchedulerReply)
 
 
 def encode_message(message: SchedulerRequest | SchedulerReply) -> str:
-    """A message as text."""
+    """Encode a message as text."""
     return msgspec.json.encode(message).decode()
 
 
 def decode_scheduler_request(text: str) -> SchedulerRequest | None:
-    """Read a request to the schedulers; ``None`` for anything else."""
+    """Decode a request to the schedulers; return ``None`` for any other text."""
     try:
         return _REQUESTS.decode(text)
     except UNREADABLE:
@@ -57,10 +57,10 @@ def decode_scheduler_request(text: str) -> SchedulerRequest | None:
 
 
 def decode_scheduler_reply(text: str) -> SchedulerReply:
-    """Read the reply of the schedulers.
+    """Decode the reply of the schedulers.
 
     Raises:
-        ApplyError: ``text`` is something else, such as an error of SGLang's own.
+        ApplyError: ``text`` is not such a reply, but for example an error of SGLang's own.
     """
     try:
         return _REPLIES.decode(text)

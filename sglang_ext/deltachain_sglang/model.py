@@ -1,4 +1,4 @@
-"""One SGLang rank's model, as deltachain asks for it."""
+"""Adapter of one SGLang rank's model to deltachain's interface."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class SglangModel:
-    """See :class:`deltachain.replica.engine.EngineModel`.
+    """A rank's model as :class:`deltachain.replica.engine.EngineModel`.
 
     Args:
-        model: As SGLang loaded it.
-        config: SGLang's ``ModelConfig``.
-        device: Where it was loaded to.
+        model: Model as SGLang loaded it.
+        config: ``ModelConfig`` of SGLang.
+        device: Device of the model.
 
     Raises:
         EngineVersionError: This SGLang was not tested.
-        ConfigError: Its weights must not be written.
+        ConfigError: The model's weights must not be written.
     """
 
     def __init__(self, model: nn.Module, config: Any, device: str) -> None:  # noqa: ANN401
@@ -47,20 +47,20 @@ class SglangModel:
         self.checkpoint = loading.checkpoint(config)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Every module, one that is held in several places once."""
+        """Return every module; one with several names only once."""
         return dict(self.model.named_modules())
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every live tensor."""
+        """Return every live tensor."""
         return live_tensors(self.model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The model's own ``load_weights``."""
+        """Call the model's own ``load_weights``."""
         with loading.in_dtype(self._config.dtype):
             loading.load(self.model, tensors, self._device)
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Unpack the layers of these tensors that can be, load, and pack the same layers again."""
+        """Unpack the layers of these tensors where possible, load, and pack these layers again."""
         if not loading.is_reloadable(self.model):
             raise EngineVersionError("SGLang quantises this model anew whenever it loads it")
         modules, unpacked = self.modules(), set[str]()
@@ -77,34 +77,34 @@ class SglangModel:
             loading.process([modules[n] for n in modules if n in unpacked], self._device)
 
     def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load and pack layers in a second model, and copy what comes of it into this one."""
+        """Load and pack layers in a second model, and copy the results into this one."""
         if self._shadow is None:
             raise EngineVersionError(f"SGLang makes no {type(self.model).__name__} without memory")
         self._shadow.repack(layers, tensors)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """Load meta tensors into a model that is not packed; into this one where none is made."""
+        """Find layers by loading meta tensors into an unpacked second model, or else this one."""
         if not names.keys() <= self._known.keys():
             found = self._shadow.layers(names) if self._shadow else self._layers_here(names)
             self._known.update({name: found.get(name, frozenset()) for name in names})
         return {name: self._known[name] for name in names if self._known[name]}
 
     def processed(self) -> frozenset[str]:
-        """Layers that have something to do after loading."""
+        """Return the layers with post-load processing."""
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        """See :mod:`deltachain.replica.layout.runtime_tables`."""
+        """Return tables created by running; see :mod:`deltachain.replica.layout.runtime_tables`."""
         return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:
-        """See :class:`EngineModel`; linear layers alone."""
+        """Return whether a layer is plain; only linear layers can be."""
         found = self.model.get_submodule(layer)
         with torch.no_grad():
             return isinstance(found, loading.linears()) and is_plain(found)
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """Outputs of linear layers, heads and experts among these."""
+        """Return the outputs of the linear layers, heads and experts among these layers."""
         dtype = self._config.dtype
         found = {
             name: computed(layer, dtype) for name, layer in self.modules().items() if name in layers
@@ -124,7 +124,7 @@ class SglangModel:
     def _shadow(self) -> Shadow | None:
         try:
             raw = loading.raw(self._config)
-        except Exception as exc:  # noqa: BLE001 - any model of SGLang may need memory as it is made
+        except Exception as exc:  # noqa: BLE001 - any model of SGLang may need memory in construction
             logger.info("SGLang makes no %s without memory: %s", type(self.model).__name__, exc)
             return None
         return Shadow(raw, self.model, self._config.dtype, self._device)

@@ -1,8 +1,8 @@
-"""The schedulers' side: each is one rank, and one replies for all of them.
+"""The schedulers' side: each scheduler is one rank, and one of them replies for all.
 
-Requests travel as checks of weights, which SGLang hands to every scheduler between two of its steps
-and which wait for no request. SGLang returns the reply of its first rank alone, so the ranks gather
-all replies first, and every one returns all of them.
+Requests are sent as checks of weights, which SGLang passes to every scheduler between two of its
+steps, without a wait for running requests. SGLang returns only the reply of its first rank, so the
+ranks gather all replies first, and each returns all of them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from deltachain_sglang.messages import SchedulerReply, decode_scheduler_request,
 from deltachain_sglang.model import SglangModel
 
 _SERVICES: Final = RankServices()
-"""Of this process: SGLang calls each hook afresh, and the model is all that the calls share."""
+"""Services of this process: calls of SGLang's hooks share only the model."""
 
 
 def hook_schedulers() -> None:
-    """Make every scheduler of this process handle our requests."""
+    """Make every scheduler of this process handle deltachain's requests."""
     compat.hook(compat.LOADED, on_load)
     compat.hook(compat.ASKED, on_request)
     compat.hook(compat.RELEASED, on_release)
@@ -33,14 +33,14 @@ def hook_schedulers() -> None:
 
 
 def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Around ``load_model``: record what a model holds before it runs."""
+    """Wrap ``load_model``: record the members of a model before it runs."""
     found = original(runner, *args, **kwargs)
     record_loaded_state(runner.model)
     return found
 
 
 def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
-    """Around ``check_weights``: handle a request of ours, and pass any other on."""
+    """Wrap ``check_weights``: handle deltachain's requests, and pass on any other."""
     if not request.action.startswith(SCHEME):
         return original(manager, request)
     reply = _reply(request.action.removeprefix(SCHEME), manager)
@@ -48,13 +48,13 @@ def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
 
 
 def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
-    """Around ``release_memory_occupation``: wait for threads that still read weights."""
+    """Wrap ``release_memory_occupation``: wait for threads that still read weights."""
     _SERVICES.settle(manager.tp_worker.model_runner.model)
     return original(manager, request)
 
 
 def on_pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:  # noqa: ANN401
-    """Around ``pause_generation``: a pause may last."""
+    """Wrap ``pause_generation``: keep the watchdog from ending a scheduler in a long pause."""
     found = original(scheduler, request)
     compat.rest(scheduler)
     return found
@@ -65,7 +65,7 @@ def on_name(
     scheduler: Any,  # noqa: ANN401 - SGLang's
     new_version: str | None,
 ) -> Any:  # noqa: ANN401
-    """Around ``record_weight_version_change``: what was computed before keeps its label."""
+    """Wrap ``record_weight_version_change``: tokens computed before keep their version."""
     before = compat.named()
     found = original(scheduler, new_version)
     if new_version not in (None, before):
@@ -74,9 +74,9 @@ def on_name(
 
 
 def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
-    """The replies of all ranks to an encoded request. Never raises: that would end the server.
+    """Return the replies of all ranks to an encoded request; never raise, to keep the server alive.
 
-    All ranks take the same branches, or one would wait in a collective that others never enter.
+    All ranks take the same branches: otherwise one would wait in a collective without the others.
     """
     if not compat.has_weights(manager):
         return SchedulerReply(status="asleep")
@@ -94,7 +94,7 @@ def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
         return SchedulerReply(status="busy")
     reply = _gathered(encode(service.handle(asked.request)))
-    if isinstance(asked.request, SwapRequest):  # also one that failed: it may have written
+    if isinstance(asked.request, SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
     if asked.flush and not any(isinstance(one, Refusal) for one in reply.replies):
         compat.flush(manager)
@@ -102,5 +102,5 @@ def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
 
 
 def _gathered(mine: str) -> SchedulerReply:
-    """This rank's encoded reply and those of the others."""
+    """Return the encoded replies of this rank and of the others."""
     return SchedulerReply(replies=tuple(decode_reply(text) for text in compat.gather(mine)))

@@ -1,4 +1,4 @@
-"""An SGLang server as the leader of its ranks: asked from the leader's thread."""
+"""An SGLang server as an engine: its tokenizer manager, called from the leader's thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.messages import SchedulerRequest, decode_scheduler_reply, encode_message
 
 BUSY_S: Final = 5.0
-"""Longest wait of a swap for aborted requests, which end with the schedulers' next step."""
+"""Timeout in seconds of a swap for aborted requests, which end with the schedulers' next step."""
 
 BUSY_POLL_S: Final = 0.005
 
@@ -23,15 +23,15 @@ _T = TypeVar("_T")
 
 
 class SglangEngine:
-    """See :class:`deltachain.replica.engine.Engine`; called from any thread but the loop's.
+    """An SGLang server as :class:`deltachain.replica.engine.Engine`; not for the loop's own thread.
 
     Args:
-        server: SGLang's ``TokenizerManager``.
-        loop: The one that it lives on.
-        settings: Of this replica.
+        server: ``TokenizerManager`` of SGLang.
+        loop: Event loop of the ``TokenizerManager``.
+        settings: Settings of the replica.
 
     Raises:
-        ConfigError: The server was started in a way that deltachain cannot work with.
+        ConfigError: deltachain does not support the server's configuration.
         EngineVersionError: This SGLang was not tested.
     """
 
@@ -50,11 +50,11 @@ class SglangEngine:
         self._doubted = False
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
-        """Call every rank; caches are flushed with a swap.
+        """Send a request to every rank, and return the replies; flush caches with a swap.
 
         Raises:
-            PartialApplyError: Requests that were aborted do not end; nothing was written.
-            ApplyError: The server has released its weights, or does not answer.
+            PartialApplyError: Aborted requests do not end; nothing was written.
+            ApplyError: The server has released its weights, or does not reply.
         """
         flush = isinstance(request, SwapRequest) and (self._flush or self._doubted)
         action = SCHEME + encode_message(SchedulerRequest(request=request, flush=flush))
@@ -73,11 +73,11 @@ class SglangEngine:
             time.sleep(BUSY_POLL_S)
 
     def is_paused(self) -> bool:
-        """Whether generation is paused, by any client."""
+        """Return whether generation is paused, by any client."""
         return self._server.is_paused()
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Pause in the mode of this replica; a cache that may be wrong is not kept."""
+        """Pause in the mode of the replica; drop a cache that may be wrong."""
         self._doubted |= in_doubt
         keeps = self.mode == "in_place" and self._doubted
         self._wait(self._server.pause("retract" if keeps else self.mode))

@@ -1,9 +1,9 @@
 """A second model without memory, in which single layers are loaded from nothing.
 
-SGLang packs layers where they lie, and has no way back from most of what it does there. The second
-model is of the same kind and on the meta device, as SGLang makes one before it loads it. Layers are
-given memory there, SGLang itself loads and packs them, and what results is copied into the live
-model, none of whose tensors or attributes is ever replaced.
+SGLang packs layers in place, and most of that cannot be reversed. The second model is of the same
+kind and on the meta device, as SGLang creates one before loading. Layers are given memory there,
+SGLang itself loads and packs them, and the results are copied into the live model, whose tensors
+and attributes are never replaced.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Shadow:
     """The second model.
 
     Args:
-        raw: On the meta device, as SGLang makes a model before it loads it.
-        live: The model that is served.
-        dtype: Of activations.
-        device: Where the live model was loaded to.
+        raw: Model on the meta device, as SGLang creates it before loading.
+        live: Model in service.
+        dtype: Dtype of activations.
+        device: Device of the live model.
     """
 
     def __init__(
@@ -49,9 +49,9 @@ class Shadow:
         self._edited: set[str] = set()
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """The live layers that each checkpoint tensor is loaded into, those with ties included.
+        """Return the live layers that each checkpoint tensor is loaded into, tied ones included.
 
-        Of a layer that SGLang drops once it is loaded, it is the one that had it.
+        A layer that SGLang drops after loading is replaced by its parent.
 
         Args:
             names: Meta tensors in the checkpoint's shapes and dtypes, by name.
@@ -71,14 +71,14 @@ class Shadow:
         }
 
     def repack(self, layers: frozenset[str], tensors: NamedTensors) -> None:
-        """Load layers from nothing, pack them, and copy what comes of it into the live model.
+        """Load layers from nothing, pack them, and copy the results into the live model.
 
         Args:
-            layers: By name.
-            tensors: All that are loaded into them.
+            layers: Names of the layers.
+            tensors: All tensors that are loaded into them.
 
         Raises:
-            TensorMismatchError: What comes of it is not of the form of what lives.
+            TensorMismatchError: The results do not have the form of the live tensors.
         """
         wanted = layers | {name for name, holder in self._gone.items() if holder in layers}
         scope = self._scope(wanted)
@@ -99,7 +99,7 @@ class Shadow:
             members.put_back()
 
     def _nearest(self, name: str) -> str:
-        """The nearest module around one that lives."""
+        """Return the nearest live module around a module, or itself."""
         while name and name not in self._live:
             name = name.rpartition(".")[0]
         return name
@@ -109,10 +109,10 @@ class Shadow:
             loading.load(self._raw, tensors, self._device)
 
     def _scope(self, layers: frozenset[str]) -> Modules:
-        """Modules that loading some layers may change.
+        """Return the modules that loading some layers may change.
 
-        These are the blocks that the layers are in, what those are in, who shares a tensor, and
-        those that any load edits.
+        These are the blocks of the layers, the parents of the blocks, modules that share a tensor,
+        and modules that every load edits.
         """
         blocks = {_block(name) for name in layers}
         tied = self._holders.tied(layers) | self._edited
@@ -125,7 +125,7 @@ class Shadow:
         }
 
     def _give_memory(self, layers: frozenset[str], scope: Modules) -> None:
-        """Replace the tensors of layers by some that have memory, wherever they are held."""
+        """Replace the tensors of layers by tensors with memory, in all places that hold them."""
         given: dict[int, Tensor] = {}
         for name in layers & scope.keys():
             for path, tensor in tensors_in(scope[name]):
@@ -137,10 +137,10 @@ class Shadow:
                 held.update({key: given[id(one)] for key, one in held.items() if id(one) in given})
 
     def _with_memory(self, name: str, path: str, raw: Tensor) -> Tensor:
-        """A tensor of the same kind, its loader included.
+        """Return a tensor of the same kind with memory, its loader included.
 
-        What something is loaded into is zeros. What nothing is loaded into was made with the model,
-        and is taken from the live one.
+        Tensors to load into are zeros. All others were created with the model, and are copied from
+        the live one.
         """
         made = _zeros_like(raw, self._device)
         live = self._live_tensor(name, path)
@@ -163,7 +163,7 @@ class Shadow:
 
 
 def _real(scope: Modules) -> Iterator[tuple[str, str, Tensor]]:
-    """The tensors with memory that some modules hold: module, path in it, tensor."""
+    """Yield the tensors with memory in some modules: module, path in it, tensor."""
     for name, module in scope.items():
         for path, tensor in tensors_in(module):
             if not tensor.is_meta and tensor.numel():
@@ -171,7 +171,7 @@ def _real(scope: Modules) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _zeros_like(raw: Tensor, device: torch.device) -> Tensor:
-    """Zeros with everything else that a tensor has."""
+    """Return zeros with all other attributes of a tensor."""
     made: Any = torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype, device=device).zero_()
     made.__class__ = raw.__class__
     made.__dict__ = dict(vars(raw))
@@ -184,7 +184,7 @@ def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
 
 
 def _block(name: str) -> str:
-    """The numbered block that a module is in; itself where it is in none."""
+    """Return the numbered block of a module; the module itself if there is none."""
     parts = name.split(".")
     number = next((at for at, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])

@@ -1,7 +1,7 @@
-"""A server that gives memory back, and what must be true before it is ready again.
+"""Release and resumption of a server's memory, and the checks before it is ready again.
 
-SGLang releases its cache, captured graphs and weights, all or some of them, and resumes them. What
-weights hold once they are resumed is not known.
+SGLang releases its cache, captured graphs and weights, all or some of them, and resumes them. The
+content of weights after they are resumed is unknown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ async def on_sleep(
     obj: Any,  # noqa: ANN401 - SGLang's request
     request: Any = None,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Around ``release_memory_occupation`` in the server: from here on, it is not ready."""
+    """Wrap ``release_memory_occupation`` in the server, which from then on is not ready."""
     control = _control()
     if control is not None:
         kinds = compat.kinds(obj.tags)
@@ -38,12 +38,12 @@ async def on_wake(
     obj: Any,  # noqa: ANN401
     request: Any = None,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Around ``resume_memory_occupation``: weights are proven, or healed, before it is ready."""
+    """Wrap ``resume_memory_occupation``: prove or heal the weights before it is ready."""
     found = await original(server, obj, request)
     control = _control()
     if control is not None:
         kinds = compat.kinds(obj.tags)
-        with suppress(DeltaChainError, HTTPException):  # what its status then tells
+        with suppress(DeltaChainError, HTTPException):  # the error is part of its status
             await control.run(lambda leader: wake_up(leader, kinds, compat.WEIGHTS), None, "update")
     return found
 

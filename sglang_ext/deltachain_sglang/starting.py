@@ -1,4 +1,4 @@
-"""What can be known of a server before it loads anything."""
+"""Checks before a server loads anything."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from deltachain_sglang import compat
 
 
 def check_start() -> None:
-    """End a server that was told to follow a chain, where this SGLang was not tested.
+    """Exit if this server is configured to follow a chain, but its SGLang was not tested.
 
-    Without this, what differs would be an error in its log while it serves what it loaded.
+    Otherwise a difference would only cause a logged error, while the server serves what it loaded.
 
     Raises:
-        SystemExit: The log says why.
+        SystemExit: This SGLang was not tested; the reason is logged.
     """
     try:
         compat.check_version()

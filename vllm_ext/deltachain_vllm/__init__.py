@@ -1,7 +1,7 @@
 """The vLLM side of deltachain: what vLLM's plugin entry points and flags resolve to.
 
-This module imports nothing but the standard library, because vLLM loads it in every process it
-starts; what needs vLLM, torch or the rest of deltachain is imported when it is asked for.
+This module imports only the standard library, because vLLM loads it in every process it starts;
+code that needs vLLM, torch or the rest of deltachain is imported on first use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKEND: Final = "deltachain"
 """Name of the weight-transfer backend."""
 
 HANDLE: Final = "deltachain_handle"
-"""The worker method that requests are sent to."""
+"""Name of the worker method that handles requests."""
 
 _HOMES: Final = {
     "EndpointPlugin": "deltachain_vllm.endpoint",
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Entry point of ``vllm.general_plugins``: make the backend known, and record what is loaded.
+    """Register the backend, and hook loading: the entry point of ``vllm.general_plugins``.
 
-    vLLM calls it in the API server, the engine core and every worker, possibly more than once in
-    one process, and does not catch what it raises. So it may be called again, and a vLLM without
-    such backends is told of in the log, not by a crash.
+    vLLM calls it in the API server, the engine core and every worker, possibly more than once per
+    process, and does not catch exceptions. So repeated calls are allowed, and a vLLM without such
+    backends causes a log message, not a crash.
 
     Raises:
-        SystemExit: This is a server that was told to follow a chain, and that would have no leader.
+        SystemExit: This server is configured to follow a chain, but would have no leader.
     """
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
@@ -65,7 +65,7 @@ def register() -> None:
 
 
 def speak() -> None:
-    """Let our log lines appear among vLLM's, which shows its own only."""
+    """Show deltachain's log messages among vLLM's, which shows only its own."""
     ours = logging.getLogger("deltachain")
     theirs = logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:

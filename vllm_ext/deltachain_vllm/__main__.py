@@ -53,7 +53,7 @@ def _lead(server: str, version: int | None) -> None:
     leader = Leader(settings, engine, takes_over=True)
 
     def end(number: int, _: object) -> None:
-        """Let an update that is under way come to its end; again, and it ends in the middle."""
+        """Stop after the running update; at a second signal, interrupt it."""
         signal.signal(number, signal.default_int_handler)
         leader.end()
 

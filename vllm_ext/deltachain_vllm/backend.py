@@ -1,8 +1,8 @@
 """The weight-transfer backend ``deltachain``: a swap inside vLLM's own update session.
 
-The session keeps every other backend and trainer away from the weights, and lets vLLM reset what
-it derives from them. What is written was staged and proven before. The reply is kept until the
-leader asks for it, because an exception in a worker would misalign vLLM's replies.
+The session excludes every other backend and trainer from the weights, and lets vLLM reset its
+derived state. The written bits were staged and proven before. The reply is kept until the leader
+requests it, because an exception in a worker would misalign vLLM's replies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing: a replica follows the one chain that it was started with."""
+    """Initialisation without fields, since a replica follows the one chain of its start."""
 
 
 @dataclass
@@ -40,20 +40,20 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Writes only what this replica's leader had staged; see :class:`WeightTransferEngine`."""
+    """Backend that writes only staged bits of this replica's leader; see its base class."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to open."""
+        """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: weights are written in place."""
+        """Do nothing: weights are written in place."""
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Write, and keep the reply."""
+        """Write the staged bits, and keep the reply."""
         try:
             request = msgspec.convert(asdict(update_info), SwapRequest)
         except msgspec.ValidationError as exc:
@@ -62,7 +62,7 @@ class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         worker_service(self.model, self.vllm_config, self.parallel_config.rank).handle(request)
 
     def finish_weight_update(self) -> None:
-        """Nothing to finish."""
+        """Do nothing: the write is complete."""
 
     def shutdown(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is no connection to close."""

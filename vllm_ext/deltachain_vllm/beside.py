@@ -1,7 +1,7 @@
-"""A sidecar of a vLLM server, over the routes that its development mode opens.
+"""A sidecar of a vLLM server, through the routes of the server's development mode.
 
-For servers without the endpoint plugin. Those routes ask nobody for a password, so the server must
-not be reachable by others.
+For servers without the endpoint plugin. These routes have no authentication, so the server must not
+be reachable by untrusted clients.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from deltachain_vllm import HANDLE
 from deltachain_vllm.compat import PAUSES, mode_in_doubt
 
 WAIT_S: Final = 3600.0
-"""Longest wait for an answer: attaching reads a whole model, and a pause may wait for requests."""
+"""Timeout of a request in seconds: attaching reads a whole model, and a pause may wait long."""
 
 
 class BesideEngine:
-    """See :class:`deltachain.replica.engine.Engine`.
+    """A vLLM server as :class:`deltachain.replica.engine.Engine`, through its HTTP routes.
 
     Args:
-        url: Of the server, on this host: plans are decoded once for its workers and this process.
-        pause: vLLM's pause mode.
+        url: URL of the server, on this host: plans are decoded once for its workers.
+        pause: Pause mode of vLLM.
         keep_cache: Whether cached prefixes outlive a swap.
     """
 
@@ -36,17 +36,17 @@ class BesideEngine:
         self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
-        """Call every worker."""
+        """Send a request to every worker, and return the replies."""
         body = {"method": HANDLE, "args": [encode(request)]}
         answer = self._ask("POST", "/collective_rpc", body)
         return [decode_reply(text) for text in answer["results"]]
 
     def is_paused(self) -> bool:
-        """Whether the scheduler is paused."""
+        """Return whether the scheduler is paused."""
         return bool(self._ask("GET", "/is_paused")["is_paused"])
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Pause the scheduler; cached prefixes go, unless kept."""
+        """Pause the scheduler; drop cached prefixes, unless they are kept."""
         self._doubted |= in_doubt
         clear = str(self._clear or self._doubted).lower()
         mode = mode_in_doubt(self._mode) if in_doubt else self._mode
@@ -57,7 +57,7 @@ class BesideEngine:
         self._ask("POST", "/resume")
 
     def name_version(self, version: int) -> None:
-        """Label tokens with this version; drop cached prefixes of older ones, unless kept."""
+        """Label tokens with this version; drop older cached prefixes, unless they are kept."""
         if self._clear or self._doubted:
             answer = self._ask("POST", "/reset_prefix_cache?reset_running_requests=true")
             if answer.get("success") is False:

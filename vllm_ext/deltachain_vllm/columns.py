@@ -1,7 +1,7 @@
-"""Packed linear layers, compared with columns of the weights that they were packed from.
+"""Comparison of packed linear layers with columns of their raw weights.
 
-What a row with a single one is multiplied to is a column of the weight, bit for bit: all else
-that is added is zero.
+The product of a row with a single one is a column of the weight, bit for bit: all other terms of
+the sum are zero.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltachain_vllm.compat import linears
 from deltachain_vllm.computing import WIDTHS
 
 COLUMNS: Final = 16
-"""How many columns of a layer are compared. Which ones is another choice each time."""
+"""Number of columns of a layer to compare; chosen anew each time."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ class Columns:
     """Columns of a weight before it was packed.
 
     Attributes:
-        chosen: int64 ``[columns]``, on the device of the weight.
-        width: How many columns there are.
-        values: ``[columns, rows]``, in the dtype of the weight.
+        chosen: Indices of the columns, int64 ``[columns]``, on the device of the weight.
+        width: Number of all columns of the weight.
+        values: Values of the chosen columns, ``[columns, rows]``, in the dtype of the weight.
     """
 
     chosen: Tensor
@@ -41,7 +41,7 @@ class Columns:
     values: Tensor
 
     def read(self, layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
-        """The same columns, as the packed layer multiplies by them."""
+        """Return the same columns from products of the packed layer."""
         count = len(self.chosen)
         rows = torch.zeros(count, self.width, dtype=self.values.dtype, device=self.values.device)
         rows[torch.arange(count, device=rows.device), self.chosen] = 1
@@ -51,9 +51,9 @@ class Columns:
 
 @contextmanager
 def compared(model: nn.Module) -> Iterator[None]:
-    """Compare what layers are packed into, while this is open, with what they are packed from.
+    """Compare layers that are packed while this is open with their raw weights.
 
-    Layers without a quantised weight alone, and not those that leave their weight to another layer.
+    Only layers without a quantised weight, except those that leave their weight to another layer.
 
     Raises:
         TensorMismatchError: A layer multiplies by another weight.
@@ -73,10 +73,9 @@ def compared(model: nn.Module) -> Iterator[None]:
 
 
 def is_compared(layer: Any) -> bool:  # noqa: ANN401 - a layer of vLLM
-    """Whether a layer multiplies by a packed weight alone, and adds its bias, any bits of it.
+    """Return whether a layer only multiplies by a packed weight, and adds its bias, any bits.
 
-    What it is packed from is compared whenever it is loaded, so it is not left to chance where the
-    packing puts each element.
+    The raw weight is compared at every load, which verifies where the packing puts elements.
     """
     if not _is_plain(layer):
         return False
@@ -94,7 +93,7 @@ def is_compared(layer: Any) -> bool:  # noqa: ANN401 - a layer of vLLM
         bias.data.copy_(torch.arange(bias.numel(), device=bias.device).remainder(241))
         added = layer.quant_method.apply(layer, torch.zeros_like(rows), bias)
         return bool(torch.equal(added.view(-1).float(), bias.data.float()))
-    except Exception:  # noqa: BLE001 - a layer that cannot be tried is not believed
+    except Exception:  # noqa: BLE001 - a layer that cannot be tested is not compared
         return False
     finally:
         for one, before in saved:
@@ -102,12 +101,12 @@ def is_compared(layer: Any) -> bool:  # noqa: ANN401 - a layer of vLLM
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is a linear one, or a head, whose weight is not quantised."""
+    """Return whether a layer is linear, or a head, and its weight is not quantised."""
     return isinstance(layer, linears()) and "Unquantized" in type(layer.quant_method).__name__
 
 
 def _process(method: Any, taken: dict[nn.Module, Columns], layer: nn.Module) -> None:  # noqa: ANN401
-    """Take columns of a raw weight, then let its method pack it."""
+    """Save columns of a raw weight, then let its method pack it."""
     columns = _take(getattr(layer, "weight", None))
     if columns is not None:
         taken[layer] = columns
@@ -115,7 +114,7 @@ def _process(method: Any, taken: dict[nn.Module, Columns], layer: nn.Module) -> 
 
 
 def _take(weight: object) -> Columns | None:
-    """Some columns of a weight, where its products are exact."""
+    """Return some columns of a weight; ``None`` if its products are not exact."""
     exact = [torch.bfloat16, torch.float16]
     if torch.get_float32_matmul_precision() == "highest":
         exact.append(torch.float32)
@@ -129,7 +128,7 @@ def _take(weight: object) -> Columns | None:
 
 
 def _some(width: int) -> Sequence[int]:
-    """Columns to compare, without a draw from anybody's random numbers."""
+    """Choose columns to compare, without a change to any shared random state."""
     drawn = torch.Generator()
     drawn.seed()
     return torch.randperm(width, generator=drawn)[:COLUMNS].tolist()
@@ -138,7 +137,7 @@ def _some(width: int) -> Sequence[int]:
 def _compare(name: str, layer: nn.Module, columns: Columns) -> None:
     try:
         found = columns.read(layer)
-    except Exception as exc:  # noqa: BLE001 - a layer that was not made to be tried alone
+    except Exception as exc:  # noqa: BLE001 - a layer that cannot be run by itself
         logger.debug("%s cannot be compared: %s", name, exc)
         return
     if found.shape != columns.values.shape or not torch.equal(
@@ -151,5 +150,5 @@ def _compare(name: str, layer: nn.Module, columns: Columns) -> None:
 
 
 def _normal(values: Tensor) -> Tensor:
-    """Values with zeros for subnormal ones, which products of bfloat16 on CPUs flush."""
+    """Replace subnormal values by zeros, as products of bfloat16 on CPUs do."""
     return values.masked_fill(values.abs() < torch.finfo(values.dtype).tiny, 0)

@@ -1,4 +1,4 @@
-"""Everything that may differ between versions of vLLM, and the range that was tested."""
+"""All code that may differ between versions of vLLM, and the range of tested versions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from deltachain.replica.engine_version import VersionRange
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 
 TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
-"""0.33 has no build for CPUs: what is used of it was imported and read, no test was run."""
+"""Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
 
 PAUSES: Final = ("keep", "wait", "abort")
-"""Pause modes: running requests go on afterwards, are waited for, or end early."""
+"""Pause modes: running requests continue afterwards, are waited for, or are aborted."""
 
 
 def check_version() -> str:
-    """The version of the vLLM that is installed.
+    """Return the version of the installed vLLM.
 
     Raises:
-        EngineVersionError: It was not tested.
+        EngineVersionError: This version was not tested.
     """
     import vllm  # noqa: PLC0415
 
@@ -34,16 +34,16 @@ def check_version() -> str:
 
 
 def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - vLLM's client
-    """Refuse a server with several engines, or with several processes that take its requests.
+    """Refuse a server with several engines, or with several processes that accept requests.
 
-    Those come with the engines, unless their number was given: the engines are told of first.
+    Several engines imply several such processes by default, so the engines are reported first.
 
     Args:
-        client: Of the server.
-        arguments: Of its command line.
+        client: Client of the server's engine.
+        arguments: Arguments of the server's command line.
 
     Raises:
-        ConfigError: This server has them.
+        ConfigError: The server has several engines or front ends.
     """
     parallel = getattr(getattr(client, "vllm_config", None), "parallel_config", None)
     engines = getattr(parallel, "data_parallel_size", 1)
@@ -61,10 +61,10 @@ def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - v
 
 
 def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
-    """The layerwise reload that comes with vLLM.
+    """Return vLLM's module for layerwise reloads.
 
     Raises:
-        EngineVersionError: This vLLM has none that we know.
+        EngineVersionError: This vLLM has no known one.
     """
     try:
         from vllm.model_executor.model_loader.reload import layerwise as module  # noqa: PLC0415
@@ -74,11 +74,11 @@ def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
 
 
 _REMEMBERS: Final = "deltachain_remembers"
-"""An attribute of a loader's method that records what it loaded."""
+"""Attribute that marks a loader's method as hooked."""
 
 
 def remember_loaded() -> None:
-    """Have vLLM's loaders record what a model holds before it runs; again changes nothing."""
+    """Hook vLLM's loaders, to record a model's members before it runs; idempotent."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
 
     original = BaseModelLoader.load_model
@@ -96,7 +96,7 @@ def remember_loaded() -> None:
 
 
 def linears() -> tuple[type, ...]:
-    """Classes of layers that multiply by a parameter called ``weight``."""
+    """Return the classes of layers that multiply by a parameter ``weight``."""
     from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
     from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: PLC0415
         VocabParallelEmbedding,
@@ -106,7 +106,7 @@ def linears() -> tuple[type, ...]:
 
 
 def experts() -> type:
-    """The class of layers that hold the weights of routed experts."""
+    """Return the class of layers with the weights of routed experts."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: PLC0415
 
     found: type = RoutedExperts
@@ -114,19 +114,19 @@ def experts() -> type:
 
 
 def allow_tiles() -> None:
-    """Ask Linux for AMX, as vLLM's kernels do on a way to their first use; without, it kills us.
+    """Request AMX from Linux, which kills processes that use it without a request.
 
-    What experts compute may be tried before the engine has run a single step.
+    vLLM's kernels request it in their own first step, but experts may be tested before that.
     """
     if hasattr(torch.cpu, "_init_amx") and torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
 
 
 def own_loader(tensor: Any) -> None:  # noqa: ANN401 - with attributes of vLLM's
-    """Give a tensor the loader that a reload put its own in front of.
+    """Give a tensor back the loader that a reload wrapped in its own.
 
-    vLLM takes it away where something was loaded. Left there, it drops whatever it is given. It is
-    put before functions only: a loader without a name, such as a partial one, is a tensor's own.
+    vLLM removes its wrapper only if something was loaded; a remaining one drops its input. Only
+    functions are wrapped: a loader without a name, such as a partial, is the tensor's own.
     """
     if hasattr(getattr(tensor, "weight_loader", None), "__name__"):
         loader = layerwise()._get_original_loader(tensor)
@@ -135,30 +135,30 @@ def own_loader(tensor: Any) -> None:  # noqa: ANN401 - with attributes of vLLM's
 
 
 UNRECORDED: Final = frozenset({"bias"})
-"""Parameters that vLLM's record of how a layer was created leaves out."""
+"""Parameters missing in vLLM's record of a layer's creation."""
 
 
 def left_alone() -> frozenset[str]:
-    """Parameters and buffers that vLLM's reload leaves as they are: ``bias``, tables of experts."""
+    """Return names of parameters and buffers that vLLM's reload skips: ``bias``, expert tables."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS  # noqa: PLC0415
 
     return frozenset(SKIP_TENSORS)
 
 
 _MADE_ONCE: Final = ("moe_kernel", "moe_quant_config")
-"""What a method for experts makes when it first acts. While it is there, raw weights are taken for
-packed ones."""
+"""Attributes that a method for experts creates at its first post-load processing. While they exist,
+raw weights are taken for packed ones."""
 
 
 def acts_last(layer: nn.Module) -> bool:
-    """Whether a layer acts after loading when all others have."""
+    """Return whether a layer is processed after all others."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer  # noqa: PLC0415
 
     return bool(is_deferred_attention_layer(layer))
 
 
 def process(layer: nn.Module) -> None:
-    """Let the method of a layer act after loading, if it has one."""
+    """Run the post-load processing of a layer's method, if it has one."""
     from vllm.model_executor.layers.quantization.base_config import (  # noqa: PLC0415
         QuantizeMethodBase,
     )
@@ -172,9 +172,9 @@ def process(layer: nn.Module) -> None:
 
 @contextmanager
 def as_before_processing(layer: nn.Module) -> Iterator[None]:
-    """Make the method of a layer forget that it acted; what it made the first time is put back.
+    """Reset the state of a layer's method to before processing; restore its first state at the end.
 
-    Kernels of experts hold no weights but parameters of the layer, which stay where they are.
+    Kernels of experts hold no weights except parameters of the layer, which keep their memory.
     """
     layer.__dict__.pop("_already_called_process_weights_after_loading", None)
     method = getattr(layer, "quant_method", None)
@@ -188,27 +188,27 @@ def as_before_processing(layer: nn.Module) -> Iterator[None]:
 
 
 def raw_dtype(layer: nn.Module, parameter: Tensor) -> torch.dtype:
-    """The dtype that a parameter was created with: CPUs widen biases of small layers."""
+    """Return the original dtype of a parameter: on CPUs, biases of small layers are widened."""
     found = getattr(layer, "params_dtype", None)
     return found if isinstance(found, torch.dtype) else parameter.dtype
 
 
 def mode_in_doubt(mode: str) -> str:
-    """The pause mode for weights that nothing more may be generated with."""
+    """Return the pause mode for untrusted weights, which must not generate any more tokens."""
     return "keep" if mode == "wait" else mode
 
 
 async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401 - vLLM's client
-    """Pause the scheduler, and return once it stands still.
+    """Pause the scheduler, and return once it has stopped.
 
-    vLLM's own ``pause_generation`` does this and then sleeps for 20 ms, so that those who wait for
-    requests that it aborted are answered first. Nothing here waits for them, and the sleep was
-    half of all that a swap took in a server.
+    vLLM's own ``pause_generation`` does this and then sleeps for 20 ms, so that clients of aborted
+    requests get their replies first. That is not needed here, and the sleep was half of the time of
+    a swap in a server.
 
     Args:
         client: vLLM's ``AsyncLLM``, or any other ``EngineClient``.
-        mode: One of vLLM's.
-        clear: Whether cached prefixes go.
+        mode: Pause mode of vLLM.
+        clear: Whether to drop cached prefixes.
     """
     scheduler = getattr(getattr(client, "engine_core", None), "pause_scheduler_async", None)
     front = getattr(getattr(client, "renderer", None), "clear_mm_cache_async", None)

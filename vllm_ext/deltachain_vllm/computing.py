@@ -1,4 +1,4 @@
-"""What single layers of vLLM compute from a fixed input, whatever they made of their weights."""
+"""Outputs of single vLLM layers for a fixed input, whatever the form of their weights."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from deltachain.replica.layout.members import tensors_in
 from deltachain_vllm.compat import acts_last, allow_tiles, experts, linears
 
 WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")
-"""Attributes that say how many columns this rank's share of a layer has."""
+"""Attributes with the number of columns of this rank's share of a layer."""
 
 logger = logging.getLogger(__name__)
 
 
 def computed(layer: nn.Module) -> Tensor | None:
-    """What a linear layer, a head or experts compute; ``None`` where a layer cannot be tried."""
+    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run."""
     try:
         with torch.no_grad():
             if isinstance(layer, experts()):
                 return _with_others(_of_experts(layer), layer, ("w13_", "w2_"))
             if isinstance(layer, linears()):
                 return _with_others(_of_linear(layer), layer, ("weight", "bias"))
-    except Exception as exc:  # noqa: BLE001 - then its tensors must speak for it
+    except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None
 
 
 def _with_others(output: Tensor | None, layer: nn.Module, used: tuple[str, ...]) -> Tensor | None:
-    """An output, and what a plain layer keeps for others, as a gate does for its router."""
+    """Return an output with the tensors that a plain layer keeps for others, such as its router."""
     if output is None or "Unquantized" not in type(getattr(layer, "quant_method", None)).__name__:
         return output
     held = {**layer._parameters, **layer._buffers}
@@ -43,9 +43,9 @@ def _with_others(output: Tensor | None, layer: nn.Module, used: tuple[str, ...])
 def taken_over(
     layers: Mapping[str, nn.Module], modules: Mapping[str, nn.Module]
 ) -> dict[str, Tensor]:
-    """What attention layers made of the weight of a linear layer that they left without one.
+    """Return the tensors that attention layers made from the weight taken from a linear layer.
 
-    So it is for latent attention on CPUs with AMX: it computes in the place of its ``kv_b_proj``.
+    Latent attention on CPUs with AMX does so: it computes in place of its ``kv_b_proj``.
     """
     empty = {
         layer: name
@@ -67,7 +67,7 @@ def _has_no_weight(layer: nn.Module) -> bool:
 
 
 def _waits(layer: nn.Module) -> bool:
-    """Whether a layer was told to leave its weight to another."""
+    """Return whether a layer is configured to leave its weight to another."""
     return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
 
 
@@ -86,7 +86,7 @@ def _of_linear(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of vLLM
 
 
 def _of_experts(layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
-    """One row for each expert of this rank, whatever the router would have chosen."""
+    """Return outputs for one row per expert of this rank, regardless of the router's choice."""
     allow_tiles()
     weight = layer.w13_weight
     local = _local_experts(layer)
@@ -111,14 +111,14 @@ def _local_experts(layer: Any) -> list[int]:  # noqa: ANN401 - a layer of vLLM
 
 
 def _rows(count: int, width: int, dtype: torch.dtype, like: Any) -> Tensor:  # noqa: ANN401
-    """Rows without a zero, all different."""
+    """Return rows without zeros, all different."""
     device = like.device if isinstance(like, Tensor) else None
     row = torch.linspace(0.5, 1.5, count * width, device=device).to(dtype)
     return row.view(count, width)
 
 
 def _dtype(layer: Any, weight: object) -> torch.dtype | None:  # noqa: ANN401
-    """Of what a layer is given: its weight's own where it is not quantised."""
+    """Return the dtype of a layer's input: the dtype of its weight, if not quantised."""
     if isinstance(weight, Tensor) and weight.dtype in (
         torch.float32,
         torch.float16,

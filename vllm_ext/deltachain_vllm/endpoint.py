@@ -1,4 +1,4 @@
-"""``/v1/deltachain/*`` in a vLLM server."""
+"""Routes ``/v1/deltachain/*`` of a vLLM server."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ PREFIX: Final = "/v1/deltachain"
 
 
 class EndpointPlugin:
-    """Entry point of ``vllm.endpoint_plugins``; vLLM makes it in the API server."""
+    """Entry point of ``vllm.endpoint_plugins``; vLLM creates it in the API server."""
 
     name: Final = "deltachain_http"
     required_tasks: Final = None
 
     def attach_router(self, app: FastAPI) -> None:
-        """Called once, after the server's own routes are on its ``app``."""
+        """Add the routes; called once, after the server's own routes are in its ``app``."""
         app.include_router(router, prefix=PREFIX)
         attach_sleep(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
-        """Called once when the engine is up: catch up, before the server takes requests."""
+        """Catch up before the server accepts requests; called once, when the engine is up."""
         speak()
         loop = asyncio.get_running_loop()
         keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
-        has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM takes no empty key
+        has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM ignores empty keys
         state.deltachain = await lead(
             lambda settings: _engine(engine_client, loop, settings, args),
             os.environ,

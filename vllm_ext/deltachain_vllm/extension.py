@@ -18,7 +18,7 @@ from deltachain_vllm.model import VllmModel
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
 
 _SERVICES: Final = RankServices()
-"""Of this process: the worker and its weight-transfer backend share nothing but the model."""
+"""Services of this process: a worker and its weight-transfer backend share only the model."""
 
 
 def worker_service(
@@ -27,15 +27,15 @@ def worker_service(
     rank: int,
     draft: nn.Module | None = None,
 ) -> RankService:
-    """The RPC service of a worker, which its extension and its backend share."""
+    """Return the RPC service of a worker, shared by its extension and its backend."""
     wrap = partial(VllmModel, model, config, draft)
     return _SERVICES.of(model, wrap, rank, RankSettings.of(os.environ))
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker, called by ``collective_rpc``. None of them raises.
+    """Methods that vLLM adds to its worker, called by ``collective_rpc``; none of them raises.
 
-    A worker that raises misaligns every later reply of its neighbours.
+    An exception in one worker misaligns every later reply of the others.
     """
 
     def deltachain_handle(self, request: str) -> str:
@@ -52,13 +52,13 @@ class WorkerExtension:
         return encode(reply)
 
     def deltachain_settle(self) -> None:
-        """Wait until no thread of ours reads this rank's weights, before they are released."""
+        """Wait until no deltachain thread reads this rank's weights, before they are released."""
         worker: Any = self
         _SERVICES.settle(worker.model_runner.get_model())
 
 
 def has_extension(named: str) -> bool:
-    """Whether a worker extension is ours, or a subclass."""
+    """Return whether a worker extension is :class:`WorkerExtension`, or a subclass."""
     module, _, name = named.rpartition(".")
     found = getattr(import_module(module), name, None) if module else None
     return isinstance(found, type) and issubclass(found, WorkerExtension)

@@ -1,4 +1,4 @@
-"""One vLLM worker's model, as deltachain asks for it."""
+"""Adapter of one vLLM worker's model to deltachain's interface."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 
 
 def checkpoint_of(config: VllmConfig) -> Path:
-    """The folder that vLLM loads, in the Hub's cache where it is named by repository."""
+    """Return the folder that vLLM loads; for a repository name, its folder in the Hub's cache."""
     model = config.model_config
     cache = config.load_config.download_dir
     return named_folder(str(model.model), revision=model.revision, cache=cache)
 
 
 class VllmModel:
-    """See :class:`deltachain.replica.engine.EngineModel`.
+    """A worker's model as :class:`deltachain.replica.engine.EngineModel`.
 
     Args:
-        model: As vLLM loaded it.
-        config: The worker's.
-        draft: The model that drafts tokens for it, if there is one. Nothing is loaded into it.
+        model: Model as vLLM loaded it.
+        config: Configuration of the worker.
+        draft: Model that drafts tokens for it, if any; nothing is loaded into it.
 
     Raises:
         EngineVersionError: This vLLM was not tested.
@@ -59,11 +59,11 @@ class VllmModel:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder that vLLM loaded."""
+        """Folder of the checkpoint that vLLM loaded."""
         return checkpoint_of(self.config)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Every module, those that only a draft model has below ``draft``."""
+        """Return every module; those only in a draft model have names below ``draft``."""
         found = dict(self.model.named_modules())
         if self.draft is not None:
             known = set(found.values())
@@ -72,7 +72,7 @@ class VllmModel:
         return found
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Every live tensor but the KV cache."""
+        """Return every live tensor except the KV cache."""
         return {
             f"{name}.{path}" if name else path: tensor
             for name, module in self.modules().items()
@@ -81,17 +81,17 @@ class VllmModel:
         }
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
-        """The model's own ``load_weights``."""
+        """Call the model's own ``load_weights``."""
         with set_current_vllm_config(self.config):
             return self.model.load_weights(tensors)  # type: ignore[operator]
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See :mod:`deltachain_vllm.reloading`."""
+        """Reload whole layers; see :mod:`deltachain_vllm.reloading`."""
         with self._as_when_loading(), compared(self.model):
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """See :mod:`deltachain_vllm.repacking`."""
+        """Load and pack layers from nothing; see :mod:`deltachain_vllm.repacking`."""
         known = dict(self.model.named_modules())
         mine = [name for name in layers if name in known]
         with self._as_when_loading(), compared(self.model):
@@ -109,14 +109,14 @@ class VllmModel:
             yield
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """Load meta tensors into a meta copy of every layer, as it was before it was packed."""
+        """Find layers by loading meta tensors into a meta copy of each layer before packing."""
         with self._as_before_loading() as owners, set_current_vllm_config(self.config):
             mine = dict(self.model.named_modules())
             return layers_of(self.model.load_weights, names, owners, mine)  # type: ignore[arg-type]
 
     @contextmanager
     def _as_before_loading(self) -> Iterator[Owners]:
-        """Every layer as it was before loading, most of it on the meta device; whose is what."""
+        """Reset every layer to before loading, mostly on the meta device; yield tensor owners."""
         steps = layerwise()
         kept = Members(self.model.modules())
         owner: dict[int, str] = {}
@@ -133,21 +133,21 @@ class VllmModel:
             kept.put_back()
 
     def processed(self) -> frozenset[str]:
-        """Layers that have something to do after loading."""
+        """Return the layers with post-load processing."""
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        """Of the model itself; what a draft model makes is not known."""
+        """Return tensors created by running, without a draft model's, which are unknown."""
         return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:
-        """See :class:`EngineModel`; linear layers alone."""
+        """Return whether a layer is plain; only linear layers can be."""
         found = self.model.get_submodule(layer)
         with set_current_vllm_config(self.config), torch.no_grad():
             return isinstance(found, linears()) and (is_plain(found) or is_compared(found))
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """See :mod:`deltachain_vllm.computing`."""
+        """Return the outputs of layers; see :mod:`deltachain_vllm.computing`."""
         modules = self.modules()
         with set_current_vllm_config(self.config):
             outputs = {n: computed(m) for n, m in modules.items() if n in layers}
@@ -156,6 +156,6 @@ class VllmModel:
 
 
 def _known(owner: Mapping[int, str], tensor: Tensor) -> frozenset[str]:
-    """The layer that a tensor's storage belongs to."""
+    """Return the layer that a tensor's storage belongs to."""
     found = owner.get(storage_id(tensor))
     return frozenset() if found is None else frozenset([found])

@@ -1,4 +1,4 @@
-"""Following a chain inside vLLM's offline ``LLM``: no server, no HTTP."""
+"""Subscription of vLLM's offline ``LLM`` to a chain, without server or HTTP."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class OfflineEngine:
-    """See :class:`deltachain.replica.engine.Engine`. Between two ``generate`` calls nothing runs.
+    """An offline ``LLM`` as :class:`deltachain.replica.engine.Engine`; idle between its calls.
 
     Args:
-        llm: Made with ``worker_extension_cls="deltachain_vllm.WorkerExtension"``.
+        llm: ``LLM`` created with ``worker_extension_cls="deltachain_vllm.WorkerExtension"``.
     """
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
-        """Call every worker."""
+        """Send a request to every worker, and return the replies."""
         try:
             texts = self.llm.collective_rpc(HANDLE, args=(encode(request),))
         except Exception as exc:
@@ -37,7 +37,7 @@ class OfflineEngine:
         return [decode_reply(text) for text in texts]
 
     def is_paused(self) -> bool:
-        """False: nothing is generated between two calls."""
+        """Return false: nothing is generated between two ``generate`` calls."""
         return False
 
     def pause(self, *, in_doubt: bool = False) -> None:
@@ -47,20 +47,20 @@ class OfflineEngine:
         """Do nothing: see ``is_paused``."""
 
     def name_version(self, version: int) -> None:
-        """Name the version, and drop every cached prefix."""
+        """Record the version, and drop every cached prefix."""
         if not self.llm.reset_prefix_cache():
             raise ApplyError("the prefix cache could not be reset", version=version)
         self.llm.llm_engine.set_weight_version(str(version))
 
 
 def subscribe(llm: LLM, config: SubscribeConfig | str) -> Subscriber:
-    """A subscriber whose target is an offline ``LLM``.
+    """Return a subscriber whose target is an offline ``LLM``.
 
     >>> llm = LLM(model, worker_extension_cls="deltachain_vllm.WorkerExtension")  # doctest: +SKIP
     >>> deltachain_vllm.subscribe(llm, "s3://bucket/run").update()                # doctest: +SKIP
 
     Raises:
-        ConfigError: The ``LLM`` was made without the extension.
+        ConfigError: The ``LLM`` was created without the extension.
     """
     parallel = llm.llm_engine.vllm_config.parallel_config
     if not has_extension(parallel.worker_extension_cls):

@@ -1,4 +1,4 @@
-"""vLLM's own layerwise reload, held to the layers that something is loaded into."""
+"""vLLM's own layerwise reload, limited to layers that tensors are loaded into."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import nn
 from deltachain_vllm.compat import acts_last, layerwise, own_loader, process
 
 NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
-"""Warns of every layer that a partial reload leaves alone."""
+"""Logger that warns of every layer without loaded tensors in a partial reload."""
 
 
 def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  # noqa: ANN401
-    """Reload layer by layer, as vLLM does; if it fails, no layer is left half loaded.
+    """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded.
 
     Args:
-        model: Not in use meanwhile.
-        load: Calls the model's own loader.
-        config: vLLM's, of the model.
+        model: Model of the worker; not in use meanwhile.
+        load: Function that calls the model's own loader.
+        config: vLLM's configuration of the model.
     """
     steps = layerwise()
     with _silent(), _finished(model, steps):
@@ -38,13 +38,13 @@ def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  
 
 
 def _is_touched(steps: Any, layer: nn.Module) -> bool:  # noqa: ANN401
-    """Whether anything was loaded into a layer; one that is done waits for nothing any more."""
+    """Return whether any tensor was loaded into a layer, including finished layers."""
     info = steps.get_layerwise_info(layer)
     return not info.can_load() or info.load_numel > 0
 
 
 def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
-    """Pack layers whose parameter is one of a reloaded layer again: nothing is loaded into them."""
+    """Pack layers tied to a reloaded layer again, since no tensors are loaded into them."""
     held = {_at(p) for layer in touched for p in layer._parameters.values()} - {0}
     for layer in model.modules():
         if layer not in touched and any(_at(p) in held for p in layer._parameters.values()):
@@ -68,7 +68,7 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
-    """End a reload that stopped in the middle; nothing is left to do after one that did not."""
+    """Clean up an interrupted reload at the end; do nothing after a complete one."""
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
 
 
 def _abandon(steps: Any, layer: nn.Module) -> None:  # noqa: ANN401
-    """Have a layer hold what it held before the reload began, its bias with its own loader."""
+    """Restore the members of a layer from before the reload, and its bias with its own loader."""
     info = steps.get_layerwise_info(layer)
     if not info.can_load():
         return

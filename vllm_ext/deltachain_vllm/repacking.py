@@ -1,8 +1,8 @@
-"""Layers brought back to what they were before they were packed, loaded, and packed once more.
+"""Repacking of layers: reset them to before packing, load them, and pack them again.
 
-vLLM records how every layer was created (``reload/layerwise.py``). That and its own methods are all
-that is used here: raw tensors are made as recorded, the model's loader fills them, and what acts
-after loading acts again, from the state in which it acted for the first time.
+vLLM records how every layer was created (``reload/layerwise.py``). Only this record and vLLM's own
+methods are used here: raw tensors are created as recorded, the model's loader fills them, and
+post-load processing runs again, from the state in which it ran first.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from deltachain_vllm.compat import (
 )
 
 Member: TypeAlias = tuple[nn.Module, str]
-"""A module, and the name of a parameter of its own."""
+"""A module, and the name of one of its own parameters."""
 
 
 def repack(
     model: nn.Module, layers: Iterable[str], load: Callable[[], object], dtype: torch.dtype
 ) -> None:
-    """Load into raw layers and pack them; new tensors are then where their old ones were.
+    """Load into raw layers and pack them; new tensors then take the places of the old ones.
 
     Args:
-        model: Not in use meanwhile.
-        layers: By name. Others that share a parameter with one of them are packed again as well,
-            and what is made of theirs is; such layers keep their tensors.
-        load: Calls the model's own loader.
-        dtype: Of activations.
+        model: Model of the worker; not in use meanwhile.
+        layers: Names of the layers. Others that share a parameter with one of them are packed again
+            as well, and so are tensors made from theirs; such layers keep their tensors.
+        load: Function that calls the model's own loader.
+        dtype: Dtype of activations.
     """
     every = list(model.modules())
     chosen = {model.get_submodule(name) for name in layers}
@@ -78,7 +78,7 @@ def _process(layers: Iterable[nn.Module]) -> None:
 
 
 def _ties(every: Iterable[nn.Module], raw: list[nn.Module]) -> dict[Member, Member]:
-    """Parameters that share their elements with one that is made anew, and which that is."""
+    """Return parameters that share elements with a new one, each with that new one."""
     first = {_at(p): (layer, n) for layer in reversed(raw) for n, p in reversed(_recorded(layer))}
     first.pop(0, None)
     return {
@@ -94,13 +94,13 @@ def _recorded(layer: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
 
 
 def _at(tensor: Tensor | None) -> int:
-    """Where a tensor's elements are; 0 where there are none."""
+    """Return the address of a tensor's elements; 0 if there are none."""
     return tensor.data_ptr() if tensor is not None and tensor.numel() and not tensor.is_meta else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A buffer that was created as a view of a parameter of the same module or of one within it."""
+    """A buffer created as a view of a parameter of the same module or of a submodule."""
 
     holder: nn.Module
     name: str
@@ -109,13 +109,13 @@ class _View:
     shape: torch.Size
 
     def make(self) -> None:
-        """Have it view what the parameter is now."""
+        """Make it a view of the present parameter."""
         raw = self.owner.get_parameter(self.parameter)
         self.holder.register_buffer(self.name, raw.data.view(self.shape), persistent=False)
 
 
 def _views(holder: nn.Module, chosen: set[nn.Module]) -> Iterator[_View]:
-    """Buffers of a module that view a parameter of a chosen one: those that are not recorded."""
+    """Yield unrecorded buffers of a module, which view a parameter of a chosen one."""
     recorded = layerwise().get_layerwise_info(holder).restore_metadata[1]
     for name in holder._non_persistent_buffers_set - recorded.keys() - left_alone():
         buffer = holder._buffers.get(name)
@@ -132,7 +132,7 @@ def _views(holder: nn.Module, chosen: set[nn.Module]) -> Iterator[_View]:
 
 
 def _make_raw(layer: nn.Module) -> None:
-    """Give a layer the tensors that it was created with; zeros, but for buffers and its bias."""
+    """Give a layer its original tensors, all zeros except buffers and its bias."""
     reload = layerwise()
     info = reload.get_layerwise_info(layer)
     buffers = dict(layer._buffers)
@@ -153,7 +153,7 @@ def _make_raw(layer: nn.Module) -> None:
 
 
 def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """The same numbers, with everything else that a parameter has, its loader included."""
+    """Copy a parameter's numbers and all its attributes, its loader included."""
     raw: Any = parameter.data.to(dtype, copy=True)
     raw.__class__ = parameter.__class__
     raw.__dict__ = parameter.__dict__.copy()
@@ -163,14 +163,14 @@ def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _make_scales(layer: nn.Module) -> None:
-    """Give an attention layer what scales of keys and values are loaded into, as a reload does."""
+    """Give an attention layer its parameters for key and value scales, as a reload does."""
     method = getattr(layer, "quant_method", None)
     if method is not None:
         method.create_weights(layer)
 
 
 def _put_aliases_back(layer: nn.Module, buffers: Mapping[str, Tensor | None]) -> None:
-    """Give a layer its views back: they are not recorded, and so were not made."""
+    """Restore a layer's views, which are not recorded and so were not created."""
     for name, buffer in buffers.items():
         if name not in layer._buffers and not hasattr(layer, name):
             layer.register_buffer(name, buffer, persistent=False)

@@ -1,4 +1,4 @@
-"""Scales that kernels read where they lay when a weight was packed, and do not own."""
+"""Lifetime of scales that kernels read from their address at packing time, but do not own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 OPS: Final = "vllm._custom_ops"
 CREATE: Final = "create_onednn_scaled_mm"
-"""Packs a weight of eight bits for CPUs without AMX. oneDNN is given the address of its scales."""
+"""Operation that packs an eight-bit weight for CPUs without AMX; oneDNN gets its scales' address.
+"""
 
 
 @contextmanager
 def owned() -> Iterator[None]:
-    """Have what is packed while this is open keep its scales: a reload drops them once copied."""
+    """Keep the scales of weights packed while this is open: a reload drops them once copied."""
     ops: Any = import_module(OPS)
     create = getattr(ops, CREATE, None)
     if create is None:

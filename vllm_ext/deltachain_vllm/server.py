@@ -1,4 +1,4 @@
-"""A vLLM server as the leader of its ranks: the engine client, asked from the leader's thread."""
+"""A vLLM server as an engine: its asynchronous client, called from the leader's thread."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _T = TypeVar("_T")
 
 
 class VllmEngine:
-    """See :class:`deltachain.replica.engine.Engine`; called from any thread but the loop's.
+    """A vLLM server as :class:`deltachain.replica.engine.Engine`; not for the loop's own thread.
 
     Args:
-        client: The server's.
-        loop: The one that the client lives on.
-        settings: Of this replica.
+        client: Engine client of the server.
+        loop: Event loop of the client.
+        settings: Settings of the replica.
 
     Raises:
-        ConfigError: The server was started in a way that deltachain cannot work with.
+        ConfigError: deltachain does not support the server's configuration.
         EngineVersionError: This vLLM was not tested.
 
     Attributes:
-        asleep: Whether its weights are released.
+        asleep: Whether the weights are released.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class VllmEngine:
         self._clear, self._doubted = not settings.keep_cache, False
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
-        """Call every worker; a swap goes through vLLM's own update session if that is configured.
+        """Send a request to every worker, a swap in vLLM's own update session if configured.
 
         Raises:
-            PartialApplyError: Another client has an update session open; nothing was written.
-            ApplyError: The server has released its weights, or does not answer.
+            PartialApplyError: Another client has an open update session; nothing was written.
+            ApplyError: The server has released its weights, or does not reply.
         """
         if self.asleep:
             raise ApplyError("the engine has released its weights", hint="POST /wake_up wakes it")
@@ -80,11 +80,11 @@ class VllmEngine:
         return replies
 
     def is_paused(self) -> bool:
-        """Whether the scheduler is paused."""
+        """Return whether the scheduler is paused."""
         return bool(self._wait(self._client.is_paused()))
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Pause the scheduler in the mode of this replica; cached prefixes go, unless kept."""
+        """Pause the scheduler in the replica's mode; drop cached prefixes, unless they are kept."""
         self._doubted |= in_doubt
         mode = mode_in_doubt(self.mode) if in_doubt else self.mode
         self._wait(pause(self._client, mode, clear=self._clear or self._doubted))
@@ -94,7 +94,7 @@ class VllmEngine:
         self._wait(self._client.resume_generation())
 
     def name_version(self, version: int) -> None:
-        """Label tokens with this version; drop cached prefixes of older ones, unless kept."""
+        """Label tokens with this version; drop older cached prefixes, unless they are kept."""
         self._wait(self._name(version))
 
     def fall_asleep(self) -> None:
@@ -113,7 +113,7 @@ class VllmEngine:
             raise PartialApplyError(f"vLLM opened no update session: {exc}") from exc
         fields = msgspec.structs.asdict(request)
         await self._client.update_weights(WeightTransferUpdateRequest(update_info=fields))
-        # Each call of its own would be another round trip in which nothing is generated.
+        # Separate calls would each add a round trip in which nothing is generated.
         last = LastSwapRequest(leader=request.leader, sequence=request.sequence)
         texts, _ = await asyncio.gather(self._send(last), self._client.finish_weight_update())
         return texts
@@ -139,7 +139,7 @@ class VllmEngine:
             return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
         except ApplyError:
             raise
-        except Exception as exc:  # vLLM raises plain exceptions, a dead engine's among them
+        except Exception as exc:  # vLLM raises plain exceptions, also for a dead engine
             raise ApplyError(f"the engine did not answer: {exc}") from exc
 
 

@@ -1,8 +1,8 @@
-"""A vLLM server that is put to sleep, and what must be true before it is ready again.
+"""Sleep and wake-up of a vLLM server, and the checks before it is ready again.
 
-vLLM's routes for that are replaced by ours around them, as its endpoint plugins may. At level 1 it
-moves weights to the host and forgets its cache, at level 2 it forgets both; at level 0 it generates
-nothing. What weights hold once it is awake is not known.
+vLLM's routes for them are wrapped by deltachain's, as endpoint plugins may do. At level 1 vLLM
+moves weights to the host and drops its cache, at level 2 it drops both; at level 0 it only stops
+generating. The content of weights after a wake-up is unknown.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from deltachain.replica.leader import Leader
 WEIGHTS: Final = "weights"
 CACHE: Final = "kv_cache"
 SCHEDULING: Final = "scheduling"
-"""What vLLM calls what sleeps."""
+"""vLLM's tag for its scheduler."""
 
 Endpoint = Callable[..., Awaitable[Any]]
 
 
 def attach_sleep(app: FastAPI) -> None:
-    """Go around the routes that put the server to sleep and wake it, where it has them."""
+    """Wrap the routes that put the server to sleep and wake it, if it has them."""
     around: dict[str, Callable[[Endpoint], Endpoint]] = {
         "/sleep": _sleeping,
         "/release_kv_cache_memory": _releasing,
@@ -42,12 +42,12 @@ def attach_sleep(app: FastAPI) -> None:
 
 
 def slept(level: int) -> frozenset[str]:
-    """What sleeps at a level."""
+    """Return the tags that sleep at a level."""
     return frozenset({WEIGHTS, CACHE}) if level > 0 else frozenset({SCHEDULING})
 
 
 def woken(tags: list[str]) -> frozenset[str]:
-    """What a request wakes; all, where it has no tags. With the last of the rest, scheduling is."""
+    """Return the tags that a request wakes; all if it has none. The last also wakes scheduling."""
     return frozenset(tags or (WEIGHTS, CACHE, SCHEDULING))
 
 
@@ -74,7 +74,7 @@ def _waking(original: Endpoint) -> Endpoint:
         control = _control(raw_request)
         if control is not None:
             kinds = woken(raw_request.query_params.getlist("tags"))
-            with suppress(DeltaChainError, HTTPException):  # what its status then tells
+            with suppress(DeltaChainError, HTTPException):  # the error is part of its status
                 await control.run(lambda leader: _wake(leader, kinds), None, "update")
         return found
 
@@ -82,7 +82,7 @@ def _waking(original: Endpoint) -> Endpoint:
 
 
 async def _asleep(request: Request, kinds: frozenset[str], rest: Awaitable[Any]) -> Any:  # noqa: ANN401
-    """Be unready, then let vLLM do the rest; ready as before if it does not."""
+    """Become unready, then let vLLM do the rest; restore readiness if that fails."""
     control = _control(request)
     if control is not None:
         await control.run(lambda leader: _sleep(leader, kinds), None)
@@ -107,7 +107,7 @@ def _wake(leader: Leader, kinds: frozenset[str]) -> None:
         engine.asleep = False
     wake_up(leader, kinds, WEIGHTS)
     if not leader.released & {WEIGHTS, CACHE}:
-        leader.released = frozenset()  # vLLM then schedules again, whatever the tags
+        leader.released = frozenset()  # vLLM then schedules again, regardless of the tags
 
 
 def _control(request: Request) -> Control | None:

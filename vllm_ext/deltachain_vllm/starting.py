@@ -1,4 +1,4 @@
-"""What can be known of a server before it loads anything: whether it will have a leader at all."""
+"""Checks before a server loads anything: whether it will have a leader."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from deltachain.errors import ConfigError
 from deltachain_vllm.compat import check_version
 
 ROUTES: Final = "deltachain_http"
-"""Our endpoint plugin, as ``VLLM_PLUGINS`` names it."""
+"""Name of deltachain's endpoint plugin in ``VLLM_PLUGINS``."""
 
 logger = logging.getLogger(__name__)
 
 
 def check_start() -> None:
-    """End a server that was told to follow a chain, and that would start without a leader.
+    """Exit if this server is configured to follow a chain, but would start without a leader.
 
     Raises:
-        SystemExit: The log says why.
+        SystemExit: There would be no leader; the reason is logged.
     """
     try:
         if is_server(sys.argv):
@@ -38,22 +38,22 @@ def check_start() -> None:
 
 
 def is_server(command: Sequence[str]) -> bool:
-    """Whether a command line starts a server that takes requests."""
+    """Return whether a command line starts a server that accepts requests."""
     if "--headless" in command:
-        return False  # another node's server does
+        return False  # the server runs on another node
     program = PurePath(command[0]).name if command else ""
     serves = program in ("vllm", "main.py") and [*command[1:2]] == ["serve"]
     return serves or program == "api_server.py"
 
 
 def check_plugins(named: str) -> None:
-    """Refuse a server whose vLLM does not load our routes: the leader comes with them.
+    """Refuse a server whose vLLM does not load deltachain's routes, which bring the leader.
 
     Args:
-        named: ``VLLM_PLUGINS``; endpoint plugins are loaded only where it names them.
+        named: Value of ``VLLM_PLUGINS``; endpoint plugins are loaded only if listed there.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The routes are not listed.
     """
     if ROUTES not in named.split(","):
         raise ConfigError(

@@ -13,7 +13,7 @@ def components(
     links: Mapping[str, frozenset[str]],
     together: Iterable[frozenset[str]],
 ) -> list[list[str]]:
-    """Names in groups, none of which has a layer or a set in common with another; in order."""
+    """Split names into groups without common layers or sets; keep the order."""
     root: dict[str, str] = {}
     first: dict[str, str] = {}
 
@@ -38,7 +38,7 @@ def components(
 
 
 def distinct(places: Iterable[Placement]) -> list[Placement]:
-    """Placements without the duplicates of tied names."""
+    """Return the placements without duplicates, which come from tied names."""
     found: dict[object, Placement] = {}
     for place in places:
         found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)

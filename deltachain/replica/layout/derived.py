@@ -1,8 +1,8 @@
-"""Classify live tensors that no checkpoint tensor is loaded into: constant, or derived from some.
+"""Classify live tensors that are not loaded from the checkpoint: constant, or derived from tensors.
 
-Loading other bits, post-load processing included, changes derived tensors and leaves constants as
-they are. What a derived tensor is made from is found in the same way, one checkpoint tensor at a
-time, from its own module outwards.
+Loading other bits, post-load processing included, changes derived tensors, but not constants. The
+sources of a derived tensor are found in the same way, one checkpoint tensor at a time, from its own
+module outwards.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from deltachain.replica.layout.model_state import ModelState, layer_of
 from deltachain.replica.layout.other_bits import mixed
 
 NEAR: Final = 512
-"""The most tensors of one scope that are tried one by one."""
+"""Largest number of tensors of one scope to try one by one."""
 
 
 def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
-    """Tell constants from derived tensors; the sources of derived ones must be reloaded.
+    """Distinguish constants from derived tensors; the sources of the latter must be reloaded.
 
     Raises:
-        TensorMismatchError: A live tensor depends on unknown tensors of the checkpoint; or whether
-            it is a constant cannot be tested.
+        TensorMismatchError: A live tensor depends on unknown tensors of the checkpoint, or cannot
+            be tested.
     """
     search = _Search(state, source, findings)
     left = search.uncovered | search.left_behind()
@@ -50,7 +50,7 @@ def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings
 
 
 def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[str]]) -> Findings:
-    """Note the sources of derived tensors: the modules of those must follow them as well."""
+    """Record the sources of derived tensors, whose modules must follow these sources as well."""
     layers, derived = dict(findings.loaded_into), dict(findings.derived)
     reasons: dict[str, str] = {}
     for live, names in made.items():
@@ -63,7 +63,7 @@ def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[
 
 
 def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[str]]:
-    """The checkpoint tensors that each derived one is made from."""
+    """Return the checkpoint tensors that are the sources of each derived one."""
     made: dict[str, set[str]] = {live: set() for live in derived}
     for scopes in _outwards(search, derived):
         wanted = [scopes[live] for live in scopes if not made[live]]
@@ -84,17 +84,17 @@ def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[st
 
 
 class _Search:
-    """Find what changes when the engine loads other bits of some tensors, by any method it has.
+    """Search for live tensors that change when the engine loads other bits, by any of its methods.
 
     Attributes:
-        all_links: The layers of every tensor of the chain.
-        links: The same of those that the checkpoint has.
-        groups: These, as they are loaded together.
-        uncovered: Live tensors and outputs that no decided tensor accounts for.
-        beyond: Layers that nothing is loaded into, and that are made again beside the others.
-        unstable: What changes even if the same bits are loaded, by method.
+        all_links: Layers of every tensor of the chain.
+        links: Layers of the tensors that are in the checkpoint.
+        groups: The tensors in the checkpoint, in groups that are loaded together.
+        uncovered: Live tensors and outputs that do not come from any decided tensor.
+        beyond: Layers without loaded tensors, which are created again together with the others.
+        unstable: Live tensors that change even if the same bits are loaded, by method.
         missing: Methods that the engine does not have.
-        made_anew: Layers that were made again from nothing.
+        made_anew: Layers that were created again from nothing.
     """
 
     def __init__(self, state: ModelState, source: LoadedCheckpoint, findings: Findings) -> None:
@@ -110,7 +110,7 @@ class _Search:
         self.uncovered = _uncovered(state, findings, self.all_links)
 
     def ignore_unstable(self) -> None:
-        """From now on, ignore what changes even if the engine loads the same bits again."""
+        """From now on, ignore live tensors that change even if the same bits are loaded again."""
         self.ignoring = True
         for method in (*RELOADS, "loaded"):
             found = self._load(method, self.groups, frozenset())
@@ -118,10 +118,10 @@ class _Search:
                 self.unstable[method] = found
 
     def expect_stable(self, constants: frozenset[str]) -> None:
-        """Refuse what looks constant only because every load changes it, and so was ignored.
+        """Refuse tensors that look constant only because every load changes them.
 
         Raises:
-            TensorMismatchError: It changes however the same bits are loaded again.
+            TensorMismatchError: A tensor changes in every load of the same bits, and was ignored.
         """
         every = iter(self.unstable.values())
         for live in sorted(constants.intersection(next(every, frozenset()), *every)):
@@ -131,10 +131,10 @@ class _Search:
             )
 
     def expect_loaded(self, constants: frozenset[str]) -> None:
-        """Refuse what a layer with weights computed at run time: no load computes it again.
+        """Refuse tensors that a layer with weights computed at run time; loads do not update them.
 
         Raises:
-            TensorMismatchError: One did.
+            TensorMismatchError: There is such a tensor.
         """
         linked = frozenset().union(*self.links.values())
         linked |= {layer.rpartition(".")[0] for layer in linked}
@@ -146,10 +146,10 @@ class _Search:
                 )
 
     def left_behind(self) -> frozenset[str]:
-        """Live tensors that a repack changes and a reload does not.
+        """Return live tensors that a repack changes and a reload does not.
 
-        One may be in a module that other tensors are loaded into, which does not show that it
-        follows them.
+        Such a tensor may be in a module that other tensors are loaded into; this does not prove
+        that it follows them.
         """
         broken = self.findings.reload_only
         groups = [group for group in self.groups if not broken.isdisjoint(group)]
@@ -160,22 +160,22 @@ class _Search:
         return found or frozenset()
 
     def _left_behind(self, groups: list[list[str]]) -> frozenset[str] | None:
-        """The same for some groups; ``None`` where they cannot be loaded by both methods."""
+        """Do ``left_behind`` for some groups; ``None`` if a method cannot load them."""
         names = frozenset(name for group in groups for name in group)
         repacked = self._load("repacked", groups, names) if names else frozenset()
         reloaded = self._load("reloaded", groups, names) if repacked else frozenset()
         return None if repacked is None or reloaded is None else repacked - reloaded
 
     def affected(self, names: Iterable[str], *, whole: bool = False) -> frozenset[str]:
-        """Load other bits of some tensors, and put everything back; the live tensors that changed.
+        """Load other bits of some tensors, restore, and return the live tensors that changed.
 
         Args:
-            names: Of the tensors that hold other bits.
-            whole: Load everything, not only these and what is loaded with them: something may be
-                made from a layer beside the one that makes it.
+            names: Names of the tensors with other bits.
+            whole: Whether to load everything, not only the groups of these tensors: a layer may
+                create a tensor from the weights of another layer.
 
         Raises:
-            TensorMismatchError: The engine loads in none of its ways.
+            TensorMismatchError: Every load method of the engine fails.
         """
         changed = frozenset(names)
         groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
@@ -195,7 +195,7 @@ class _Search:
     def _follow(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        """What changes by one load method, without what it changes in any case."""
+        """Return the changes by one load method, except those that it makes in any case."""
         found = self._load(method, groups, changed)
         if found and self.ignoring and method not in self.unstable:
             # Not everything can be loaded at once by this method.
@@ -203,14 +203,14 @@ class _Search:
         return found
 
     def expect_made(self, constants: frozenset[str]) -> None:
-        """Refuse what is unchanged only because no load was seen to make it again.
+        """Refuse tensors that are unchanged only because no load was seen to create them again.
 
         Args:
-            constants: What no load changed.
+            constants: Live tensors that no load changed.
 
         Raises:
-            TensorMismatchError: A layer that tensors are loaded into, or that computes from what
-                cannot be seen, was not processed again in any load.
+            TensorMismatchError: A layer was not processed again in any load, although tensors are
+                loaded into it, or it computes from memory that cannot be inspected.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
         doubtful = (linked & self.state.processed) - self.made_anew
@@ -224,9 +224,9 @@ class _Search:
                 )
 
     def _processed(self) -> frozenset[str]:
-        """Layers on which a reload has another effect than a load alone.
+        """Return the layers on which a reload has another effect than a load alone.
 
-        That it leaves them as they were shows nothing: it may do nothing at all.
+        An unchanged layer proves nothing: the reload may do nothing at all.
         """
         loaded, reloaded = self._digests_after("loaded"), self._digests_after("reloaded")
         return frozenset(
@@ -236,9 +236,9 @@ class _Search:
         )
 
     def _digests_after(self, method: LoadMethod) -> Mapping[str, bytes]:
-        """Digests of the live tensors that change when everything is loaded with other bits.
+        """Return digests of the live tensors that change when other bits of all tensors are loaded.
 
-        An empty mapping where the engine cannot load by this method.
+        Empty if the engine cannot load by this method.
         """
         state, source = self.state, self.source
         load = partial(load_with, state.model, method, frozenset())
@@ -252,7 +252,7 @@ class _Search:
             state.put_back(partial(load, source.clones(source.present)))
 
     def _uncovered_packed(self) -> frozenset[str]:
-        """Uncovered tensors in layers that a load alone does not process."""
+        """Return the uncovered tensors in layers that a load alone does not process."""
         processed = self.state.model.processed()
         return frozenset(n for n in self.uncovered if _module(self.state, n) in processed)
 
@@ -281,12 +281,12 @@ class _Search:
 
 
 def _beyond(state: ModelState, links: Links) -> frozenset[str]:
-    """Processed layers with outputs that no tensor is known to be loaded into."""
+    """Return processed layers with outputs, but without any known loaded tensor."""
     return (frozenset(state.outputs) & state.processed) - all_layers(links, links)
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:
-    """Live tensors, numbers and outputs that no tensor of the checkpoint accounts for."""
+    """Return live tensors, numbers and outputs that come from no checkpoint tensor."""
     filled = state.memory.tied(all_layers(links, findings.reload_only))
     holders = MemoryIndex(state.tensors.items())
     places = [place for name in findings.in_place() for place in findings.placements[name]]
@@ -301,7 +301,7 @@ def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset
 
 
 def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
-    """Checkpoint tensors that derived ones may be made from, scope by scope, the nearest first."""
+    """Yield the possible sources of derived tensors, scope by scope, the nearest first."""
     scope = {live: _module(search.state, live) for live in derived}
     tried: dict[str, set[str]] = {live: set() for live in derived}
     while scope:
@@ -321,7 +321,7 @@ def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str,
 
 
 def _module(state: ModelState, live: str) -> str:
-    """The module that a live tensor, a number or an output is of."""
+    """Return the module of a live tensor, a number or an output."""
     if live.endswith("()"):
         return live.removesuffix("()")
     return layer_of(live, state.modules)

@@ -1,10 +1,10 @@
 """Discover how each checkpoint tensor reaches one rank's live weights, and prove it.
 
-Nothing is assumed about an engine. What its loader does is recorded; what it did is read back and
-compared with the checkpoint, bit for bit; what its layers compute from is tested, tensor by tensor.
-A tensor is written in place only if all of that agrees. Otherwise the engine loads it again, if
-that is exact and the model follows this tensor alone; and if not, it is refused by name. Whatever
-is found, the engine holds afterwards exactly what it held before.
+Nothing is assumed about an engine. The writes of its loader are recorded; their results are read
+back and compared with the checkpoint, bit for bit; the inputs of its layers are tested, tensor by
+tensor. A tensor is written in place only if all of that agrees. Otherwise the engine loads it
+again, if that is exact and the model follows this tensor alone; if not, it is refused by name. In
+any case the engine holds exactly the same bits afterwards as before.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from deltachain.replica.windows import Placement
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one rank is updated.
+    """The layout of one rank: how each tensor is updated.
 
     Attributes:
-        classes: Of every tensor of the chain.
-        reasons: Of those that are not in place.
-        places: Of those that are, aliases included.
-        groups: Of those that the engine loads, with the method.
-        readable: Where to read back those of the latter that are also stored bit by bit.
+        classes: Class of every tensor of the chain.
+        reasons: Reasons of the tensors that are not in place.
+        places: Places of the tensors that are in place, aliases included.
+        groups: Groups of the tensors that the engine loads, with the method.
+        readable: Places of loaded tensors that are also stored bit by bit, and can be read back.
     """
 
     classes: Mapping[str, TensorClass]
@@ -55,7 +55,7 @@ class Layout:
         return frozenset().union(*(group.layers for _, group in self.groups))
 
     def report(self) -> dict[str, Classified]:
-        """What the leader is told of each tensor."""
+        """Return the class of each tensor, for the leader."""
         return {
             name: Classified(
                 kind=kind,
@@ -75,13 +75,13 @@ def discover(
     """Find how to update every tensor of a chain in a rank that holds the checkpoint it loaded.
 
     Args:
-        model: Not in use meanwhile. Its modules hold the same bits afterwards, of which the host
-            keeps a copy meanwhile.
-        source: The checkpoint that it loaded.
-        required: Classes that other ranks gave to some tensors.
+        model: The rank's model; not in use meanwhile. Its modules hold the same bits afterwards;
+            the host keeps a copy of them meanwhile.
+        source: The checkpoint that the engine loaded.
+        required: Classes that other ranks assigned to some tensors.
 
     Raises:
-        TensorMismatchError: The engine keeps weights that cannot be told from constants.
+        TensorMismatchError: The engine keeps weights that cannot be distinguished from constants.
         EngineDamagedError: Its outputs changed, and could not be restored.
     """
     with undisturbed(model.modules().values(), model.tensors()) as bits:
@@ -101,13 +101,13 @@ def _decide(
     findings: Findings,
     required: Mapping[str, TensorClass] | None,
 ) -> Findings:
-    """Decide the class of every tensor, one question after another.
+    """Decide the class of every tensor, step by step.
 
-    Steps that take the state act on the model: they load, write or compute, and put it back.
+    Steps that take the state act on the model: they load, write or compute, and then restore it.
     """
-    # Which tensors are worse off on another rank?
+    # Which tensors have a worse class on another rank?
     findings = require_classes(findings, required or {})
-    # Which are stored as they were loaded? Which share elements? Which are nowhere?
+    # Which tensors are stored as they were loaded? Which share elements? Which are not stored?
     findings = compare_bits(source, findings)
     findings = find_overlapping(findings)
     findings = find_transformed(source, findings)
@@ -121,16 +121,16 @@ def _decide(
     findings = try_loading(state, source, findings)
     # Which live tensors are derived, and from what? Their sources must be reloaded.
     findings = find_derived(state, source, findings)
-    # Which of what is left does a reload of whole layers update exactly? The rest is refused.
+    # Which of the remaining tensors does a reload of whole layers update exactly? Refuse the rest.
     findings = try_reloading(state, source, findings)
     return decide_remaining(findings)
 
 
 def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:
-    """Find the placements again in an engine that replaced its tensors, whatever these hold.
+    """Find the placements again in an engine that replaced its tensors, whatever their content.
 
     Raises:
-        TensorMismatchError: Their layout has changed.
+        TensorMismatchError: The layout has changed.
     """
     recording = record(model.load, source.loaded.values(), model.modules())
     found: dict[str, list[Placement]] = {name: [] for name in source.specs}

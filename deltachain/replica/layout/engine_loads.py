@@ -18,7 +18,7 @@ from deltachain.replica.layout.update_path import ORDER, TensorClass
 
 
 def try_loading(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
-    """Let the engine's loader load what it computes or casts; the failures must be reloaded."""
+    """Load tensors that the engine computes or casts by its loader; failures must be reloaded."""
     names = [name for name in findings.reasons if name not in findings.reload_only]
     links = links_of(state, source, findings, names)
     by_layer = components(names, links, findings.joined)
@@ -51,7 +51,7 @@ def try_reloading(state: ModelState, source: LoadedCheckpoint, findings: Finding
 
 
 def _groups_to_reload(state: ModelState, findings: Findings, links: Links) -> list[LoadGroup]:
-    """Groups that have every tensor of each of their layers, some of which must be reloaded."""
+    """Return the groups to reload: those with all tensors of their layers, and some to reload."""
     touched = all_layers(links, findings.reload_only)
     names = [n for n in links if n in findings.reload_only or links[n] & touched]
     grown = _with_neighbours(names, links, findings.joined)
@@ -60,7 +60,7 @@ def _groups_to_reload(state: ModelState, findings: Findings, links: Links) -> li
 
 
 def _with_neighbours(names: list[str], links: Links, joined: Iterable[frozenset[str]]) -> list[str]:
-    """Tensors, and all that are loaded with them or into their layers, until no more are."""
+    """Return tensors, and repeatedly all tensors loaded with them or into their layers."""
     while True:
         known = frozenset(names).union(*(one for one in joined if not one.isdisjoint(names)))
         layers = all_layers(links, known)
@@ -71,7 +71,7 @@ def _with_neighbours(names: list[str], links: Links, joined: Iterable[frozenset[
 
 
 def _without_classes(findings: Findings, groups: Sequence[LoadGroup]) -> Findings:
-    """Forget the classes of tensors in some groups: a layer is reloaded whole."""
+    """Remove the classes of tensors in some groups, since a layer is reloaded whole."""
     names = frozenset(name for group in groups for name in group.names)
     return replace(
         findings,
@@ -81,7 +81,7 @@ def _without_classes(findings: Findings, groups: Sequence[LoadGroup]) -> Finding
 
 
 def _obstacle(findings: Findings, group: LoadGroup) -> str:
-    """Why no reload of a group can be proven; empty where one may be."""
+    """Return why no reload of a group can be proven; empty if one may be."""
     if not findings.overlapping.isdisjoint(group.names):
         return "the tensor loaded last would overwrite the other"
     if not findings.unverifiable.isdisjoint(group.names):
@@ -92,12 +92,12 @@ def _obstacle(findings: Findings, group: LoadGroup) -> str:
 
 
 def _is_allowed(findings: Findings, method: LoadMethod, group: LoadGroup) -> bool:
-    """Whether a method is no better than what other ranks need."""
+    """Return whether a method is no better than the classes on other ranks."""
     return all(ORDER[findings.required.get(name, method)] <= ORDER[method] for name in group.names)
 
 
 def _decided(findings: Findings, groups: Sequence[LoadGroup], why: Mapping[str, str]) -> Findings:
-    """Refuse what could not be reloaded, and give all of it a reason."""
+    """Refuse the tensors that could not be reloaded, each with a reason."""
     reasons, classes = dict(findings.reasons), dict(findings.classes)
     for group in groups:
         for name in group.names:
@@ -115,9 +115,12 @@ def _try(
     method: LoadMethod,
     groups: list[LoadGroup],
 ) -> tuple[Findings, Mapping[str, str]]:
-    """Try a method, and decide what it proves; why it fails for groups, by their first tensor.
+    """Try a method, and decide the tensors that it proves.
 
     Groups that cannot be loaded each by itself may be loaded together.
+
+    Returns:
+        The findings, and why the method fails for groups, by their first tensor.
     """
     findings, refused = _try_each(state, source, findings, method, groups)
     left = [group for group in groups if group.names[0] in refused]
@@ -139,7 +142,7 @@ def _try_each(
     method: LoadMethod,
     groups: Sequence[LoadGroup],
 ) -> tuple[Findings, Mapping[str, str]]:
-    """The same, each group by itself."""
+    """Do the same as ``_try``, but with each group by itself."""
     outcome = _trial(state, source, findings, method, groups).run(groups)
     refused = dict(outcome.refused)
     proven: list[LoadGroup] = []
@@ -160,7 +163,7 @@ def _try_each(
 
 
 def _doubt(source: LoadedCheckpoint, findings: Findings, outcome: Outcome, group: LoadGroup) -> str:
-    """Why a trial that did not fail proves nothing about a group; empty where it does."""
+    """Return why a trial without failure proves nothing about a group; empty if it does."""
     silent = _silent(findings, outcome, group)
     blank = [
         name for name in outcome.idle & silent & source.uniform if source.specs[name].numel > 1
@@ -176,14 +179,14 @@ def _doubt(source: LoadedCheckpoint, findings: Findings, outcome: Outcome, group
 
 
 def _silent(findings: Findings, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
-    """Tensors of a group that no output changed with."""
+    """Return the tensors of a group that changed no output."""
     return (outcome.idle | outcome.beside).intersection(group.names) - findings.overlapping
 
 
 def _stray(
     source: LoadedCheckpoint, findings: Findings, outcome: Outcome, group: LoadGroup
 ) -> frozenset[str]:
-    """Tensors whose other bits did not arrive where their first ones are stored."""
+    """Return the tensors whose other bits did not arrive where their first ones are stored."""
     return outcome.moved.intersection(group.names) - source.uniform - findings.overlapping
 
 
@@ -194,7 +197,7 @@ def _unconfirmed(
     group: LoadGroup,
     silent: frozenset[str],
 ) -> str:
-    """Why a reload may have left out tensors: a repack shows that they change something."""
+    """Return why a reload may have left out tensors: a repack shows that they change something."""
     again = _trial(state, source, findings, "repacked", [group]).run([group])
     if again.refused or _silent(findings, again, group) != silent:
         return f"nothing changes with {min(silent)}"
@@ -242,7 +245,7 @@ def _trial(
 def _displaced(
     source: LoadedCheckpoint, findings: Findings, names: Iterable[str], others: Container[str]
 ) -> frozenset[str]:
-    """Of some tensors, ``others`` with other bits, those not stored where they were recorded."""
+    """Return the tensors not stored where they were recorded; ``others`` have other bits."""
     return frozenset(
         name
         for name in findings.readable.intersection(names)
@@ -256,7 +259,7 @@ def _displaced(
 def _untouched(
     state: ModelState, source: LoadedCheckpoint, findings: Findings, loaded: Container[str]
 ) -> Untouched:
-    """What is known to have a method, beside some tensors."""
+    """Return the tensors with a known method, except those that are loaded."""
     return Untouched(
         state.model,
         source,

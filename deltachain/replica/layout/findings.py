@@ -1,4 +1,4 @@
-"""What discovery knows about each checkpoint tensor: a value that every step replaces."""
+"""Findings of discovery about each checkpoint tensor: a value that every step replaces."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from deltachain.replica.windows import Placement
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What is known so far. Names are those of the chain, in its order, unless said otherwise.
+    """Findings so far. Names are those of the chain, in its order, unless stated otherwise.
 
     Attributes:
-        placements: Where each tensor was recorded to be stored, each place once.
-        loaded_into: The layers that each tensor is loaded into, and those with live tensors that
-            are derived from it.
+        placements: Recorded places of each tensor, without duplicates.
+        loaded_into: Layers that each tensor is loaded into, and layers with live tensors that are
+            derived from it.
         joined: Sets of tensors that have to be loaded together.
-        reasons: Why tensors cannot be written in place; the first reason of each.
-        reload_only: Those of them that only a reload of their layers can update.
-        required: Classes that other ranks gave to tensors.
+        reasons: First reason of each tensor that cannot be written in place.
+        reload_only: Tensors among these that only a reload of their layers can update.
+        required: Classes that other ranks assigned to tensors.
         readable: Tensors whose bits can be read back where they are stored.
-        overlapping: Tensors that share live elements with another one.
+        overlapping: Tensors that share live elements with another tensor.
         unverifiable: Tensors whose elements are all equal, in layers that may rearrange them.
         untestable: Layers that may compute from memory that cannot be inspected.
         derived: Live tensors and numbers that are derived from each tensor.
         touched: Live tensors that the engine's own loader was seen to change.
-        classes: Of the tensors that are decided.
+        classes: Classes of the tensors decided so far.
         groups: Tensors that the engine loads, with the method.
     """
 
@@ -54,21 +54,21 @@ class Findings:
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
 
     def in_place(self) -> list[str]:
-        """Tensors that may be written in place, as far as is known."""
+        """Return the tensors that may be written in place, as far as is known."""
         return [n for n, found in self.placements.items() if found and n not in self.reasons]
 
     def not_in_place(self, reasons: Mapping[str, str]) -> Findings:
-        """Note why tensors cannot be written in place; the first reason of a tensor stays."""
+        """Record why tensors cannot be written in place; the first reason of a tensor stays."""
         new = {name: reason for name, reason in reasons.items() if name not in self.reasons}
         return replace(self, reasons={**self.reasons, **new})
 
     def only_reloaded(self, reasons: Mapping[str, str]) -> Findings:
-        """Note why nothing but a reload of their layers can update tensors."""
+        """Record why only a reload of their layers can update tensors."""
         return replace(self.not_in_place(reasons), reload_only=self.reload_only.union(reasons))
 
 
 def from_recording(state: ModelState, source: LoadedCheckpoint, recording: Recording) -> Findings:
-    """Start with what the loader was seen to do."""
+    """Return the first findings, from the recorded writes of the loader."""
     owner = source.owner
     placements: dict[str, list[Placement]] = {name: [] for name in source.specs}
     for here, found in recording.places.items():
@@ -96,7 +96,7 @@ def _loaded_into(state: ModelState, source: LoadedCheckpoint) -> dict[str, froze
 
 
 def require_classes(findings: Findings, classes: Mapping[str, TensorClass]) -> Findings:
-    """Give tensors no better class than they have on other ranks."""
+    """Limit tensors to the classes that they have on other ranks, or worse ones."""
     worse = {n: f"it is {kind} on another rank" for n, kind in classes.items() if kind in ON_HOST}
     reloads = findings.reload_only.union(n for n, kind in classes.items() if kind in RELOADS)
     return replace(findings.not_in_place(worse), reload_only=reloads, required=dict(classes))

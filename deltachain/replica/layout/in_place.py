@@ -25,9 +25,9 @@ STRAYED: Final = "other values loaded into it do not arrive where it was recorde
 
 
 def verify_uniform(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
-    """Load other values of uniform tensors: they must arrive where these were recorded.
+    """Load other values of uniform tensors: they must arrive at the recorded places.
 
-    Equal elements read back well wherever they are, also where another tensor overlaps them.
+    Equal elements match wherever they are read back, even where another tensor overlaps them.
     """
     links = links_of(state, source, findings, source.present)
     uniform = [
@@ -64,7 +64,7 @@ def _write_others(
     names: Sequence[str],
     links: Links,
 ) -> dict[str, str]:
-    """Write tensors that have no layer in common, and write them back; why some cannot be."""
+    """Write tensors without common layers, and write them back; return why some failed."""
     layers = all_layers(links, names)
     for name in names:
         write_bits(findings.placements[name], source.other(name))
@@ -85,11 +85,10 @@ def _write_others(
 def refuse_unverifiable(
     state: ModelState, source: LoadedCheckpoint, findings: Findings
 ) -> Findings:
-    """Refuse uniform tensors where the engine may have rearranged them.
+    """Refuse uniform tensors that the engine may have rearranged.
 
-    They read back well however they are stored, and loading them again leads back to them. Other
-    bits in the same live storage show how it was rearranged; so does a layer that multiplies by a
-    pattern as it should.
+    They match in any arrangement, and loading them again restores them. The arrangement is known
+    from other bits in the same live storage, or if the layer multiplies correctly by a pattern.
     """
     transformed = _uniform_matrices(state, source, findings)
     findings = _unverifiable(findings, transformed)
@@ -102,9 +101,9 @@ def _unverifiable(findings: Findings, names: Sequence[str]) -> Findings:
 
 
 def _uniform_matrices(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> list[str]:
-    """Uniform matrices that cannot be read back, in layers with no other matrix.
+    """Return uniform matrices that cannot be read back, in layers without another matrix.
 
-    Vectors are processed as the matrix beside them is.
+    Vectors are processed like the matrix beside them.
     """
     matrices = [name for name in source.present if len(source.specs[name].shape) > 1]
     found = links_of(state, source, findings, matrices)
@@ -122,7 +121,7 @@ def _uniform_matrices(state: ModelState, source: LoadedCheckpoint, findings: Fin
 
 
 def _uniform_storages(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> list[str]:
-    """Tensors in storages of processed layers that hold nothing but uniform ones."""
+    """Return the tensors in storages of processed layers that contain only uniform tensors."""
     stored: dict[int, list[tuple[str, Placement]]] = defaultdict(list)
     for name in findings.in_place():
         for place in findings.placements[name]:
@@ -141,6 +140,6 @@ def _uniform_storages(state: ModelState, source: LoadedCheckpoint, findings: Fin
         if any(varied(place.cut(source.bits(name))) for name, place in sharing):
             continue
         if not layers.isdisjoint(reloaded) or all(map(state.model.is_plain, layers)):
-            continue  # what else is in it shows whether loading again is exact; or it computes
+            continue  # its other tensors, or its output, show whether loading again is exact
         found += [name for name, _ in sharing]
     return found

@@ -1,7 +1,7 @@
-"""Test what the layers of an engine compute from.
+"""Probes of an engine's layers: their outputs, and their post-load processing.
 
-Both engines build their layers alike: a module with a ``weight``, and beside it a ``quant_method``
-that multiplies by it, by a packed copy of it, or by whatever else it made of it after loading.
+Both engines build layers alike: a module with a ``weight`` and a ``quant_method``, which multiplies
+by the weight, by a packed copy of it, or by another form of it made after loading.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
-    """Compute a linear layer on a fixed row; ``None`` where it takes no such row."""
+    """Return a linear layer's output for a fixed row; ``None`` if it does not accept one."""
     bias = getattr(layer, "bias", None)
     width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
     weight = getattr(layer, "weight", None)
@@ -22,13 +22,13 @@ def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engi
     row = torch.linspace(0.5, 1.5, width, device=weight.device, dtype=weight.dtype)[None]
     try:
         output: Tensor = layer.quant_method.apply(layer, row, bias)
-    except Exception:  # noqa: BLE001 - then its parameters must speak for it
+    except Exception:  # noqa: BLE001 - then only its parameters are compared
         return None
     return output.float()
 
 
 def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
-    """Whether a linear layer multiplies by a pattern in its weight, and adds one in its bias."""
+    """Return whether a linear layer multiplies by a test weight, and adds a test bias."""
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     members = [one for one in (weight, bias) if isinstance(one, Tensor)]
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
@@ -46,7 +46,7 @@ def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
         expected = weight.data[:, columns // 2] + added
         found = layer.quant_method.apply(layer, one_hot, bias).view(-1)
         return bool(torch.equal(found, expected))
-    except Exception:  # noqa: BLE001 - a layer that cannot be tried is not believed
+    except Exception:  # noqa: BLE001 - a layer that cannot be tested is not plain
         return False
     finally:
         for one, before in zip(members, saved, strict=True):
@@ -54,7 +54,7 @@ def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
 
 
 def processed(model: nn.Module) -> frozenset[str]:
-    """Layers with post-load processing, and the layers in them."""
+    """Return the layers with post-load processing, and their sublayers."""
 
     def acts(thing: object) -> bool:
         return hasattr(thing, "process_weights_after_loading")

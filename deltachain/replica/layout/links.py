@@ -1,4 +1,4 @@
-"""The layers that must follow each checkpoint tensor, and tensors that are loaded with it."""
+"""Links from checkpoint tensors to layers that must follow them, and groups to load together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.model_state import ModelState
 
 Links = Mapping[str, frozenset[str]]
-"""The layers that each tensor is loaded into or shares memory with."""
+"""Layers that each tensor is loaded into or shares memory with."""
 
 
 def links_of(
     state: ModelState, source: LoadedCheckpoint, findings: Findings, names: Iterable[str]
 ) -> Links:
-    """The layers of some tensors, in the order of their names."""
+    """Return the layers of some tensors, in the order of the given names."""
     return {name: _layers(state, source, findings, name) for name in names}
 
 
@@ -33,9 +33,9 @@ def _layers(
 def _with_sharers(
     state: ModelState, shape: tuple[int, ...], layers: frozenset[str]
 ) -> frozenset[str]:
-    """Layers, and those that have the only tensor of one of them in common with it.
+    """Return layers, and those that share the only tensor of one of them.
 
-    A vector beside what a tensor is packed into, such as a bias, is not that tensor.
+    Vectors beside a packed tensor, such as a bias, are not counted.
     """
     found = set(layers)
     for layer in layers:
@@ -46,12 +46,12 @@ def _with_sharers(
 
 
 def all_layers(links: Links, names: Iterable[str]) -> frozenset[str]:
-    """The layers of some tensors together."""
+    """Return the union of the layers of some tensors."""
     return frozenset().union(*(links[name] for name in names))
 
 
 def group_of(state: ModelState, links: Links, names: Sequence[str]) -> LoadGroup:
-    """A group of tensors; without layers where those of one of them are not known."""
+    """Return a group of tensors; without layers if the layers of a tensor are unknown."""
     is_known = all(links[name] for name in names)
     layers = state.memory.tied(all_layers(links, names)) if is_known else frozenset()
     return LoadGroup(tuple(names), layers)

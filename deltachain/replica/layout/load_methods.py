@@ -1,4 +1,4 @@
-"""The methods by which an engine loads tensors again; each leaves live tensors where they are."""
+"""Methods by which an engine loads tensors again; live tensors keep their memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltachain.replica.layout.members import restoring
 LoadMethod: TypeAlias = Literal["loaded", "reloaded", "repacked"]
 
 RELOADS: Final[tuple[LoadMethod, ...]] = ("reloaded", "repacked")
-"""Methods that make whole layers again, in the order in which they are tried."""
+"""Methods that load whole layers again, in the order in which they are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class LoadGroup:
     """Checkpoint tensors that are loaded together or not at all.
 
     Attributes:
-        names: Of the tensors, in the order of the chain.
-        layers: The layers that they are loaded into, and those that share live elements with
-            these. Empty where that is not known.
+        names: Names of the tensors, in the order of the chain.
+        layers: Layers that they are loaded into, and layers that share live elements with these;
+            empty if unknown.
     """
 
     names: tuple[str, ...]
@@ -38,17 +38,17 @@ def load_with(
     layers: frozenset[str],
     weights: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Have the engine load tensors; live tensors keep their places whatever the engine does.
+    """Have the engine load tensors; live tensors keep their memory even if it replaces them.
 
     Args:
-        model: Not in use meanwhile.
-        method: One of the engine's.
-        layers: The layers that the tensors are loaded into; any where empty.
-        weights: Whole groups. Loaders edit what they are given.
+        model: The rank's model; not in use meanwhile.
+        method: Load method of the engine.
+        layers: Layers that the tensors are loaded into; empty for any.
+        weights: Tensors of whole groups, by checkpoint name; loaders may edit them.
 
     Raises:
-        TensorMismatchError: The engine made other tensors than it had.
-        Exception: Whatever the engine raises. Modules hold what they held; bits may have changed.
+        TensorMismatchError: The new tensors of the engine do not match the old ones.
+        Exception: Any error of the engine. The modules are restored, but bits may have changed.
     """
     scope = layers if method == "repacked" else ()  # loaders and reloads may replace any tensor
     with restoring(modules_in(model, scope)) as members, torch.no_grad():
@@ -71,7 +71,7 @@ def _load(
 
 
 def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
-    """The modules that layers consist of; all where none is named."""
+    """Return the modules of some layers; all modules if no layer is given."""
     return [
         module
         for name, module in model.modules().items()

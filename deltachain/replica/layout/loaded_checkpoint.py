@@ -24,18 +24,19 @@ class LoadedCheckpoint:
     """The checkpoint that the engine loaded, by the names of the chain.
 
     Args:
-        checkpoint: Its files.
-        specs: The chain's tensors.
-        aliases: Other names of tied ones; those in the checkpoint are loaded as well.
+        checkpoint: Files of the checkpoint.
+        specs: Specs of the chain's tensors.
+        aliases: Other names of tied tensors; those in the checkpoint are loaded as well.
 
     Attributes:
-        names: Of every tensor of the chain, those under which the checkpoint has it; none where it
-            has not.
-        present: Tensors of the chain that the checkpoint has.
-        loaded: What the engine is given, by the names of the checkpoint.
+        names: Checkpoint names of every tensor of the chain; empty for tensors not in the
+            checkpoint.
+        present: Tensors of the chain that are in the checkpoint.
+        loaded: Tensors given to the engine, by checkpoint name.
 
     Raises:
-        TensorMismatchError: A tensor has another dtype or shape; or the checkpoint has none.
+        TensorMismatchError: A tensor has another dtype or shape, or the checkpoint has none of the
+            tensors.
     """
 
     def __init__(
@@ -62,25 +63,25 @@ class LoadedCheckpoint:
 
     @cached_property
     def uniform(self) -> frozenset[str]:
-        """Tensors in the checkpoint all elements of which are equal."""
+        """Tensors in the checkpoint with only equal elements."""
         return frozenset(name for name in self.present if not varied(self.bits(name)))
 
     def bits(self, name: str) -> LiveBits:
-        """Flat bits of a tensor of the chain, as the checkpoint has it."""
+        """Return the flat bits of a tensor of the chain in the checkpoint."""
         return self.checkpoint.bits(self.names[name][0])
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
-        """Other bits of a tensor, flat."""
+        """Return other bits for a tensor, flat."""
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
-        """A copy of the flat bits of a tensor, which may be changed."""
+        """Return a writable copy of the flat bits of a tensor."""
         return self.checkpoint.bits(self.names[name][0]).copy()
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors for a loader, under every name in the checkpoint, made one at a time.
+        """Yield full tensors for a loader, under every name in the checkpoint, one at a time.
 
-        Those that the checkpoint has not are zeros.
+        Tensors that are not in the checkpoint are zeros.
         """
         for name in names:
             for here in self.names[name]:
@@ -90,7 +91,7 @@ class LoadedCheckpoint:
                 yield name, torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
     def meta(self) -> dict[str, Tensor]:
-        """Tensors without bits, by the names of the checkpoint."""
+        """Return meta tensors, by checkpoint name."""
         return {
             here: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             for here, spec in self.loaded.items()
@@ -98,6 +99,6 @@ class LoadedCheckpoint:
 
 
 def tensor_of(spec: TensorSpec, bits: LiveBits) -> Tensor:
-    """A tensor of its own with these bits: loaders edit what they are given."""
+    """Return a new tensor with these bits, since loaders may edit their input."""
     copied = bits.clone() if isinstance(bits, Tensor) else torch.from_numpy(bits.copy())
     return copied.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)

@@ -19,7 +19,7 @@ from deltachain.replica.layout.recorder import Load
 logger = logging.getLogger(__name__)
 
 Owners: TypeAlias = Callable[[Tensor], frozenset[str]]
-"""The layers that hold an element of a tensor; none for a tensor outside the model."""
+"""Function that returns the layers with an element of a tensor; none outside the model."""
 
 
 def layers_of(
@@ -31,11 +31,11 @@ def layers_of(
     """Find the layers that each checkpoint tensor is loaded into; no owned tensor is written.
 
     Args:
-        load: The engine's loader.
+        load: Loader of the engine.
         names: Meta tensors in the checkpoint's shapes and dtypes, by name.
-        owners: The layers that hold an element of a tensor.
-        modules: Of the model, by name: those that a loader may give tensors of its own making,
-            which had no owner before. They keep these.
+        owners: Function that returns the layers with an element of a tensor.
+        modules: Modules of the model, by name, in which a loader may put new tensors without an
+            owner. The new tensors stay there.
     """
     found: dict[str, set[str]] = defaultdict(set)
     if not _try_load(load, names, owners, modules or {}, found):
@@ -45,7 +45,7 @@ def layers_of(
 
 
 class _Watch(TorchDispatchMode):
-    """Note the layer that each meta tensor is copied into; nothing of the model is written."""
+    """Dispatch mode that records the layer of each meta tensor, and writes no live tensor."""
 
     def __init__(
         self, inputs: Mapping[str, Tensor], owners: Owners, found: dict[str, set[str]]
@@ -55,7 +55,7 @@ class _Watch(TorchDispatchMode):
         self.owners, self.found = owners, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Note a write; let it through where there is nothing to overwrite."""
+        """Record a write; execute it only if it overwrites nothing."""
         del types
         sources = self.provenance.sources((args, kwargs))
         writes = func._schema.is_mutable and args and isinstance(args[0], Tensor)
@@ -74,7 +74,7 @@ class _Watch(TorchDispatchMode):
         return returned
 
     def look(self, modules: Mapping[str, nn.Module]) -> None:
-        """Note the layers that hold tensors made from meta tensors."""
+        """Record the layers with tensors made from meta tensors."""
         for layer, module in modules.items():
             made = [tensor for _, tensor in tensors_in(module) if not is_lazy(tensor)]
             for name in self.provenance.sources(made):
@@ -88,12 +88,12 @@ def _try_load(
     modules: Mapping[str, nn.Module],
     found: dict[str, set[str]],
 ) -> bool:
-    """Load what can be loaded, and say whether all could; a tensor that cannot is in no layer."""
+    """Load all tensors; return whether that succeeded. A tensor that fails is in no layer."""
     try:
         with torch.no_grad(), _Watch(inputs, owners, found) as watch:
             load(list(inputs.items()))
         watch.look(modules)
-    except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer
+    except Exception as exc:  # noqa: BLE001 - any error of a loader is a result
         logger.debug("no layer for %d tensors: %s", len(inputs), exc)
         return False
     return True

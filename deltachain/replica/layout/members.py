@@ -1,9 +1,9 @@
-"""Record everything that the modules of an engine hold, and put it back.
+"""Record all members of an engine's modules, and restore them.
 
-A loader may do more than write bits: it may register parameters, replace tensors, set attributes.
-So may what an engine does after loading, also to objects that are no modules, such as a layer's
-quantisation method. All of that is recorded by identity: dictionaries, lists and sets with what is
-in them, and of tensors the memory that they view.
+A loader may do more than write bits: it may register parameters, replace tensors and set
+attributes. So may post-load processing, even on objects that are not modules, such as a layer's
+quantisation method. All members are recorded by identity: dictionaries, lists and sets with their
+items, and tensors with the memory that they view.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch import Tensor, nn
 from deltachain.errors import TensorMismatchError
 
 NESTED: Final = 3
-"""Objects within objects that are followed from one that acts after loading."""
+"""Depth of nested objects that are followed from an object with post-load processing."""
 
 ACTS: Final = "process_weights_after_loading"
-"""What engines call on a module, or on an object of one, when its weights are loaded."""
+"""Method that engines call on a module, or on an object of one, once its weights are loaded."""
 
 SIMPLE: Final = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size)
-"""Values that hold no weights."""
+"""Types of values without weights."""
 
 LEAVES: Final = frozenset(
     (*SIMPLE, type(None), Tensor, nn.Parameter, type, FunctionType, ModuleType)
 )
-"""Types of most things that modules hold: no containers, and nothing that has attributes."""
+"""Types of most members of modules: neither containers nor objects with attributes."""
 
 CONFIGURATION: Final = "Config"
-"""Objects of classes with this suffix say how a model is made, and hold no weights."""
+"""Suffix of the names of configuration classes, whose objects hold no weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,11 @@ class _Memory:
 
 
 class Members:
-    """A record of what some modules hold.
+    """A record of the members of some modules.
 
     Args:
-        modules: Recorded each by itself: a submodule that is not given is kept in its place, and
-            what it holds is not recorded.
+        modules: Modules, each recorded by itself: a submodule that is not given keeps its place,
+            but its members are not recorded.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -75,20 +75,20 @@ class Members:
         self._roots = [self._record(module) for module in modules]
 
     def put_back(self) -> None:
-        """Make the modules hold what they held. Bits are not recorded, and stay as they are."""
+        """Restore the members of the modules; bits are not recorded, and stay as they are."""
         for box in self._boxes.values():
             box.put_back()
         for memory in self._memories.values():
             memory.put_back()
 
     def have_changed(self) -> bool:
-        """Whether something is gone, new or replaced; bits aside."""
+        """Return whether any member is gone, new or replaced, regardless of bits."""
         return any(box.has_changed() for box in self._boxes.values()) or any(
             memory.has_moved() for memory in self._memories.values()
         )
 
     def replaced(self) -> Iterator[Any]:
-        """Members that are new, or in the place of others."""
+        """Yield members that are new, or have replaced others."""
         for box in self._boxes.values():
             for key, after in _items(box.container).items():
                 if after is not box.items.get(key):
@@ -97,11 +97,11 @@ class Members:
     def settle(self) -> None:
         """Copy the bits of new tensors into those that they replaced, and put those back.
 
-        What is neither a tensor nor holds any, such as a function, stays as it is now.
+        Members without tensors, such as functions, stay as they are now.
 
         Raises:
-            TensorMismatchError: A tensor is gone, or there is one of another shape or dtype, or one
-                more. Tensors settled before stay settled.
+            TensorMismatchError: A tensor is gone, added, or has another shape or dtype. Tensors
+                settled before stay settled.
         """
         seen: set[int] = set()
         for root in self._roots:
@@ -116,7 +116,7 @@ class Members:
         return self._boxes[id(vars(module))]
 
     def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:  # noqa: ANN401
-        """Settle what one container held against what is now in its place."""
+        """Settle the former members of one container against the present ones."""
         if id(box) in seen:
             return
         seen.add(id(box))
@@ -138,14 +138,14 @@ class Members:
             self._settle_other(box, key, after)
 
     def _settle_other(self, box: _Box, key: Any, after: Any) -> None:  # noqa: ANN401
-        """Keep a member that is neither a tensor nor holds any, as it is now."""
+        """Keep a member without tensors as it is now."""
         if isinstance(after, Tensor) and key not in box.items and after.numel():
             raise TensorMismatchError(f"the engine made another tensor, {key!r}")
         if not self._follows(box.items.get(key), after):
             box.put(key, after)
 
     def _follows(self, before: Any, after: Any) -> bool:  # noqa: ANN401
-        """Whether a member has been settled: a tensor, or what tensors are kept in."""
+        """Return whether a member has been settled: a tensor, or a container of tensors."""
         is_kept = isinstance(before, nn.Module) or id(container_of(before)) in self._boxes
         return isinstance(before, Tensor) or isinstance(after, Tensor) or is_kept
 
@@ -165,24 +165,24 @@ class Members:
 
 
 class _Box:
-    """A dictionary, list or set, and what was in it, by key."""
+    """A dictionary, list or set, and its recorded items, by key."""
 
     def __init__(self, container: Any, items: dict[Any, Any]) -> None:  # noqa: ANN401
         self.container = container
         self.items = items
 
     def put(self, key: Any, value: Any) -> None:  # noqa: ANN401
-        """Put back one member."""
+        """Set one item."""
         container = self.container
         if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
             container[key] = value
 
     def has_changed(self) -> bool:
-        """Whether anything else is in it now."""
+        """Return whether the items differ from the recorded ones."""
         return not _same(_items(self.container), self.items)
 
     def put_back(self) -> None:
-        """Put back every member, and remove all others."""
+        """Restore every recorded item, and remove all others."""
         if isinstance(self.container, dict):
             _refill(self.container, self.items)
         elif isinstance(self.container, list):
@@ -193,10 +193,10 @@ class _Box:
 
 
 class SavedBits:
-    """The bits of some tensors, copied to the host by storage.
+    """Bits of some tensors, copied to the host by storage.
 
     Args:
-        tensors: By name.
+        tensors: Tensors by name.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -207,14 +207,14 @@ class SavedBits:
                 self._saved[flat.data_ptr()] = flat, flat.to("cpu", copy=True)
 
     def put_back(self) -> None:
-        """Write them back where other bits are now."""
+        """Write the saved bits back where they differ."""
         for live, saved in self._saved.values():
             there = saved.to(live.device)
             if not torch.equal(live, there):
                 live.copy_(there)
 
     def has_changed(self, tensor: Tensor) -> bool:
-        """Whether a tensor has other bits than it had, or is in memory that was not recorded."""
+        """Return whether a tensor's bits differ from the saved ones, or its memory is unknown."""
         flat = storage_of(tensor)
         if flat.data_ptr() not in self._saved:
             return bool(flat.numel())
@@ -226,11 +226,11 @@ class SavedBits:
 
 @contextmanager
 def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[SavedBits]:
-    """Put back what some modules held, bit for bit, whatever the body does.
+    """Restore the members of some modules, bit for bit, whatever the body does.
 
     Args:
-        modules: Those of the engine.
-        tensors: Those whose bits are kept, on the host meanwhile.
+        modules: Modules of the engine.
+        tensors: Tensors whose bits are restored; the host keeps a copy meanwhile.
     """
     members, bits = Members(modules), SavedBits(tensors)
     try:
@@ -242,7 +242,7 @@ def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> 
 
 @contextmanager
 def restoring(modules: Iterable[nn.Module]) -> Iterator[Members]:
-    """Put back what some modules held if the body raises; bits stay as they are."""
+    """Restore the members of some modules if the body raises; bits stay as they are."""
     members = Members(modules)
     try:
         yield members
@@ -252,7 +252,7 @@ def restoring(modules: Iterable[nn.Module]) -> Iterator[Members]:
 
 
 def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor that a module itself holds, by a dotted path."""
+    """Yield every tensor of a module itself, with its dotted path."""
     paths = {id(vars(module)): ""}
     for container in containers_of(module):
         prefix = paths[id(container)]
@@ -266,7 +266,7 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Every floating-point number that a module itself holds, by a dotted path."""
+    """Yield every floating-point number of a module itself, with its dotted path."""
     paths = {id(vars(module)): ""}
     for container in containers_of(module):
         prefix = paths[id(container)]
@@ -279,29 +279,29 @@ def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def same_number(one: float | None, other: float | None) -> bool:
-    """Whether two numbers are equal, or both are NaN."""
+    """Return whether two numbers are equal, or both are NaN."""
     if one is None or other is None:
         return one is other
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def storage_of(tensor: Tensor) -> Tensor:
-    """All bytes of the storage that a tensor is in, as one flat tensor."""
+    """Return all bytes of a tensor's storage, as one flat tensor."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage())
 
 
 def digest_of(tensor: Tensor) -> bytes:
-    """What tells the bits of tensors of one form apart."""
+    """Return a digest that distinguishes the bits of tensors of the same form."""
     return blake2b(_bytes(tensor.detach().to("cpu")).numpy().tobytes()).digest()
 
 
 def containers_of(module: nn.Module, *, plain: bool = True) -> Iterator[Any]:
-    """The containers that a module keeps things in, its own attributes first, each once.
+    """Yield the containers of a module, its own attributes first, each once.
 
     Args:
-        module: Whose.
-        plain: Also objects that do not act after loading, where they keep tensors.
+        module: Module to inspect.
+        plain: Whether to include objects with tensors but without post-load processing.
     """
     acts = hasattr(type(module), ACTS)
     seen = {id(vars(module))}
@@ -324,7 +324,7 @@ def containers_of(module: nn.Module, *, plain: bool = True) -> Iterator[Any]:
 
 
 def _holds_tensors(value: Any) -> bool:  # noqa: ANN401
-    """Whether an object keeps tensors itself, alone or in containers; groups of ranks aside."""
+    """Return whether an object itself keeps tensors, also in containers, except process groups."""
     if "distributed" in type(value).__module__:
         return False
     return any(
@@ -335,7 +335,7 @@ def _holds_tensors(value: Any) -> bool:  # noqa: ANN401
 
 
 def container_of(value: Any) -> Any:  # noqa: ANN401
-    """The container that something is, or keeps its attributes in; ``None`` for anything else."""
+    """Return a container itself, or the attributes of an object; ``None`` for anything else."""
     if type(value) in LEAVES:
         return None
     if isinstance(value, dict | list | tuple | set):
@@ -354,7 +354,7 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
 
 
 def is_configuration(value: Any) -> bool:  # noqa: ANN401
-    """Whether an object says how a model is made, by the name of its class."""
+    """Return whether an object is a configuration, by the name of its class."""
     return type(value).__name__.endswith(CONFIGURATION)
 
 

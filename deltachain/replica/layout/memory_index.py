@@ -1,4 +1,4 @@
-"""Find out whose tensors share memory: views of one storage may have no element in common."""
+"""Find owners of tensors that share memory; views of one storage may have no common element."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from deltachain.replica.layout.provenance import storage_id
 
 
 class MemoryIndex:
-    """Tensors by the memory that they view, those on the meta device included.
+    """An index of tensors by the memory that they view, meta tensors included.
 
     Args:
-        tensors: Each with the name of its owner, which may have several.
+        tensors: Pairs of owner and tensor; an owner may have several tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -28,16 +28,16 @@ class MemoryIndex:
             self._note_tied(sharing)
 
     def overlapping(self, tensor: Tensor) -> frozenset[str]:
-        """Owners of tensors that have an element in common with this one."""
+        """Return the owners of tensors that share an element with this one."""
         sharing = self._tensors.get(storage_id(tensor), ())
         return frozenset(name for name, other in sharing if overlap(tensor, other))
 
     def in_storage_of(self, tensor: Tensor) -> frozenset[str]:
-        """Owners of tensors in the storage of this one."""
+        """Return the owners of tensors in the same storage."""
         return frozenset(name for name, _ in self._tensors.get(storage_id(tensor), ()))
 
     def tied(self, names: frozenset[str]) -> frozenset[str]:
-        """Owners, and those whose tensors have an element in common with theirs."""
+        """Return the given owners, and those whose tensors share an element with theirs."""
         return names.union(*(self._tied.get(name, ()) for name in names))
 
     def _note_tied(self, sharing: list[tuple[str, Tensor]]) -> None:
@@ -49,7 +49,7 @@ class MemoryIndex:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one storage have a byte in common."""
+    """Return whether two tensors of one storage have a byte in common."""
     if one is other:
         return bool(one.numel())
     (first, last), (start, end) = _span(one), _span(other)
@@ -58,7 +58,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     if _is_dense(one) and _is_dense(other):
         return True
     if one.element_size() != other.element_size():
-        return True  # as far as is known: nothing but a flat buffer is viewed in two widths
+        return True  # as far as is known: only flat buffers are viewed in two widths
     base = min(one.storage_offset(), other.storage_offset())
     width = one.element_size()
     taken = torch.zeros(max(last, end) // width - base, dtype=torch.bool)
@@ -67,7 +67,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one after its last."""
+    """Return the offsets of a tensor's first byte in its storage and of the end after its last."""
     width, first = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return first * width, first * width
@@ -75,7 +75,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether there is no gap between the elements of a tensor."""
+    """Return whether the elements of a tensor have no gaps between them."""
     return tensor.numel() == _reach(tensor)
 
 

@@ -1,4 +1,4 @@
-"""Record what an engine holds and computes, find what has changed since, and put it back."""
+"""Record the members, bits and outputs of an engine's model, find changes, and restore them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from deltachain.replica.layout.provenance import storage_id
 
 
 class ModelState:
-    """What a model holds and computes at one moment.
+    """The members, bits and outputs of a model at one moment.
 
     Args:
-        model: Not in use meanwhile.
-        bits: Of its live tensors.
-        layers: Whose output is computed; all when not given.
+        model: The rank's model; not in use meanwhile.
+        bits: Saved bits of its live tensors.
+        layers: Layers whose outputs are computed; all by default.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ModelState:
 
     @cached_property
     def opaque(self) -> frozenset[str]:
-        """Processed layers without an output to test that keep objects nobody can inspect."""
+        """Processed layers without a testable output, but with members that cannot be inspected."""
         hidden = self.processed - self.outputs.keys()
         visible = {storage_id(tensor) for tensor in self.tensors.values()}
         return frozenset(
@@ -54,10 +54,10 @@ class ModelState:
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
-        """Live tensors with other bits or in other memory than before, and other numbers.
+        """Return live tensors whose bits or memory have changed, and changed numbers.
 
         Args:
-            layers: Those that are looked at; all when not given.
+            layers: Layers to inspect; all by default.
         """
         now = self.model.tensors()
         numbers = dict(_numbers(self.modules))
@@ -81,9 +81,9 @@ class ModelState:
         )
 
     def follows(self, layers: frozenset[str]) -> frozenset[str]:
-        """Layers whose output changed; or whose bits did, where no output is needed or known.
+        """Return layers whose output changed, or whose bits did if no output is needed or known.
 
-        Only a layer that is processed after loading may compute from a hidden copy.
+        Only a layer with post-load processing may compute from a hidden copy.
         """
         found = set(self.other_outputs(layers))
         shown = self.outputs.keys() & self.processed
@@ -94,13 +94,13 @@ class ModelState:
         return frozenset(found)
 
     def expect_same(self, layers: frozenset[str] = frozenset()) -> None:
-        """Refuse any bit that changed, any tensor that moved, any other output.
+        """Refuse any changed bit, moved tensor or changed output.
 
         Args:
-            layers: Those that are looked at; all where empty.
+            layers: Layers to inspect; empty for all.
 
         Raises:
-            TensorMismatchError: One did.
+            TensorMismatchError: There is such a change.
         """
         for name in sorted(self.changed(layers or None)):
             raise TensorMismatchError(f"{name} changed", tensor=name)
@@ -108,11 +108,11 @@ class ModelState:
             raise TensorMismatchError(f"{layer} computes something else", tensor=layer)
 
     def put_back(self, load: Callable[[], object] | None = None) -> None:
-        """Put back what the model held.
+        """Restore the members and bits of the model.
 
         Args:
-            load: Loads the first bits, and may raise. It is called where outputs still differ:
-                loading may restore memory that cannot be inspected.
+            load: Function that loads the first bits, and may raise. It is called if outputs still
+                differ: loading may restore memory that cannot be inspected.
         """
         self._members.put_back()
         self.bits.put_back()
@@ -122,7 +122,7 @@ class ModelState:
             self.put_back()
 
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
-        """Layers whose output is another one than before."""
+        """Return the layers whose output has changed."""
         wanted = layers & self.outputs.keys()
         now = self._compute(wanted)
         return [n for n in wanted if n not in now or not _same(now[n], self.outputs[n])]
@@ -140,7 +140,7 @@ def _numbers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
 
 
 def layer_of(name: str, modules: Mapping[str, object]) -> str:
-    """The module that holds a live tensor, by the tensor's dotted name."""
+    """Return the module that holds a live tensor, by the tensor's dotted name."""
     layer = name
     while layer:
         layer = layer.rpartition(".")[0]
@@ -150,7 +150,7 @@ def layer_of(name: str, modules: Mapping[str, object]) -> str:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether two outputs are the same, bit for bit."""
+    """Return whether two outputs are the same, bit for bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     pair = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]

@@ -1,4 +1,4 @@
-"""Tell whether a module may hold weights where they cannot be inspected, as in a closure."""
+"""Detect modules that may hold weights in memory that cannot be inspected, such as a closure."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from deltachain.replica.layout.members import (
 from deltachain.replica.layout.provenance import storage_id
 
 HANDLES: Final = (torch.Stream, torch.Event, torch.Generator, PurePath, range, slice)
-"""Other objects that hold none, and are not inspected."""
+"""Other types of objects without weights, which are not inspected."""
 
 
 DEEP: Final = 3
-"""How many objects deep an object is inspected."""
+"""Depth to which nested objects are inspected."""
 
 
 def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
-    """Whether a module, or what acts on it after loading, may keep weights out of sight.
+    """Return whether a module, or an object of its post-load processing, may hide weights.
 
     Args:
-        module: To be inspected, without its children.
+        module: Module to inspect, without its children.
         visible: Storages of the model's live tensors.
     """
     return any(
@@ -44,11 +44,11 @@ def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
 
 
 def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
-    """Whether an object may hold tensors that cannot be found, as a closure does.
+    """Return whether an object may hold tensors that cannot be found, as a closure does.
 
     Args:
-        value: A member of a module.
-        within: Identities of the objects that contain it, and that it may contain.
+        value: Member of a module.
+        within: Identities of the objects around it, which it may contain in turn.
     """
     if id(value) in within:
         return False
@@ -67,7 +67,7 @@ def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool: 
 
 
 def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
-    """What an object without attributes was made with; ``None`` where that is not known."""
+    """Return the parts of an object without attributes; ``None`` if they are unknown."""
     if isinstance(value, frozenset):
         return list(value)
     if isinstance(value, partial):
@@ -81,7 +81,7 @@ def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
 
 
 def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:  # noqa: ANN401
-    """Tensors reachable from an object through others, except modules and process groups."""
+    """Yield tensors reachable from an object through others, except modules and process groups."""
     kind = type(value)
     if isinstance(value, nn.Module) or "distributed" in kind.__module__:
         return
@@ -105,7 +105,7 @@ def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Te
 def _in_cell(cell: CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # nothing is in it yet
+    except ValueError:  # the cell is still empty
         return []
 
 

@@ -1,4 +1,4 @@
-"""Other bits for checkpoint tensors: what follows them shows where each element goes."""
+"""Other bits for checkpoint tensors: the changes that they cause show where each element goes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
-"""Makes checkpoint tensors by their names in the chain, anew each time: loaders edit them."""
+"""Factory of checkpoint tensors, by chain name; new ones at each call, since loaders edit them."""
 
 LARGE: Final = 64.0
-"""Magnitude above which numbers are made smaller, not larger: formats of eight bits end at 240."""
+"""Magnitude above which numbers are decreased, not increased: eight-bit formats end at 240."""
 
 
 def mixed(
     weights: WeightsFactory, names: Iterable[str], others: Iterable[str], turn: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Checkpoint tensors, some of them with other bits in every element."""
+    """Yield checkpoint tensors, some of them with other bits in every element."""
     changed = frozenset(others)
     for name in names:
         for here, tensor in weights([name]):
@@ -26,10 +26,10 @@ def mixed(
 
 
 def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
-    """A tensor of which every element is another, by more than any rounding.
+    """Return a tensor in which every element differs from the given one by more than rounding.
 
-    Equal elements become different, to show where each of them goes. So do those of two turns, 0
-    and 1, except booleans: they show which of two equal tensors is stored somewhere.
+    Equal elements become different, to show where each of them goes. The results of turns 0 and 1
+    differ too, except booleans, to show which of two equal tensors is stored somewhere.
     """
     if tensor.dtype is torch.bool:
         return ~tensor
@@ -37,8 +37,8 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     power = torch.randint(0, 3, tensor.shape, generator=seeded).to(tensor.device)
     power = (power + turn) % 3
     found = _raised(tensor, power)
-    # No row or column is its own mirror image: a loader that turns them over is seen by any of
-    # them, also where a rank has few. A corner may have to change twice.
+    # No row or column is its own mirror image, so each of them reveals a loader that reverses
+    # them, even where a rank has few. A corner may have to change twice.
     for dim in (-2, -1, -2, -1):
         if tensor.ndim >= -dim and tensor.shape[dim] > 1:
             last, end = power.select(dim, -1), found.select(dim, -1)
@@ -49,7 +49,7 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
 
 
 def _raised(tensor: Tensor, power: Tensor) -> Tensor:
-    """Larger numbers by powers of two, smaller where they are large; integers with other bits."""
+    """Multiply numbers by powers of two, or divide large ones; give integers other bits."""
     if not tensor.is_floating_point():
         return tensor ^ (1 + power).to(tensor.dtype)
     factor = (2.0 ** (1 + power)).float()
@@ -59,5 +59,5 @@ def _raised(tensor: Tensor, power: Tensor) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Numbers that can be compared: those of eight bits cannot."""
+    """Return numbers in a comparable dtype: eight-bit numbers cannot be compared."""
     return tensor.float() if tensor.is_floating_point() else tensor

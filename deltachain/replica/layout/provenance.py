@@ -1,4 +1,4 @@
-"""Which checkpoint tensors a tensor is, is a view of, or was computed from, while a loader runs."""
+"""Provenance of tensors in a running loader: the checkpoint tensors that they come from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Provenance:
     """Sources of tensors, by storage.
 
     Args:
-        inputs: The checkpoint tensors that a loader is given, by name.
+        inputs: Checkpoint tensors given to the loader, by name.
     """
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
@@ -22,11 +22,11 @@ class Provenance:
         self._kept: list[Tensor] = []
 
     def owner(self, tensor: Tensor) -> str | None:
-        """The checkpoint tensor that a tensor is, or is a view of."""
+        """Return the checkpoint tensor that a tensor is, or is a view of."""
         return self._owner.get(storage_id(tensor))
 
     def sources(self, values: Any) -> frozenset[str]:  # noqa: ANN401
-        """The checkpoint tensors that any of some values are, or were made from."""
+        """Return the checkpoint tensors that some values are, view, or were computed from."""
         found: frozenset[str] = frozenset()
         for leaf in tree_leaves(values):
             if isinstance(leaf, Tensor):
@@ -37,14 +37,14 @@ class Provenance:
         return found
 
     def made(self, values: Any, sources: frozenset[str]) -> None:  # noqa: ANN401
-        """Remember what the tensors among some values were made from."""
+        """Record the sources of the tensors among some values."""
         for tensor in tree_leaves(values) if sources else ():
             if isinstance(tensor, Tensor) and storage_id(tensor) not in self._owner:
                 storage = storage_id(tensor)
                 self._made[storage] = self._made.get(storage, frozenset()) | sources
-                self._kept.append(tensor)  # or its storage might be given to another
+                self._kept.append(tensor)  # otherwise another tensor might reuse its storage
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What tells storages apart, those on the meta device included."""
+    """Return an id of a tensor's storage, which may be on the meta device."""
     return int(tensor.untyped_storage()._cdata)

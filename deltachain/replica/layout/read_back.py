@@ -1,4 +1,4 @@
-"""What live bits show of the places that were recorded. Nothing of the engine is changed."""
+"""Comparison of live bits with the recorded places; nothing of the engine is changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deltachain.torch_names import WIRE_NAMES
 
 
 def compare_bits(source: LoadedCheckpoint, findings: Findings) -> Findings:
-    """Compare live bits with those of the checkpoint: a processed parameter cannot be written."""
+    """Compare live bits with the checkpoint's: a processed parameter cannot be written."""
     reasons: dict[str, str] = {}
     changed: set[str] = set()
     for name, spec in source.specs.items():
@@ -35,7 +35,7 @@ def compare_bits(source: LoadedCheckpoint, findings: Findings) -> Findings:
 
 
 def find_overlapping(findings: Findings) -> Findings:
-    """Find tensors that would overwrite one another; a tied name is the same tensor."""
+    """Find tensors that would overwrite one another; tied names are one tensor."""
     stored: dict[int, list[tuple[str, Placement]]] = defaultdict(list)
     for name, placements in findings.placements.items():
         for place in placements:
@@ -46,7 +46,7 @@ def find_overlapping(findings: Findings) -> Findings:
 
 
 def _overlapping(sharing: list[tuple[str, Placement]]) -> list[str]:
-    """Those of the tensors in one storage that have elements of an earlier one."""
+    """Return the tensors in one storage that share elements with an earlier one."""
     if len(sharing) == 1:
         return []
     live = sharing[0][1].live
@@ -62,7 +62,7 @@ def _overlapping(sharing: list[tuple[str, Placement]]) -> list[str]:
 
 
 def find_transformed(source: LoadedCheckpoint, findings: Findings) -> Findings:
-    """Find tensors that some layer takes, and that are nowhere as they were loaded."""
+    """Find tensors that are loaded into some layer, but stored nowhere in their original form."""
     reasons = {
         name: f"{min(layers)} does not keep it in its loaded form"
         for name, layers in findings.loaded_into.items()

@@ -1,12 +1,11 @@
-"""Find where an engine stores every checkpoint tensor, by running its own loader dry.
+"""Find where an engine stores every checkpoint tensor, by a dry run of its own loader.
 
 The engine's ``load_weights`` is given meta tensors under a dispatch mode that records each write
-and lets none through. The source of a recorded copy is known by its storage: a view of a meta
-tensor keeps offset and strides, so every record says which window of which checkpoint tensor lives
-at which place. What a loader computes, copies, edits or loads in any other way is not guessed: such
-a tensor gets no places but a reason. What is computed from several tensors is known by the
-operations that made it, so tensors that a loader holds back until others arrive are known to belong
-together.
+and executes none. The storage of a recorded copy identifies its source: a view of a meta tensor
+keeps offset and strides, so every record gives the place of a window of a checkpoint tensor.
+Nothing is guessed about tensors that a loader computes, copies, edits or loads in any other way:
+they get no places, but a reason. The operations are tracked that compute from several tensors, so
+tensors that a loader holds back until others arrive are known to belong together.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
 """An engine's own loader of ``(checkpoint name, full tensor)`` pairs."""
 
 PADDING: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-"""Writes of a constant: vocabulary padding, which no checkpoint tensor is the source of."""
+"""Writes of a constant, for vocabulary padding, which comes from no checkpoint tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one dry run showed.
+    """Results of a dry run.
 
     Attributes:
-        places: Of each tensor that lives in the model bit by bit; empty when this rank has none.
-        reasons: Of each tensor that does not, in words.
-        raised: Those of them that the loader would not take at all.
-        together: Sets of tensors that something is computed from before it is written.
+        places: Places of each tensor that is stored bit by bit; empty if this rank has none of it.
+        reasons: Reasons, in words, of the tensors that are not stored bit by bit.
+        raised: Tensors among these for which the loader raised.
+        together: Sets of tensors from which a written value is computed.
     """
 
     places: Mapping[str, tuple[Placement, ...]]
@@ -52,7 +51,7 @@ class Recording:
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor that has elements and that the modules of a model hold, by dotted name."""
+    """Return every tensor with elements in the modules of a model, by dotted name."""
     return {
         f"{prefix}.{name}" if prefix else name: tensor
         for prefix, module in model.named_modules()
@@ -62,13 +61,13 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Module]) -> Recording:
-    """Run a loader dry, and record where it stores each tensor. No live byte is written.
+    """Do a dry run of a loader, and record where it stores each tensor; write no live byte.
 
     Args:
-        load: The engine's loader; called once, and once a tensor if something could not be
+        load: Loader of the engine; called once, and once per tensor if a write could not be
             attributed. Nothing else may use the model meanwhile.
-        specs: The tensors of the checkpoint.
-        modules: Of the engine; afterwards they hold what they held.
+        specs: Specs of the checkpoint's tensors.
+        modules: Modules of the engine; their members are restored afterwards.
     """
     wanted = {spec.name: spec for spec in specs}
     storages = {
@@ -97,7 +96,7 @@ def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Mod
 
 
 class _Run(TorchDispatchMode):
-    """One call of the loader: what it copied where, and what else it tried to write."""
+    """One call of the loader: its copies with their places, and its other attempted writes."""
 
     def __init__(self, specs: Iterable[TensorSpec], live: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,12 +113,12 @@ class _Run(TorchDispatchMode):
         self.unattributed = ""
 
     def execute(self, load: Load, modules: Mapping[str, nn.Module]) -> _Run:
-        """Run the loader under this mode; the modules hold afterwards what they held."""
+        """Run the loader under this mode, and restore the modules afterwards."""
         members = Members(modules.values())
         try:
             with torch.no_grad(), self:
                 load(list(self.meta.items()))
-        except Exception as exc:  # noqa: BLE001 - whatever a loader raises is its answer: it cannot
+        except Exception as exc:  # noqa: BLE001 - any error of a loader is a result
             self._fail(None, f"the loader raised {type(exc).__name__}: {exc}"[:200])
             self.raised.update(self.reasons if len(self.meta) == 1 else ())
         finally:
@@ -130,7 +129,7 @@ class _Run(TorchDispatchMode):
         return self
 
     def keep(self, names: frozenset[str]) -> None:
-        """Forget what was found of all other tensors."""
+        """Drop the results of all other tensors."""
         self.found = [(name, place) for name, place in self.found if name in names]
         self.reasons = {name: why for name, why in self.reasons.items() if name in names}
 
@@ -143,7 +142,7 @@ class _Run(TorchDispatchMode):
             self.reasons.setdefault(name, why)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401 - torch's signature
-        """Record a copy into a live tensor, refuse every other write, let the rest through."""
+        """Record a copy into a live tensor, refuse every other write, execute everything else."""
         del types
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
@@ -178,7 +177,7 @@ class _Run(TorchDispatchMode):
                 self._fail(name, str(exc))
 
     def _computed(self, sources: frozenset[str], why: str) -> None:
-        """Something computed from these is written: none of them is written in place."""
+        """Record that a value computed from these is written: none can be written in place."""
         if not sources:
             self._fail(None, why)
         for name in sources:
@@ -187,7 +186,7 @@ class _Run(TorchDispatchMode):
             self.together.add(sources)
 
     def _blocks(self, func: Any, written: list[Tensor], sources: frozenset[str]) -> bool:  # noqa: ANN401
-        """Whether a write goes to a live tensor, and so must not happen."""
+        """Return whether a write goes to a live tensor, and so must not be executed."""
         for tensor in written:
             name = self.provenance.owner(tensor) if tensor.is_meta else None
             if name is not None:
@@ -201,7 +200,7 @@ class _Run(TorchDispatchMode):
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:  # noqa: ANN401
-    """The tensors that an operation writes to, by its schema."""
+    """Return the tensors that an operation writes to, by its schema."""
     schema = func._schema.arguments
     bound = [*zip(schema, args, strict=False)]
     bound += [(arg, kwargs[arg.name]) for arg in schema if arg.name in kwargs]
@@ -215,7 +214,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:  # noqa: ANN401
 
 
 def _joined(sets: Iterable[frozenset[str]]) -> tuple[frozenset[str], ...]:
-    """Sets that have something in common as one."""
+    """Merge sets that have a common element."""
     found: list[frozenset[str]] = []
     for one in sets:
         near = [other for other in found if not one.isdisjoint(other)]

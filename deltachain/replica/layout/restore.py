@@ -1,4 +1,4 @@
-"""Restore what layers compute, after trials that may have written memory nobody can inspect."""
+"""Restore the outputs of layers, after trials that may have written to uninspectable memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = logging.getLogger(__name__)
 
 
 def restore_outputs(state: ModelState, source: LoadedCheckpoint) -> None:
-    """Put back what the model holds; where its outputs differ, let it load its first weights again.
+    """Restore the model; if its outputs still differ, let it load its first weights again.
 
     Args:
-        state: Of the model before the trials.
-        source: The checkpoint that it loaded.
+        state: State of the model before the trials.
+        source: The checkpoint that the engine loaded.
 
     Raises:
-        EngineDamagedError: It computes something else whatever is tried.
+        EngineDamagedError: The outputs still differ after every attempt.
     """
     layers, tried = frozenset(state.modules), frozenset(state.outputs)
     state.put_back()

@@ -1,8 +1,8 @@
 """Tables that modules compute from weights when they first run, and keep.
 
-No load computes such a tensor again, so that it looks like a constant. It is told from one by what
-the model held after loading and before it ran. What appears later is dropped whenever weights are
-written, and the module computes it again.
+No load computes such a tensor again, so it looks like a constant. It is distinguished from one by
+the members that the model had after loading and before it ran. Tables added later are dropped
+whenever weights are written, and the module computes them again.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from deltachain.replica.layout.members import (
 logger = logging.getLogger(__name__)
 
 CASTS: Final = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that an engine may cast a table to when it first runs."""
+"""Dtypes to which an engine may cast a table when it first runs."""
 
 KV: Final = "kv_cache"
-"""Part of the names of what requests cached, which is no table."""
+"""Part of the names of KV caches, which are not tables."""
 
 ADAPTER: Final = "LoRA"
-"""Part of the names of classes that wrap others, and hold adapters that requests ask for."""
+"""Part of the names of classes that wrap layers with the adapters of requests."""
 
 _TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}
 """Attributes of every module."""
@@ -41,10 +41,10 @@ _loaded: WeakKeyDictionary[nn.Module, LoadedState] = WeakKeyDictionary()
 
 
 class LoadedState:
-    """What modules hold beside their parameters after loading.
+    """Members of modules after loading, other than parameters.
 
     Args:
-        model: One that has not run.
+        model: A model that has not run.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +52,7 @@ class LoadedState:
         self._numbers = dict(_numbers(model))
 
     def changed(self, model: nn.Module) -> frozenset[str]:
-        """Floating-point tensors and numbers that are new or have changed."""
+        """Return the floating-point tensors and numbers that are new or have changed."""
         tensors = {
             name
             for name, tensor in _beside_weights(model)
@@ -65,24 +65,24 @@ class LoadedState:
 
 
 def record_loaded_state(model: nn.Module) -> None:
-    """Record what a model holds after loading, before it runs.
+    """Record the members of a model after loading, before it runs.
 
-    Never raises: this is called while an engine loads, whether it follows a chain or not.
+    Never raises, since it is called while an engine loads, even if it follows no chain.
     """
     try:
         _loaded[model] = LoadedState(model)
-    except Exception as exc:  # noqa: BLE001 - an engine serves as if we were not there
+    except Exception as exc:  # noqa: BLE001 - the engine must serve as it would without deltachain
         logger.warning("cannot record what %s holds: %r", type(model).__name__, exc)
 
 
 def made_by_running(model: nn.Module) -> frozenset[str]:
-    """Live tensors that a model computed or changed at run time; none if it was not recorded."""
+    """Return the live tensors computed or changed at run time; empty if nothing was recorded."""
     found = _loaded.get(model)
     return found.changed(model) if found is not None else frozenset()
 
 
 def _beside_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors beside the parameters of modules near weights, by dotted name."""
+    """Yield tensors other than parameters in modules near weights, by dotted name."""
     for prefix, module in _near_weights(dict(model.named_modules())).items():
         for path, tensor in tensors_in(module):
             if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and KV not in path:
@@ -100,7 +100,7 @@ def _dotted(prefix: str, path: str) -> str:
 
 
 def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Modules with parameters of their own or in a child, except those of adapters."""
+    """Return modules with parameters of their own or in a child, except those of adapters."""
     return {
         name: module
         for name, module in modules.items()
@@ -110,17 +110,17 @@ def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 class RuntimeTables:
-    """What modules near weights keep, so that tables they add can be dropped.
+    """A record of the members of modules near weights, by which added tables can be dropped.
 
     Args:
-        modules: By name.
+        modules: Modules by name.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._kept = [_Kept(module) for module in _near_weights(modules).values()]
 
     def forget(self) -> None:
-        """Drop tables that were added; the modules compute them again when needed."""
+        """Drop added tables; the modules compute them again when needed."""
         for kept in self._kept:
             kept.put_back()
 
@@ -137,14 +137,14 @@ class _Kept:
         ]
 
     def put_back(self) -> None:
-        """Drop tables that were added; reset flags, one of which may say that there is one."""
+        """Drop added tables, and reset flags, which may state that a table exists."""
         dropped = [_drop(*box) for box in self._boxes]
         if any(dropped):
             self._own.update(self._flags)
 
 
 def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) -> bool:
-    """Drop the tables that a dictionary did not have, and say whether there were any."""
+    """Drop the tables added to a dictionary, and return whether there were any."""
     added = [key for key in box.keys() - known if _is_table(key, box[key])]
     filled = [key for key in nothing if _is_table(key, box.get(key))]
     for key in added:
@@ -154,7 +154,7 @@ def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) ->
 
 
 def _dictionaries(module: nn.Module) -> Iterator[dict[Any, Any]]:
-    """The dictionaries in which a module keeps its members, except those of torch itself."""
+    """Yield the dictionaries of a module's members, except those of torch itself."""
     own = {id(box) for key, box in vars(module).items() if key in _TORCHS}
     for box in containers_of(module):
         if isinstance(box, dict) and id(box) not in own:

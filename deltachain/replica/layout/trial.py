@@ -1,9 +1,9 @@
-"""Test whether what an engine holds and computes follows each tensor alone.
+"""Test whether the members and outputs of an engine follow each tensor alone.
 
-Loading what is loaded already must change no bit. For every tensor by itself, loading other bits of
-it must change what each of its layers holds or computes, and loading the first bits again must lead
-back, bit for bit. A loader that quietly does nothing, or does it for the neighbours only, passes
-none of that.
+Loading the present bits again must change nothing. For every tensor by itself, loading other bits
+must change the members or outputs of each of its layers, and loading the first bits again must
+restore them, bit for bit. A loader that silently does nothing, or updates only other tensors, fails
+these tests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from deltachain.replica.layout.untouched import Untouched
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial showed.
+    """Results of a trial.
 
     Attributes:
-        refused: Why groups cannot be loaded by this method, by their first tensor; empty where the
-            engine does not have it.
+        refused: Reasons why groups cannot be loaded by this method, by their first tensor; empty
+            reasons if the engine does not have the method.
         touched: Live tensors that other bits of some tensor changed.
         idle: Tensors of the other groups that changed nothing.
-        beside: Tensors of these that changed what a layer holds, and not what it computes.
+        beside: Tensors of the other groups that changed members of a layer, but not its output.
         moved: Tensors that were not stored where they were recorded.
     """
 
@@ -56,17 +56,17 @@ class Trial:
     """A load method, tried on groups of tensors.
 
     Attributes:
-        state: Of the model, which holds it again afterwards.
-        method: The one that is tried.
-        weights: Of the checkpoint that the model holds.
-        links: The layers that must follow each tensor.
+        state: State of the model; restored afterwards.
+        method: Method to try.
+        weights: Factory of tensors of the checkpoint that the model holds.
+        links: Layers that must follow each tensor.
         untouched: Decided tensors that are not loaded, and must keep their bits.
         derived: Live tensors and numbers that must follow each tensor.
         vectors: Tensors of one dimension or none.
         placed: Tensors that are stored in the model bit by bit.
-        overlapping: Those of them that others may be loaded over.
-        displaced: Given tensors, and those of them that were loaded with other bits: the tensors
-            that are not where they were recorded.
+        overlapping: Tensors among these that other tensors may overwrite.
+        displaced: Function that returns the tensors not at their recorded places, given the names
+            of tensors and of those among them that were loaded with other bits.
     """
 
     state: ModelState
@@ -81,7 +81,7 @@ class Trial:
     displaced: Callable[[Iterable[str], Container[str]], frozenset[str]] = lambda *_: frozenset()
 
     def run(self, groups: Sequence[LoadGroup]) -> Outcome:
-        """Try groups with no layer in common at once; each by itself if anything fails."""
+        """Try groups without common layers together; each by itself if anything fails."""
         known = [group for group in groups if group.layers]
         left = [group for group in groups if not group.layers]
         first, *more = _without_common_layers(known) or [[]]
@@ -99,10 +99,10 @@ class Trial:
         return tried + self._apart(followed, tried.touched)
 
     def _apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
-        """Refuse groups that cannot be loaded beside everything else, or beside each other."""
+        """Refuse groups that cannot be loaded separately from all others."""
         try:
             return Outcome(moved=self._expect_apart(groups, touched))
-        except Exception:  # noqa: BLE001 - an engine's loader may raise anything; who, is found now
+        except Exception:  # noqa: BLE001 - a loader may raise anything; now find the group
             self._put_back(groups)
         outcomes: list[Outcome] = []
         for group in groups:
@@ -116,7 +116,7 @@ class Trial:
 
     @contextmanager
     def _refusing(self, groups: Sequence[LoadGroup], outcomes: list[Outcome]) -> Iterator[None]:
-        """If the body raises, put back what the model held, and refuse the groups."""
+        """If the body raises, restore the model, and refuse the groups."""
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
@@ -127,11 +127,11 @@ class Trial:
             outcomes.append(Outcome({group.names[0]: why for group in groups}))
 
     def _put_back(self, groups: Sequence[LoadGroup]) -> None:
-        """Put back what the model held; its own loading may restore what cannot be inspected."""
+        """Restore the model; its own loading may restore memory that cannot be inspected."""
         self.state.put_back(partial(self._load, groups, {}))
 
     def _try(self, groups: Sequence[LoadGroup]) -> Outcome:
-        """Try groups of known layers together, or a single one; raise where it is not exact."""
+        """Try groups of known layers together, or a single one; raise if it is not exact."""
         if not groups:
             return Outcome()
         self._load(groups, {})
@@ -146,14 +146,14 @@ class Trial:
         return seen.outcome(self._expect_repeatable(groups))
 
     def _expect_repeatable(self, groups: Sequence[LoadGroup]) -> frozenset[str]:
-        """Refuse a loader that gives another result for the same bits the next time.
+        """Refuse a loader whose result differs when the same bits are loaded again.
 
         Returns:
             Tensors that were not stored where they were recorded.
 
         Raises:
-            TensorMismatchError: It does.
-            Exception: Whatever it raises.
+            TensorMismatchError: The result differs.
+            Exception: Any error of the loader.
         """
         others = {name: group for group in groups for name in group.names}
         self._load(groups, others)
@@ -166,21 +166,21 @@ class Trial:
         return moved
 
     def _expect_apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> frozenset[str]:
-        """Refuse a loader that changes tensors beside the given ones, while all hold other bits.
+        """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
-        A swap loads the groups that changed, so each must be taken without each other one: they are
-        told apart by the digits of their numbers.
+        A swap loads only changed groups, so any two of them must be separable: subsets by the
+        binary digits of their numbers are loaded in turn.
 
         Args:
-            groups: Each of which can be loaded alone.
-            touched: Live tensors that this was seen to change: some are made in other layers.
+            groups: Groups, each of which can be loaded alone.
+            touched: Live tensors that loading them was seen to change: some are in other layers.
 
         Returns:
-            Tensors that were loaded and not stored where they were recorded.
+            Tensors that were loaded, but not stored where they were recorded.
 
         Raises:
-            TensorMismatchError: It does.
-            Exception: Whatever it raises.
+            TensorMismatchError: Another tensor changes.
+            Exception: Any error of the loader.
         """
         if not groups:
             return frozenset()
@@ -199,7 +199,7 @@ class Trial:
     def _expect_kept(
         self, groups: Sequence[LoadGroup], others: Mapping[str, LoadGroup], touched: frozenset[str]
     ) -> None:
-        """Load other bits of groups, beside other bits of everything else, which must stay."""
+        """Load other bits of groups; all other tensors have other bits too, and must keep them."""
         self.untouched.write(other=True)
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))
@@ -224,11 +224,11 @@ class Trial:
 
 
 class _Seen:
-    """Record what loading other bits of each tensor alone changed.
+    """A record of the changes that loading other bits of each tensor alone causes.
 
     Args:
-        trial: That loads them.
-        groups: The first tensor of each group.
+        trial: Trial that loads them.
+        groups: First tensor of each group.
     """
 
     def __init__(self, trial: Trial, groups: frozenset[str]) -> None:
@@ -241,15 +241,15 @@ class _Seen:
         self.followed: dict[LoadGroup, frozenset[str]] = {}
 
     def look(self, picked: Mapping[str, LoadGroup]) -> None:
-        """Judge the tensors that were just loaded with other bits, one of each group.
+        """Judge the tensors just loaded with other bits, one of each group.
 
         Raises:
-            TensorMismatchError: Something did not change with one of them.
+            TensorMismatchError: A layer did not follow one of them.
         """
         changed = self.state.changed()
         self.touched |= changed
         for name, group in picked.items():
-            if name not in self.trial.placed:  # others may be stored where it was not recorded
+            if name not in self.trial.placed:  # others may be stored at unrecorded places
                 self.moved |= self.trial.displaced(group.names, picked)
             why = self._judge(name, group, changed)
             if why:
@@ -257,10 +257,10 @@ class _Seen:
         self._expect_followed(picked, changed)
 
     def _expect_followed(self, picked: Mapping[str, LoadGroup], changed: frozenset[str]) -> None:
-        """Refuse loads that change what another layer holds, and not what it computes.
+        """Refuse loads that change members of another layer, but not its output.
 
         Raises:
-            TensorMismatchError: One does.
+            TensorMismatchError: There is such a change.
         """
         state = self.state
         mine = frozenset().union(*(group.layers for group in picked.values()))
@@ -274,10 +274,10 @@ class _Seen:
             )
 
     def _judge(self, name: str, group: LoadGroup, changed: frozenset[str]) -> str:
-        """Why a tensor is not followed; empty where it is, or others have to show it.
+        """Return why a tensor is not followed; empty if it is, or if other tests must show it.
 
-        A tensor that changes nothing stays a member of its group: it may act only beside others,
-        or be overwritten by one of them. A loader alone has nothing that it could act on.
+        A tensor that changes nothing stays in its group: it may act only together with others, or
+        be overwritten by one of them. That does not apply to a loader alone.
         """
         state, trial = self.state, self.trial
         layers = group.layers or frozenset(state.modules)
@@ -307,13 +307,13 @@ class _Seen:
         return ""
 
     def outcome(self, moved: frozenset[str]) -> Outcome:
-        """Sum up what was seen.
+        """Return the results.
 
-        A vector that a layer holds and does not compute from does not show how it was loaded; the
+        A vector of a layer that does not change its output does not show how it was loaded; the
         matrix beside it does.
 
         Raises:
-            TensorMismatchError: Nothing shows that a layer was made anew.
+            TensorMismatchError: Nothing shows that a layer was created again.
         """
         for name, (group, layers) in self.beside.items():
             left = layers - self.followed.get(group, frozenset())
@@ -325,7 +325,7 @@ class _Seen:
 
 
 def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]:
-    """Groups in turns: two in one layer would each seem to follow the other's change."""
+    """Split groups into turns without common layers, where each would seem to follow the other."""
     turns: list[list[LoadGroup]] = []
     taken: list[set[str]] = []
     for group in groups:
@@ -339,7 +339,7 @@ def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]
 
 
 def halves(groups: Sequence[LoadGroup]) -> Iterator[list[LoadGroup]]:
-    """Subsets of the groups that separate any two of them; none for a single group."""
+    """Yield subsets of the groups that separate any two of them; none for a single group."""
     for digit in range((len(groups) - 1).bit_length()):
         for value in (0, 1):
             yield [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]

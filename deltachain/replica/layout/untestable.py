@@ -17,14 +17,14 @@ from deltachain.replica.layout.opaque import may_hide_tensors
 
 
 def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
-    """Find layers whose output cannot be computed, and that keep what cannot be inspected.
+    """Find layers whose output cannot be computed, and whose members cannot all be inspected.
 
-    Those that are processed after loading may: they do so already, or processing them once more
-    shows it.
+    Only layers with post-load processing can be such layers: either they are already, or processing
+    them once more shows it.
 
     Raises:
-        TensorMismatchError: One does already. Nothing is loaded then, since
-            restoring it could not be verified.
+        TensorMismatchError: There is such a layer already. Nothing is loaded then, since restoring
+            it could not be verified.
     """
     links = links_of(state, source, findings, source.present)
     doubtful = (all_layers(links, links) & state.processed) - state.outputs.keys()
@@ -60,7 +60,7 @@ def _opaque_after_reload(
     scope: frozenset[str],
     doubtful: frozenset[str],
 ) -> frozenset[str]:
-    """Doubtful layers that processing replaced by what cannot be inspected, or did not process."""
+    """Return doubtful layers with uninspectable members after processing, or not processed."""
     found: set[str] = set()
     processed: set[str] = set()
     for method in RELOADS:

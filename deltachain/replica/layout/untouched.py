@@ -1,7 +1,7 @@
-"""Check that a trial leaves tensors alone that it does not load: they hold other bits meanwhile.
+"""Check that a trial changes no tensors that it does not load: they have other bits meanwhile.
 
-A loader that overwrites what it was not given, with the first bits or a constant, would change
-nothing where these are stored already.
+A loader might overwrite tensors that it was not given with their first bits or a constant, which
+would change nothing if these were stored already.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deltachain.replica.layout.other_bits import mixed
 from deltachain.replica.windows import Placement
 
 TURN: Final = 1
-"""Of the other bits: not those that a trial loads, so that equal tensors are told apart."""
+"""Turn of the other bits: not the one that a trial loads, so that equal tensors differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +26,10 @@ class Untouched:
     """Decided tensors that a trial does not load.
 
     Attributes:
-        model: Not in use meanwhile.
-        source: The checkpoint that it loaded.
-        placements: Of those that are written in place.
-        groups: Of those that the engine loads, with the method.
+        model: The rank's model; not in use meanwhile.
+        source: The checkpoint that the engine loaded.
+        placements: Placements of the tensors that are written in place.
+        groups: Groups of the tensors that the engine loads, with the method.
     """
 
     model: EngineModel
@@ -47,7 +47,7 @@ class Untouched:
             load_with(self.model, method, group.layers, weights)
 
     def lost(self) -> frozenset[str]:
-        """Tensors written in place that no longer hold their other bits."""
+        """Return tensors written in place that no longer hold their other bits."""
         return frozenset(
             name
             for name, places in self.placements.items()
@@ -63,5 +63,5 @@ def write_bits(places: Sequence[Placement], bits: LiveBits) -> None:
 
 
 def holds_bits(places: Sequence[Placement], bits: LiveBits) -> bool:
-    """Whether a whole tensor is stored in its places, bit for bit."""
+    """Return whether a whole tensor is stored in its places, bit for bit."""
     return all(same_bits(place.view, place.take(bits)) for place in places)

@@ -26,16 +26,16 @@ def find_unused(
     """Load the whole checkpoint with other bits in some tensors alone: nothing may change.
 
     Args:
-        state: Of the model, which holds it again afterwards.
-        source: The checkpoint that it loaded.
-        layout: How its weights are updated, as it was discovered.
-        names: Tensors that no rank holds.
+        state: State of the model; restored afterwards.
+        source: The checkpoint that the engine loaded.
+        layout: Discovered layout of the rank.
+        names: Names of tensors that no rank holds.
 
     Returns:
-        Why each is not known to be unused; empty for one that is.
+        Reason why each tensor is not proven to be unused; empty for an unused one.
 
     Raises:
-        EngineDamagedError: The model computes something else, and nothing leads back.
+        EngineDamagedError: Outputs of the model have changed, and cannot be restored.
     """
     wanted, groups = list(names), layout.groups
     if state.opaque:
@@ -54,7 +54,7 @@ def find_unused(
 def _held(
     state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
 ) -> dict[str, str]:
-    """Tensors whose bits are in a parameter that no update reaches: a loader may write it once."""
+    """Return tensors in a parameter that no update reaches, which a loader may write only once."""
     places = [place for places in layout.places.values() for place in places]
     reached = {place.live.untyped_storage().data_ptr() for place in places}
     unreached = [
@@ -86,9 +86,9 @@ def _followed(
     groups: Sequence[tuple[LoadMethod, LoadGroup]],
     changed: Sequence[str],
 ) -> str:
-    """What changes with some tensors; empty for nothing, if full loads of the others changed some.
+    """Return which changes some tensors cause; empty for none, if loads of the others changed some.
 
-    All tensors have other bits in these loads, to show one that acts only beside others.
+    All tensors have other bits in these loads, to reveal one that acts only together with others.
     """
     packed = frozenset().union(*(group.layers for method, group in groups if method == "repacked"))
     proven = [name for method, group in groups if method == "repacked" for name in group.names]
@@ -105,7 +105,7 @@ def _followed(
         try:
             load_with(state.model, method, layers, mixed(source.clones, [*names, *changed], names))
             if not state.changed():
-                continue  # this method does nothing, and proves nothing
+                continue  # this method changes nothing, which proves nothing
             before = ModelState(state.model, SavedBits(state.model.tensors()))
             every = [*names, *changed]
             load_with(state.model, method, layers, mixed(source.clones, every, every))

@@ -1,4 +1,4 @@
-"""How each tensor of the chain reaches an engine's live weights, and how ranks agree on it."""
+"""Classes of tensors, by their way into live weights, and the agreement of all ranks on them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from deltachain.types import TensorSpec
 TensorClass: TypeAlias = Literal[
     "absent", "unused", "in_place", "loaded", "reloaded", "repacked", "refused"
 ]
-"""``in_place``: changed elements are scattered into live parameters. ``loaded``: the whole tensor
-goes through the engine's own loader, from a copy on the host. ``reloaded``: so do all tensors of
-its layer, because the engine packs that layer after loading. ``repacked``: the same, from raw
-weights, where the engine's own reload does not repeat its packing. ``unused``: nothing that the
-engine holds or computes follows it. ``refused``: nothing is proven. ``absent``: this rank has none
-of it."""
+"""Class of a tensor.
+
+``in_place``: changed elements are scattered into live parameters. ``loaded``: the whole tensor goes
+through the engine's own loader, from a copy on the host. ``reloaded``: all tensors of its layer do,
+because the engine packs that layer after loading. ``repacked``: the same, from raw weights, because
+the engine's own reload does not repeat its packing. ``unused``: no member or output of the engine
+follows it. ``refused``: nothing is proven. ``absent``: this rank has none of it.
+"""
 
 ON_HOST: Final = ("loaded", "reloaded", "repacked")
-"""Classes of tensors that a rank keeps a copy of on the host."""
+"""Classes of tensors with a copy on the host of the rank."""
 
 ORDER: Final[dict[str, int]] = {kind: number for number, kind in enumerate(get_args(TensorClass))}
-"""A tensor takes the worst class that any rank gives it."""
+"""Number of each class, from best to worst; a tensor takes the worst class among all ranks."""
 
 Form: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A window by its numbers: offset, size and stride."""
 
 
 class Classified(Struct, frozen=True, kw_only=True):
-    """One tensor on one rank.
+    """Class of one tensor on one rank.
 
     Attributes:
-        kind: Its class.
-        reason: Why it is not in place; empty when it is.
-        windows: The elements that this rank holds in place.
+        kind: Class of the tensor.
+        reason: Reason why it is not in place; empty if it is.
+        windows: Windows of the elements that this rank holds in place.
     """
 
     kind: TensorClass
@@ -44,14 +46,14 @@ class Classified(Struct, frozen=True, kw_only=True):
 
 
 class Agreement(Struct, frozen=True, kw_only=True):
-    """What all ranks do, decided from what each of them found.
+    """The classes for all ranks, decided from the findings of each.
 
     Attributes:
-        classes: Of every tensor; never ``absent``.
-        reasons: Of every tensor that is not in place.
-        holders: Of every tensor, for each rank, who holds each of its windows: the ranks by number,
-            joined by commas, one that has them at two places named twice. One entry on a rank that
-            holds a copy on the host, none where absent.
+        classes: Class of every tensor; never ``absent``.
+        reasons: Reason of every tensor that is not in place.
+        holders: Holders of each window of every tensor, for each rank: numbers of the ranks, joined
+            by commas; a rank with two places for a window is named twice. One entry on a rank with
+            a copy on the host, none on a rank without the tensor.
     """
 
     classes: dict[str, TensorClass]
@@ -60,12 +62,12 @@ class Agreement(Struct, frozen=True, kw_only=True):
 
     @property
     def refused(self) -> dict[str, str]:
-        """Tensors that cannot be updated, and why."""
+        """Tensors that cannot be updated, with the reasons."""
         return {n: self.reasons[n] for n, kind in self.classes.items() if kind == "refused"}
 
 
 def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
-    """Decide for every tensor what all ranks do with it."""
+    """Decide the class of every tensor on all ranks."""
     classes: dict[str, TensorClass] = {}
     reasons: dict[str, str] = {}
     holders: dict[str, tuple[tuple[str, ...], ...]] = {}
@@ -80,7 +82,7 @@ def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]
 
 
 def orphans(specs: Iterable[str], ranks: Sequence[Mapping[str, Classified]]) -> list[str]:
-    """Tensors that no rank holds, and that some rank has not proven to be unused."""
+    """Return the tensors that no rank holds, and that are not proven unused on every rank."""
     kinds = {name: {rank[name].kind for rank in ranks} for name in specs}
     return [n for n, found in kinds.items() if "absent" in found <= {"absent", "unused"}]
 

@@ -1,1 +1,1 @@
-"""What a subscriber writes into: tensors, or a checkpoint folder."""
+"""Targets of subscribers: tensors, or a checkpoint folder."""

@@ -1,4 +1,4 @@
-"""What a subscriber asks of the thing it writes into."""
+"""Interfaces between a subscriber and its target, and all-or-nothing writes."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class HeldVersion(Struct, frozen=True, kw_only=True):
 
     Attributes:
         chain: Id of the chain.
-        version: Its number.
-        epoch: Epoch of its manifest.
-        manifest: blake3 of its manifest's exact bytes.
-        state: Its state digest.
+        version: Number of the version.
+        epoch: Epoch of the version's manifest.
+        manifest: blake3 of the manifest's exact bytes.
+        state: State digest of the version.
     """
 
     chain: str
@@ -34,40 +34,40 @@ class HeldVersion(Struct, frozen=True, kw_only=True):
 
 
 class Prepared(Protocol):
-    """What a target keeps of an apply between its two halves, and afterwards to take it back."""
+    """A staged apply of a target, kept for the swap, and afterwards to undo it."""
 
     @property
     def nnz(self) -> int:
-        """Elements that it writes."""
+        """Number of elements to write."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Bytes of memory used."""
 
     @property
     def base_too(self) -> bool:
-        """Whether what it overwrites is proven as well.
+        """Whether the overwritten bits are proven as well.
 
-        A plan from nothing leads to the right state from any other, but taking it back must lead to
-        one that is known.
+        A plan from nothing leads to the right state from any other, but undoing it must lead to a
+        known state.
         """
 
     @property
     def can_undo(self) -> bool:
-        """Whether the old bits are kept, so that a failure in the middle can be taken back.
+        """Whether the old bits are kept, so that a failed write can be undone.
 
         If not, the replica should leave service before it swaps.
         """
 
     def undo(self) -> Prepared:
-        """What takes it back."""
+        """Return the staged apply that undoes this one."""
 
 
 class Target(Protocol):
-    """A copy of the model that a subscriber keeps up with the chain.
+    """A copy of the model that a subscriber keeps up to date with the chain.
 
-    ``bind`` comes first. ``stage`` only reads, and may run while the model is in use; ``swap`` is
-    the only method that writes, and needs that nobody else does.
+    Call ``bind`` first. ``stage`` only reads, and may run while the model is in use; ``swap`` is
+    the only method that writes, and requires that no one else writes meanwhile.
     """
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
@@ -78,67 +78,67 @@ class Target(Protocol):
         """
 
     def held(self) -> HeldVersion | None:
-        """What the target itself remembers to hold; ``None`` when it remembers nothing."""
+        """Return the version held, by the target's own record; ``None`` without a record."""
 
     def state(self) -> StateDigest | None:
-        """State digest of the live bits, recomputed.
+        """Recompute the state digest from the live bits.
 
-        ``None`` when there are none, or when tied weights that should be equal are not.
+        ``None`` if there are none, or if tied weights are not equal.
         """
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Prepared:
-        """Compute what a plan will write, and prove that the result is the version it leads to.
+        """Compute the writes of a plan, and prove that their result is the plan's version.
 
         Nothing is written.
 
         Args:
-            fetched: The plan's objects.
-            base: State digest the target holds; ``None`` when that cannot be proven.
+            fetched: Objects of the plan.
+            base: State digest of the bits held; ``None`` if that cannot be proven.
             state: State digest of the version.
-            budget: Bytes of old and new bits to keep. What does not fit is computed again while it
-                is written, and cannot be taken back.
+            budget: Bytes of old and new bits to keep. Writes beyond it are computed again during
+                the swap, and cannot be undone.
 
         Raises:
             BaseMismatchError: The target does not hold the bits that the plan applies to.
-            BrokenChainError: A plan from nothing does not give every tensor whole.
+            BrokenChainError: A plan from nothing does not have all elements of every tensor.
         """
 
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
-        """Write what was staged, all or nothing, and remember ``held``; the seconds of writing.
+        """Write staged bits, all or nothing, and record ``held``; return the seconds of writing.
 
         Raises:
-            PartialApplyError: It failed, and the old bits are back.
-            PoisonedError: It failed, and what the target holds cannot be proven.
+            PartialApplyError: The write failed, and the old bits are restored.
+            PoisonedError: The write failed, and the target's bits cannot be proven.
         """
 
     def close(self) -> None:
-        """Give back what the target holds on to; closing twice is allowed."""
+        """Release the target's resources; closing twice is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A patch, and every place it goes to."""
+    """A patch, and all places to write it to."""
 
     patch: Patch
     places: Sequence[LiveElements]
 
 
 def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
-    """Write patches into live bits; if one fails, take back all that were begun.
+    """Write patches into live bits; if one fails, undo all that were begun.
 
     Args:
-        writes: Consumed once; one that is computed only now must be of another tensor than all
-            before it.
-        version: What is being written, for the error.
+        writes: Writes, consumed once; one that is computed on demand must be of another tensor than
+            all before it.
+        version: Version to write, for error messages.
 
     Returns:
-        What was written, for :func:`take_back`.
+        The completed writes, for :func:`take_back`.
 
     Raises:
-        PartialApplyError: It failed, and the old bits are back.
-        PoisonedError: Taking back failed as well.
+        PartialApplyError: A write failed, and the old bits are restored.
+        PoisonedError: A write failed, and the undo failed as well.
     """
     begun: list[Write] = []
     try:
@@ -149,7 +149,7 @@ def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
     except BaseException as exc:
         take_back(begun, version, exc)
         if not isinstance(exc, Exception):
-            raise  # Ctrl-C: the old bits are back, and whoever pressed it is answered
+            raise  # such as KeyboardInterrupt: the old bits are restored
         raise PartialApplyError(
             f"swap to version {version} failed and was taken back: {exc}",
             version=version,
@@ -159,10 +159,10 @@ def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
 
 
 def take_back(begun: Sequence[Write], version: Version, cause: BaseException) -> None:
-    """Put back the bits that were there before some writes, newest first.
+    """Restore the bits from before some writes, newest first.
 
     Raises:
-        PoisonedError: One could not be, or its old bits were not kept.
+        PoisonedError: A write could not be undone, or its old bits were not kept.
     """
     lost = next((w.patch.spec.name for w in reversed(begun) if w.patch.old is None), "")
     if lost:

@@ -1,4 +1,4 @@
-"""What a subscriber can be given to write into."""
+"""Conversion of modules, tensors and paths to targets."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.Pa
 
 
 def as_target(thing: TargetLike) -> Target:
-    """The target that a module, a dict of tensors or a path stands for."""
+    """Return the target for a module, a dict of tensors or a path; return a target unchanged."""
     if isinstance(thing, str | os.PathLike):
         return FolderTarget(Path(thing))
-    torch = sys.modules.get("torch")  # imported already where there is a module
+    torch = sys.modules.get("torch")  # if there is a module, torch is imported already
     if isinstance(thing, Mapping) or (torch is not None and isinstance(thing, torch.nn.Module)):
         from deltachain.subscribe.targets.tensors import TensorTarget  # noqa: PLC0415
 

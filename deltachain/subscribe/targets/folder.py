@@ -1,7 +1,7 @@
-"""A checkpoint folder as a target: a mirror on disk that survives being killed at any moment.
+"""A checkpoint folder as a target: a mirror on disk that survives a kill at any moment.
 
-New bits go into a journal first. Once the journal is complete and durable it *is* the swap:
-whatever interrupts the writing, opening the folder again finishes it, and doing so twice changes
+New bits go into a journal first. Once the journal is complete and durable, it *is* the swap: after
+any interruption of the write, opening the folder again finishes it, and a repetition changes
 nothing.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from typing_extensions import override
 
 from deltachain.chain.fetch import Fetched
 from deltachain.checkpoint import (
@@ -56,20 +57,20 @@ LOCK_FILE: Final = ".deltachain-lock"
 
 
 class HeldFile(Document, frozen=True, kw_only=True):
-    """Which chain fills the folder, and what it holds: nothing while a swap is being written."""
+    """The chain of a folder, and the version it holds: none while a swap is being written."""
 
     chain: str
     held: HeldVersion | None
 
 
 class FolderTarget(PatchedTarget):
-    """A checkpoint folder. One process at a time may write to it.
+    """A checkpoint folder, written by one process at a time.
 
-    A folder that has no weights is given them by the first swap, which must then write every
-    tensor. Files that are not weights are left alone.
+    The first swap creates the weights of a folder without any, and must then write every tensor.
+    Files other than weights are left alone.
 
     Args:
-        folder: Where; made if it is not there.
+        folder: Path of the folder; created if missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -82,12 +83,12 @@ class FolderTarget(PatchedTarget):
         self._made = False
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Match by name, and finish a swap that was interrupted; see :class:`Target`.
+        """Match tensors by name, and finish an interrupted swap; see :class:`Target`.
 
         Raises:
-            PoisonedError: It could not be finished now; its journal stays.
+            PoisonedError: The swap could not be finished now; its journal stays.
             ConfigError: Another process writes to the folder.
-            ApplyError: The folder cannot be read or written to now.
+            ApplyError: The folder cannot be read or written now.
         """
         self._specs, self._aliases, self._live = specs, aliases, {}
         with explained(self.folder):
@@ -97,9 +98,9 @@ class FolderTarget(PatchedTarget):
             self._recover()
 
     def close(self) -> None:
-        """Let other processes write to the folder; closing twice is allowed.
+        """Release the folder for other processes; closing twice is allowed.
 
-        A folder that was never filled is left as it was found.
+        A folder that was never filled is left in its original state.
         """
         if self._unlock is not None and self._unlock.alive:
             with suppress(OSError):
@@ -110,10 +111,10 @@ class FolderTarget(PatchedTarget):
             self._unlock()
 
     def _lock(self) -> bool:
-        """Keep other processes out for as long as this target lives.
+        """Lock the folder against other processes, for the lifetime of this target.
 
         Returns:
-            Whether the lock is still there: who leaves an empty folder takes it along.
+            Whether the lock file still exists: a process that closes an empty folder removes it.
         """
         if self._unlock is not None and self._unlock.alive:
             return True
@@ -138,18 +139,18 @@ class FolderTarget(PatchedTarget):
         return False
 
     def held(self) -> HeldVersion | None:
-        """What the last complete swap wrote, whichever process made it."""
+        """Return the version of the last complete swap, by any process."""
         file = self.folder / HELD_FILE
         with explained(self.folder):
             if not self._live or not file.is_file():
                 return None
             try:
                 return parse(file.read_bytes(), HeldFile, key=str(file)).held
-            except FormatError:  # a torn or foreign file: the state digest will tell
+            except FormatError:  # a damaged or foreign file: the state digest decides
                 return None
 
     def state(self) -> StateDigest | None:
-        """Recomputed from the files; see :class:`Target`."""
+        """Recompute the state digest from the files; see :class:`Target`."""
         if not self._live:
             return None
         total = StateDigest()
@@ -163,7 +164,7 @@ class FolderTarget(PatchedTarget):
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
-        """See :class:`Target`; a disk that is too small is found here already."""
+        """Stage a plan, and fail early if the disk is too small; see :class:`Target`."""
         staged = super().stage(fetched, base=base, state=state, budget=budget)
         if not self._live:
             with explained(self.folder):
@@ -171,15 +172,15 @@ class FolderTarget(PatchedTarget):
         return staged
 
     def prepare(self, delta: TensorDelta) -> Patch:
-        """See :class:`PatchedTarget`; without weights there are zeros: only dense deltas fit."""
+        """Compute a patch; if there are no weights yet, from zeros, for dense deltas only."""
         live = self._live.get(delta.spec.name)
         with explained(self.folder):
             if live is not None:
                 return prepare(WholeTensor(live[0].bits), delta)
         return prepare(WholeTensor(np.zeros(delta.spec.numel, delta.spec.bits_dtype)), delta)
 
+    @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
-        """See :class:`PatchedTarget`."""
         try:
             if not self._live:
                 self._create(patches, held)
@@ -199,9 +200,9 @@ class FolderTarget(PatchedTarget):
             raise _stopped(self.folder, exc) from exc
 
     def _create(self, patches: Iterable[Patch], held: HeldVersion) -> None:
-        """Write the weights file of a folder that had none, one patch in memory at a time."""
+        """Create the weights file of a folder without one, with one patch in memory at a time."""
         file = weights_file(self._specs)
-        for left in self.folder.glob(f".{file}.*"):  # by a process that was killed
+        for left in self.folder.glob(f".{file}.*"):  # left by a killed process
             left.unlink()
         absent = set(self._specs)
         with creating(self.folder / file) as partial:
@@ -215,11 +216,11 @@ class FolderTarget(PatchedTarget):
                 raise ConfigError(f"{self.folder} has no weights, nor has the plan {min(absent)!r}")
             self._remember(
                 held.chain, held
-            )  # before the weights appear: until then it means nothing
+            )  # before the weights appear: without them it has no effect
         self._map()
 
     def _recover(self) -> None:
-        """Finish a swap that was interrupted; a journal that is not whole is forgotten."""
+        """Finish an interrupted swap; remove an incomplete journal."""
         try:
             seal = self._journal.pending()
             if seal is not None:
@@ -231,7 +232,7 @@ class FolderTarget(PatchedTarget):
         self._journal.clear()
 
     def _replay(self, seal: Seal) -> None:
-        """Write the journal into the files, then remember, then forget the journal."""
+        """Write the journal into the files, then record the version, then remove the journal."""
         self._remember(seal.held.chain, None)
         for delta in self._journal.read(seal):
             if self._specs.get(delta.spec.name) != delta.spec:
@@ -248,16 +249,16 @@ class FolderTarget(PatchedTarget):
         write_atomic(self.folder / HELD_FILE, dump(HeldFile(chain=chain, held=held)))
 
     def _files(self) -> list[Path]:
-        """The weights files that tensors of the chain lie in."""
+        """Return the weights files with tensors of the chain."""
         return sorted({place.file for live in self._live.values() for place in live})
 
     def _map(self) -> None:
-        """Find every tensor of the chain where it lies in the folder, tied ones at every place."""
+        """Map every tensor of the chain in the folder's files, tied ones at every place."""
         if not any(self.folder.glob("*.safetensors")):
             return
         checkpoint = Checkpoint(self.folder)
         for file in checkpoint.paths:
-            fill_holes(file)  # where memory is the disk, even a look at a hole takes room
+            fill_holes(file)  # on an in-memory file system, even reading a hole takes space
         for name, spec in self._specs.items():
             names = [name, *(alias for alias, of in self._aliases.items() if of == name)]
             found = [n for n in names if n in checkpoint.specs]
@@ -274,21 +275,21 @@ class FolderTarget(PatchedTarget):
 
 
 def write(place: FileBits, patch: Patch) -> None:
-    """Write a patch where its tensor lies."""
+    """Write a patch to the place of its tensor."""
     indices = None if patch.indices is None else np.asarray(patch.indices)
     place.put(indices, np.asarray(patch.new))
 
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Say of a folder what the system said, so that followers try again.
+    """Convert an error of the operating system to one on which followers try again.
 
     Raises:
-        ApplyError: It cannot be read or written to now.
+        ApplyError: The folder cannot be read or written now.
     """
     try:
         yield
-    except DeltaChainError:  # some of ours are an OSError too
+    except DeltaChainError:  # some of its subclasses are OSErrors too
         raise
     except OSError as exc:
         message = f"{exc.filename or folder}: {exc.strerror or exc}"

@@ -1,10 +1,12 @@
-"""The folder that ``pull`` and ``follow`` fill: never one that belongs to somebody else."""
+"""Folder target of ``pull`` and ``follow``, which refuses folders not filled by its chain."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
+
+from typing_extensions import override
 
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import ASSET_SUFFIXES, HELD_FILE, INDEX_FILE, write_atomic
@@ -16,17 +18,17 @@ from deltachain.subscribe.targets.folder import HeldFile, explained
 from deltachain.types import TensorSpec
 
 _OURS: Final = (HELD_FILE, INDEX_FILE)
-"""Files of a folder that no chain may bring along."""
+"""Files that the assets of a chain must not include."""
 
 
 class OwnFolder(FolderTarget):
-    """A checkpoint folder that only the chain which filled it may write to."""
+    """A checkpoint folder that only its own chain may write to."""
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """See :class:`FolderTarget`.
+        """Match tensors by name in a folder filled by a chain; see :class:`FolderTarget`.
 
         Raises:
-            ConfigError: The folder has weights, and nothing says that they came from a chain.
+            ConfigError: The folder has weights without any record of a chain.
         """
         with explained(self.folder):
             if self.folder.exists() and not self.folder.is_dir():
@@ -39,17 +41,17 @@ class OwnFolder(FolderTarget):
                 )
         super().bind(specs, aliases)
 
+    @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
-        """See :class:`FolderTarget`."""
         self.refuse_other(held.chain)
         super().write(patches, held)
 
     def refuse_other(self, chain: str) -> None:
-        """Refuse to put a chain into the folder of another one.
+        """Refuse a chain if the folder is another chain's.
 
         Raises:
             ChainMismatchError: Another chain fills this folder.
-            FormatError: Something does, but what it wrote of itself cannot be read.
+            FormatError: The folder's record of its chain cannot be read.
         """
         file = self.folder / HELD_FILE
         with explained(self.folder):
@@ -65,17 +67,17 @@ class OwnFolder(FolderTarget):
 
 
 def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[str]:
-    """Write the small files that came with the chain where they are absent; the names written.
+    """Write the assets of a chain that the folder does not have; return the names written.
 
-    A file that is there is left alone: somebody may have edited it.
+    Existing files are left alone, since a user may have edited them.
 
     Args:
-        chain: Brings them.
-        folder: Where to.
-        trusted: Whether they may name code elsewhere.
+        chain: The chain.
+        folder: Folder to write to.
+        trusted: Whether the assets may refer to remote code.
 
     Raises:
-        ApplyError: The folder cannot be written to now.
+        ApplyError: The folder cannot be written now.
     """
     written = []
     for name, data in chain.assets():

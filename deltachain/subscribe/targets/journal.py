@@ -1,6 +1,6 @@
-"""The redo journal of a checkpoint folder: parts of absolute bits, and a file that seals them.
+"""The redo journal of a checkpoint folder: parts of absolute bits, and a seal file.
 
-Its parts are ordinary parts of FORMAT.md, so they are verified by the same code when read back.
+The parts are ordinary parts of FORMAT.md, so the same code verifies them when they are read back.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from deltachain.types import StateDigest
 FOLDER: Final = ".deltachain-journal"
 SEAL: Final = "seal.json"
 PART_NBYTES: Final = 256 << 20
-"""Bytes of patches that go into one part: what writing the journal holds in memory."""
+"""Bytes of patches in one part, which bounds the memory used to write the journal."""
 
 
 class Seal(Document, frozen=True, kw_only=True):
-    """Says that the journal is complete: what it leads to, and its parts."""
+    """The seal of a complete journal: the version that it leads to, and its parts."""
 
     held: HeldVersion
     parts: tuple[ObjectRef, ...]
@@ -39,14 +39,14 @@ class Journal:
     """New bits on their way into a folder.
 
     Args:
-        folder: The checkpoint folder.
+        folder: Path of the checkpoint folder.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
 
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> Seal:
-        """Write patches durably and seal them; from then on they will be applied."""
+        """Write patches durably, and seal them; from then on they will be applied."""
         self.clear()
         self._folder.mkdir()
         refs = [self._put(number, group) for number, group in enumerate(_groups(patches))]
@@ -56,7 +56,7 @@ class Journal:
         return seal
 
     def pending(self) -> Seal | None:
-        """The seal of a journal that is complete; an incomplete one is as if it had never been.
+        """Return the seal of a complete journal; ``None`` for an incomplete one, or none.
 
         Raises:
             FormatError: The seal is corrupt.
@@ -65,10 +65,10 @@ class Journal:
         return parse(file.read_bytes(), Seal, key=str(file)) if file.is_file() else None
 
     def read(self, seal: Seal) -> Iterator[TensorDelta]:
-        """The journal's tensors, verified.
+        """Yield the journal's tensors, verified.
 
         Raises:
-            FormatError: A part is not the one that was written.
+            FormatError: A part differs from the one that was written.
         """
         for ref in seal.parts:
             data = (self._folder / ref.key).read_bytes()
@@ -79,7 +79,7 @@ class Journal:
             yield from Part.from_bytes(data, key=ref.key)
 
     def clear(self) -> None:
-        """Forget the journal."""
+        """Remove the journal."""
         (self._folder / SEAL).unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -106,7 +106,7 @@ def _groups(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
 
 
 def _absolute(patch: Patch) -> TensorDelta:
-    """The patch's new bits as a delta that needs no base."""
+    """Return the patch's new bits as a delta that needs no base."""
     new = np.asarray(patch.new)
     if patch.indices is None:
         return TensorDelta.dense(patch.spec, new)

@@ -1,4 +1,4 @@
-"""Where the elements of a tensor live: all of them in one array, or in a view of a larger one."""
+"""Live elements of a tensor: all of them in one array, or some in a view of a larger one."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from deltachain.types import StateDigest, TensorSpec
 class LiveElements(Protocol):
     """Elements of a checkpoint tensor, and the live bits that hold them.
 
-    ``n`` of the elements are here; ``numel`` are in the tensor.
+    ``n`` is the number of elements here; ``numel`` is that of the whole tensor.
     """
 
     @property
     def storage(self) -> LiveBits:
-        """Flat live bits that the elements lie in, and possibly others between them."""
+        """Flat live bits that contain the elements, possibly with others between them."""
 
     @property
     def view(self) -> LiveBits:
         """The ``n`` elements in :attr:`storage`, in one shape of any dimensions and strides."""
 
     def route(self, indices: LiveBits) -> tuple[Any, LiveBits]:
-        """Find which indices are of elements here, and where these lie.
+        """Select the indices of elements here, and find their positions.
 
         Args:
             indices: ``(nnz,)`` int64 flat indices into the full tensor, increasing.
@@ -38,10 +38,10 @@ class LiveElements(Protocol):
         """
 
     def take(self, full: LiveBits) -> LiveBits:
-        """The ``n`` elements of a full, flat tensor, on this device, in the shape of the view."""
+        """Return the ``n`` elements of a full, flat tensor on this device, in the view's shape."""
 
     def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
-        """State digest of bits in the shape of the view, if the elements held those."""
+        """Return the state digest that the elements would have with these bits, in view shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,5 +78,5 @@ class WholeTensor(LiveElements):
 
 
 def state_of(spec: TensorSpec, live: LiveElements) -> StateDigest:
-    """State digest of live elements of a tensor."""
+    """Return the state digest of live elements of a tensor."""
     return live.digest(digest_key(spec), live.view)

@@ -1,4 +1,4 @@
-"""Targets in this process: what they stage is a patch for each tensor."""
+"""Targets in this process, which stage one patch per tensor."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from deltachain.types import StateDigest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches(Prepared):
-    """Patches of one apply, once their result is proven.
+    """Patches of one apply, whose result is proven.
 
     Attributes:
-        patches: What fits the budget.
-        deferred: Tensors that did not fit: decoded again while they are written.
-        fetched: The objects they are decoded from.
-        nnz: Elements that are written.
-        base_too: Whether what is overwritten is proven as well.
+        patches: Patches within the budget.
+        deferred: Tensors beyond the budget, decoded again while they are written.
+        fetched: Objects of the plan, from which deferred tensors are decoded.
+        nnz: Number of elements to write.
+        base_too: Whether the overwritten bits are proven as well.
     """
 
     patches: tuple[Patch, ...]
@@ -49,10 +49,10 @@ class Patches(Prepared):
 
     @override
     def undo(self) -> Patches:
-        """The patches that take these back.
+        """Return the patches that undo these.
 
         Raises:
-            ValueError: Not every old bit was kept.
+            ValueError: Some old bits were not kept.
         """
         if self.deferred:
             raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
@@ -65,15 +65,15 @@ class PatchedTarget(Target, ABC):
 
     @abstractmethod
     def prepare(self, delta: TensorDelta) -> Patch:
-        """Compute from live bits what applying the delta will write."""
+        """Compute the patch of a delta from live bits."""
 
     @abstractmethod
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
-        """Write patches, all or none, and remember ``held``. Consumes ``patches`` once.
+        """Write patches, all or none, and record ``held``; consume ``patches`` once.
 
         Raises:
-            PartialApplyError: It failed, and the old bits are back.
-            PoisonedError: It failed, and what the target holds cannot be proven.
+            PartialApplyError: The write failed, and the old bits are restored.
+            PoisonedError: The write failed, and the target's bits cannot be proven.
         """
 
     @override
@@ -85,7 +85,7 @@ class PatchedTarget(Target, ABC):
         effect = Effect()
         nbytes = 0
         for name, delta in zip(fetched.names, fetched.deltas(), strict=True):
-            if fetched.from_nothing and not delta.is_dense:  # before there is room for the rest
+            if fetched.from_nothing and not delta.is_dense:  # before space for the rest is taken
                 raise BrokenChainError(
                     f"{name}: the plan from nothing gives only {delta.nnz} elements"
                 )
@@ -117,7 +117,7 @@ class PatchedTarget(Target, ABC):
         return time.perf_counter() - start
 
     def _all(self, prepared: Patches) -> Iterator[Patch]:
-        """Every patch, the deferred ones made as they are asked for."""
+        """Yield every patch; compute deferred ones on demand."""
         yield from prepared.patches
         if prepared.fetched is not None:
             for name in prepared.deferred:
@@ -125,7 +125,7 @@ class PatchedTarget(Target, ABC):
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
-    """Name the tensor whose change is not the one that the publisher saw, if that can be told."""
+    """Name a tensor whose change differs from the publisher's, if that can be determined."""
     for patch in patches:
         rows = [
             part.rows[patch.spec.name] for part in fetched.parts if patch.spec.name in part.rows

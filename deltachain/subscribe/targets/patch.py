@@ -1,7 +1,7 @@
-"""New bits for elements of one tensor, and the old ones that undo the write.
+"""Patches: new bits for elements of one tensor, and the old ones that undo the write.
 
-A patch is computed from live bits while the target is in use, and writes nothing. Where the
-elements live, :class:`.live.LiveElements` says: a whole tensor, or a window of it in an engine.
+A patch is computed from live bits while the target is in use; that writes nothing. The elements are
+given as :class:`.live.LiveElements`: a whole tensor, or a window of it in an engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from deltachain.subscribe.targets.live import LiveElements, WholeTensor
 from deltachain.types import StateDigest, TensorSpec
 
 PEEK: Final = 4096
-"""Elements that are looked at first for two that differ; they nearly always tell."""
+"""Number of elements to compare first in the search for two that differ; nearly always enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,13 +29,13 @@ class Patch:
     """New and old bits of the changed elements of one tensor.
 
     Attributes:
-        spec: The tensor.
+        spec: Spec of the tensor.
         indices: ``(nnz,)`` int64 positions in the live storage, which for a whole tensor are its
-            flat indices; ``None`` when every element of the view is written.
-        old: Bits before, for undoing the write; ``None`` where there was no room to keep them.
+            flat indices; ``None`` if every element of the view is written.
+        old: Bits before, to undo the write; ``None`` if there was no space to keep them.
         new: Bits after.
         change: Change of the state digest.
-        written: State digest of the new bits when every element is written; zero otherwise.
+        written: State digest of the new bits if every element is written; zero otherwise.
     """
 
     spec: TensorSpec
@@ -47,18 +47,18 @@ class Patch:
 
     @property
     def nnz(self) -> int:
-        """Elements written."""
+        """Number of elements written."""
         return int(np.prod(self.new.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory the arrays take."""
+        """Bytes of memory of the arrays."""
         arrays = (self.indices, self.old, self.new)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
     @property
     def own_nbytes(self) -> int:
-        """Bytes of :attr:`nbytes` without new bits that are a read-only view of a mapped file."""
+        """Bytes of memory of the arrays, except new bits in a read-only view of a mapped file."""
         borrowed = isinstance(self.new, np.ndarray) and not self.new.flags.writeable
         return self.nbytes - (int(self.new.nbytes) if borrowed else 0)
 
@@ -68,7 +68,7 @@ class Patch:
         return Effect(self.change, self.written, self.nnz)
 
     def undo(self) -> Patch:
-        """The patch that takes this one back.
+        """Return the patch that undoes this one.
 
         Raises:
             ValueError: The old bits were not kept.
@@ -103,7 +103,7 @@ def prepare(live: LiveElements, delta: TensorDelta) -> Patch:
 
 
 def write(live: LiveElements, patch: Patch) -> None:
-    """Write a patch in place into the live elements that it was prepared for, or a copy of them."""
+    """Write a patch in place into the live elements it was prepared for, or into a copy of them."""
     storage = live.storage
     receive = kernels_for(storage).receive
     if patch.indices is None:
@@ -113,13 +113,13 @@ def write(live: LiveElements, patch: Patch) -> None:
 
 
 def varied(bits: LiveBits) -> bool:
-    """Whether two elements differ: only such bits show where each of them went."""
+    """Return whether two elements differ: only then do bits show where each of them goes."""
     flat: Any = bits.reshape(-1)
     return any(bool((part != flat[:1]).any()) for part in (flat[:PEEK], flat))
 
 
 def warm_up(specs: Iterable[TensorSpec]) -> None:
-    """Compile the kernels of the host for the widths of some tensors, ahead of the first pause."""
+    """Compile the host kernels for the widths of some tensors, ahead of the first pause."""
     for dtype in {spec.dtype for spec in specs}:
         spec = TensorSpec("", dtype, (2,))
         bits = np.zeros(2, spec.bits_dtype)

@@ -58,12 +58,12 @@ class TensorTarget(PatchedTarget):
         pass
 
     def _current(self) -> dict[str, Tensor]:
-        """The tensors as they are now: casting or loading a module may have replaced them."""
+        """Return the present tensors: casting or loading a module may have replaced them."""
         source = self._source
         return dict(named_tensors(source) if isinstance(source, nn.Module) else source)
 
     def _has_moved(self) -> bool:
-        """Whether the tensors are not those that were bound; then bind those that are there."""
+        """Return whether the bound tensors were replaced; if so, bind the present ones."""
         current = self._current()
         bound = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
         if {name: tensor.data_ptr() for name, tensor in current.items()} == bound:
@@ -108,7 +108,7 @@ class TensorTarget(PatchedTarget):
         self._held = held
 
     def _refuse_shared(self) -> None:
-        """Two tensors of the chain in the same memory would overwrite one another."""
+        """Refuse two tensors of the chain in the same memory: they would overwrite one another."""
         owner: dict[int, str] = {}
         for name, live in self._live.items():
             for bits in (place.bits for place in live):
@@ -120,7 +120,7 @@ class TensorTarget(PatchedTarget):
                     )
 
     def _places(self, spec: TensorSpec, names: list[str]) -> list[WholeTensor]:
-        """Every distinct piece of memory that holds a tensor."""
+        """Return every distinct piece of memory with a tensor."""
         found = {self._tensors[n].data_ptr(): n for n in reversed(names) if n in self._tensors}
         if not found:
             raise TensorMismatchError(f"the target has no tensor {spec.name!r}", tensor=spec.name)
@@ -128,7 +128,7 @@ class TensorTarget(PatchedTarget):
 
 
 def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
-    """Flat live bits of a tensor, once it is what the chain says."""
+    """Return the flat live bits of a tensor, after a check against its spec."""
     found = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
     hint = "load the target in the dtype of the chain (`deltachain log URL` shows it)"
     check_spec(name, found, "the target", spec, hint=hint)
