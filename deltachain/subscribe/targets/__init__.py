@@ -1,1 +1,1 @@
-"""What a subscriber writes into: tensors, or a checkpoint folder."""
+"""Targets of a subscriber: tensors, or a checkpoint folder."""
