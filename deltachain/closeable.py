@@ -1,4 +1,4 @@
-"""What is closed at the end of a ``with`` block."""
+"""Protocol of objects that are closed at the end of a ``with`` block."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Protocol, Self
 
 
 class Closeable(Protocol):
-    """Closes itself at the end of its ``with`` block."""
+    """An object that is closed at the end of its ``with`` block."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,8 @@
 """A delta: the changed elements of tensors between two versions.
 
 A :class:`TensorDelta` gives, for each changed element, either the *step* ``new - old`` of its bits,
-wrapping in the element's width, or its *absolute* new bits. Steps are what the wire carries by
-default; they add up, so deltas fold into one without the weights. Absolute bits need no base.
+wrapping at the element's width, or its *absolute* new bits. The wire format uses steps by default;
+steps add up, so deltas can be folded without the weights. Absolute bits need no base.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from deltachain.types import Bits, Indices, TensorSpec
 Mask = npt.NDArray[np.bool_]
 
 STEP: Mask = np.array(False)
-"""0-d: every element is a step."""
+"""A 0-d mask: every element is a step."""
 ABSOLUTE: Mask = np.array(True)
-"""0-d: every element is absolute."""
+"""A 0-d mask: every element is absolute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,9 +31,11 @@ class TensorDelta:
 
     Attributes:
         spec: Name, dtype and shape of the tensor in the Hugging Face checkpoint.
-        indices: ``(nnz,)`` int64, flat and strictly increasing; ``None`` when dense.
-        values: ``(nnz,)`` unsigned integers of the element's width, or ``(numel,)`` when dense.
-        absolute: Boolean, shape ``()`` or ``(nnz,)``: whether a value is the new bits, or a step.
+        indices: Flat, strictly increasing indices, int64 of shape ``(nnz,)``; ``None`` if dense.
+        values: Unsigned integers of the element's width, shape ``(nnz,)``, or ``(numel,)`` if
+            dense.
+        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
+            ``(nnz,)``.
     """
 
     spec: TensorSpec
@@ -65,7 +67,8 @@ class TensorDelta:
         """Check every guarantee of the class and return self.
 
         Raises:
-            MalformedError: Wrong width or length, an index out of range or order, an empty step.
+            MalformedError: A width or length is wrong, an index is out of range or order, or a step
+                is zero.
         """
         name, spec = self.spec.name, self.spec
         if self.values.dtype != spec.bits_dtype or self.values.ndim != 1:
@@ -93,12 +96,13 @@ class TensorDelta:
 
 
 def new_bits(old: Any, values: Any, absolute: Any) -> Any:  # noqa: ANN401 - numpy's or torch's arrays
-    """Bits after a delta, in numpy or torch.
+    """Compute the bits after a delta, in numpy or torch.
 
     Args:
-        old: ``(nnz,)`` bits before.
-        values: ``(nnz,)`` new bits or wrapping steps.
-        absolute: Bool of shape ``()`` or ``(nnz,)``: whether a value is the new bits, or a step.
+        old: Old bits, shape ``(nnz,)``.
+        values: New bits or wrapping steps, shape ``(nnz,)``.
+        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
+            ``(nnz,)``.
     """
     if absolute.ndim == 0:
         return values if absolute else old + values

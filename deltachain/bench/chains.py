@@ -1,9 +1,9 @@
 """Synthetic chains: bf16 weights under Adam at the learning rates of RL, one pair a step.
 
-What is simulated, element by element: an fp32 master, the momentum of Adam (beta1 0.9) over a
-normalised gradient (the second moment is in its steady state, so gradient scales cancel), and
-the bf16 cast that is published, rounded to nearest even. What makes the published bits look like
-those of a real run is listed at `SyntheticChain`.
+Simulated for each element: an fp32 master, the momentum of Adam (beta1 0.9) over a normalised
+gradient (the second moment is in its steady state, so gradient scales cancel), and the published
+bf16 cast, rounded to nearest even. `SyntheticChain` lists the properties that make the published
+bits resemble those of a real run.
 
 Measured at 1.1 % density over five seeds, in brackets what a trained model and an earlier
 simulation showed: 1 ULP 90.0 % (88 to 92 %), changed in the step before 21.1 % (about 20 %), of

@@ -146,7 +146,7 @@ def measure(data: Data, rounds: int) -> Timings:
 
 
 def rows(timings: Timings, numel: int) -> list[DetectRow]:
-    """Every candidate against its floor, fastest first within a floor."""
+    """Compare every candidate with its baseline; sort by baseline, fastest first."""
     found = []
     for name in timings.seconds:
         floor = CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
@@ -165,12 +165,12 @@ def rows(timings: Timings, numel: int) -> list[DetectRow]:
 
 
 def missed(found: Sequence[DetectRow]) -> list[str]:
-    """Names of what is slower than it should be."""
+    """Return the names of candidates slower than their limit."""
     return [row.name for row in found if row.aim is not None and row.ratio < row.aim]
 
 
 def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Return all figures for JSON."""
     return {
         "benchmark": "detect",
         "numel": data.current.size,
@@ -184,10 +184,10 @@ def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, A
 
 
 def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    """Generate, prove, time.
+    """Generate, check and measure; return all figures for JSON.
 
     Raises:
-        ConfigError: numba is not installed: then there is no floor to compare with.
+        ConfigError: numba, which the baselines need, is not installed.
     """
     if find_spec("numba") is None:
         raise ConfigError("this benchmark needs numba", hint="pip install 'deltachain[fast]'")
@@ -197,7 +197,7 @@ def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -
 
 
 def main(*, json_output: bool, plot: Path | None = None) -> int:
-    """``deltachain bench detect``: 0 if every aim is met."""
+    """Run ``deltachain bench detect``; return 0 if all candidates are within their limits."""
     result = run()
     title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
     table = report.grid(title, "", "best ms", "median ms", "GB/s", "of floor", "paired", "aim")

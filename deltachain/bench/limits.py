@@ -44,12 +44,12 @@ class EntropyLimits:
 
     @property
     def stateless(self) -> float:
-        """Total for a reader who holds the base and nothing older."""
+        """Total for a reader with the base and nothing older."""
         return self.positions_given_exponent + self.sign + self.magnitude_given_exponent
 
     @property
     def without_base(self) -> float:
-        """Total for a reader who does not look at the base: positions all alike."""
+        """Total for a reader without the base: all positions are alike."""
         return self.positions + self.sign + self.magnitude
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command-line options shared by several commands."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deltachain.errors import ConfigError
 
 
 def secret(name: str, file: Path | None) -> str:
-    """A secret, from a file or the environment: who may list processes sees their options.
+    """Read a secret from a file or the environment, since process lists show option values.
 
     Args:
-        name: Of the variable, without ``DELTACHAIN_``.
-        file: Holds it alone; a line break at its end is no part of it.
+        name: Name of the environment variable, without ``DELTACHAIN_``.
+        file: File that contains only the secret; a trailing line break is ignored.
 
     Raises:
-        ConfigError: The file cannot be read, or holds something else.
+        ConfigError: The file cannot be read, or does not contain exactly one line.
     """
     if file is None:
         found: str = environment.read(os.environ).get(name, "")

@@ -1,4 +1,4 @@
-"""Deltas to bytes and back: the payload parts of FORMAT.md."""
+"""Encoding and decoding of deltas: the payload parts of FORMAT.md."""
 
 from deltachain.codec.decode import Part
 from deltachain.codec.encode import Change, EncodedPart, encode_part

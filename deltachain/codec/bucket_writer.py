@@ -1,4 +1,4 @@
-"""Streams of one bucket, while its tensors are encoded."""
+"""Writer of the streams of one bucket during encoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from deltachain.types import Bits
 
 FlatArray: TypeAlias = npt.NDArray[Any]
-"""Any array of one dimension."""
+"""A one-dimensional array of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class OwnArray:
     """A safetensors array that belongs to one tensor.
 
     Attributes:
-        name: Of the entry in the file.
+        name: Name of the entry in the file.
         dtype: Wire dtype.
         shape: Dimensions.
-        data: Its bytes.
+        data: Bytes of the array.
     """
 
     name: str
@@ -33,26 +33,26 @@ class OwnArray:
 
 @dataclass(frozen=True, slots=True)
 class BucketWriter:
-    """Collects what the encodings of a bucket's tensors append to its streams.
+    """Collector of the stream contents of a bucket's tensors.
 
     Attributes:
-        pieces: By stream, in the order of the tensors.
-        arrays: Of tensors that have arrays of their own.
+        pieces: Contents by stream, in the order of the tensors.
+        arrays: Arrays that belong to single tensors.
     """
 
     pieces: dict[str, list[FlatArray]] = field(default_factory=dict)
     arrays: list[OwnArray] = field(default_factory=list)
 
     def put(self, stream: str, piece: FlatArray) -> None:
-        """Append bytes to a stream; booleans, if it is one of bits."""
+        """Append bytes to a stream, or booleans to a stream of bits."""
         self.pieces.setdefault(stream, []).append(piece)
 
     def put_planes(self, stream: str, values: Bits) -> None:
-        """Append byte ``k`` of every element to ``stream.k``: like bytes compress better."""
+        """Append byte ``k`` of every element to ``stream.k``, since byte planes compress better."""
         planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
         for k in range(values.itemsize):
             self.put(f"{stream}.{k}", planes[:, k])
 
     def put_array(self, name: str, dtype: str, shape: tuple[int, ...], values: FlatArray) -> None:
-        """Store an array as an entry of its own."""
+        """Store an array as a separate entry."""
         self.arrays.append(OwnArray(name, dtype, shape, values.view(np.uint8)))

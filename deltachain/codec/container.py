@@ -1,7 +1,7 @@
-"""The safetensors file format, read and written here: canonical headers out, hostile headers in.
+"""Reader and writer of the safetensors file format: canonical output, untrusted input.
 
-The safetensors library writes its metadata in random order, so the same delta would have another
-digest in each process; and it copies what it reads. Both matter here, and the format is small.
+The safetensors library is not used: it writes metadata in random order, so that the same delta
+would have a different digest in each process, and it copies the data it reads.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from deltachain.format.json_guards import decode
 from deltachain.types import WIRE_DTYPES, Buffer
 
 MAX_HEADER: Final = 100_000_000
-"""Bytes of header that safetensors itself accepts."""
+"""Largest header that the safetensors library accepts, in bytes."""
 
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A count, a length or an offset, as read."""
+"""An unverified count, length or offset."""
 
 ArrayShape: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
-"""Dimensions, as read: few enough that multiplying them takes no time."""
+"""Unverified dimensions, limited in number so that their product is cheap."""
 
 ReadAt: TypeAlias = Callable[[int, int], Buffer]
-"""``read_at(start, length)``: exactly those bytes of an object."""
+"""Function ``read_at(start, length)`` that returns exactly those bytes of an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One named array of the file: ``start`` and ``stop`` count from the file's first byte."""
+    """One named array; ``start`` and ``stop`` are offsets from the file's first byte."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
+        """Size of the array, in bytes."""
         return self.stop - self.start
 
 
@@ -52,8 +52,8 @@ class Header:
 
     Attributes:
         metadata: The ``__metadata__`` strings.
-        entries: In file order; together they cover every byte after the header exactly once.
-        nbytes: Bytes before the first entry.
+        entries: Entries in file order; they cover every byte after the header exactly once.
+        nbytes: Number of bytes before the first entry.
     """
 
     metadata: Mapping[str, str]
@@ -62,7 +62,7 @@ class Header:
 
     @property
     def file_nbytes(self) -> int:
-        """Length of the whole file."""
+        """Size of the whole file, in bytes."""
         return max((entry.stop for entry in self.entries.values()), default=self.nbytes)
 
 
@@ -75,10 +75,10 @@ class _Raw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def write_header(
     metadata: Mapping[str, str], entries: Sequence[tuple[str, str, tuple[int, ...], int]]
 ) -> bytes:
-    """Canonical header of ``(name, dtype, shape, nbytes)`` entries that follow it in this order.
+    """Return the canonical header of ``(name, dtype, shape, nbytes)`` entries in file order.
 
-    Metadata keys are sorted, entries are in file order, there is no white space but the spaces that
-    fill the header up to a multiple of 8 bytes. Equal content gives equal bytes.
+    Metadata keys are sorted, entries are in file order, and the only white space is padding of the
+    header to a multiple of 8 bytes. Equal content gives equal bytes.
     """
     document: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     at = 0
@@ -94,8 +94,8 @@ def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
     """Parse and check the header of a safetensors file of ``nbytes`` bytes.
 
     Raises:
-        MalformedError: It is too short, not JSON, has an unknown dtype, a hole, an overlap, a
-            shape that disagrees with its bytes, or a length that disagrees with the file's.
+        MalformedError: The header is too short or not JSON, has an unknown dtype, a hole, an
+            overlap, a shape that disagrees with its bytes, or a length unlike the file's.
     """
     if nbytes < 8:
         raise MalformedError(f"{key}: not a safetensors file: {nbytes} bytes", key=key)
@@ -118,7 +118,7 @@ def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
 
 
 def _entries(raw: Mapping[str, _Raw], base: int, key: str) -> dict[str, Entry]:
-    """Check dtypes, sizes and that the entries tile the data without hole or overlap."""
+    """Check dtypes and sizes, and that the entries cover the data without hole or overlap."""
     ordered = sorted(raw.items(), key=lambda item: item[1].data_offsets)
     entries, at = {}, 0
     for name, entry in ordered:
@@ -140,6 +140,6 @@ def _entries(raw: Mapping[str, _Raw], base: int, key: str) -> dict[str, Entry]:
 
 
 def reader_of(data: Buffer) -> ReadAt:
-    """Return a reader of an object in memory or in a memory map; nothing is copied."""
+    """Return a reader of an object in memory or a memory map, without copies."""
     view = memoryview(data)
     return lambda start, length: view[start : start + length]

@@ -1,4 +1,4 @@
-"""Decode one part to deltas; every byte is hostile until proven (FORMAT.md 3 and 4)."""
+"""Decoding of a part to deltas; all input is untrusted until verified (FORMAT.md 3 and 4)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from deltachain.types import Buffer, StateDigest, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """A row, its segments, where it begins in each stream of its bucket, and how far it goes."""
+    """A row with its segments, and its start and length in each stream of its bucket."""
 
     spec: TensorSpec
     row: d.TensorRow
@@ -38,26 +38,26 @@ class _Tensor:
 
 
 class Part:
-    """One payload object, opened: its directory is proven, its tensors are read on demand.
+    """An open payload object with a verified directory; its tensors are read on demand.
 
-    Only the frames that a tensor needs are read, verified and inflated. Not thread-safe; opening
-    it twice is cheap.
+    Only the frames of a requested tensor are read, verified and inflated. Not thread-safe; opening
+    an object twice is cheap.
 
     Attributes:
-        key: Names the object in errors.
+        key: Key of the object, for errors.
         digest: blake3 of the front of the file, as stored in it.
-        directory: Its tensors and streams.
-        rows: The rows of the directory, by tensor name.
+        directory: Directory of tensors and streams.
+        rows: Rows of the directory, by tensor name.
 
     Args:
-        read_at: Reads a range of the object.
-        nbytes: Length of the object.
-        key: Names the object in errors.
+        read_at: Function that reads a range of the object.
+        nbytes: Size of the object, in bytes.
+        key: Key of the object, for errors.
 
     Raises:
-        MalformedError: It violates FORMAT.md.
-        UnsupportedFormatError: It is of a newer format, or has an unknown encoding.
-        DigestMismatchError: The front of the file is not what its digest says.
+        MalformedError: The object violates FORMAT.md.
+        UnsupportedFormatError: The object has a newer format or an unknown encoding.
+        DigestMismatchError: The front of the file differs from its digest.
     """
 
     def __init__(self, read_at: ReadAt, nbytes: int, *, key: str = "") -> None:
@@ -77,20 +77,20 @@ class Part:
 
     @classmethod
     def from_bytes(cls, data: Buffer, *, key: str = "") -> Part:
-        """Open an object that is in memory or mapped."""
+        """Open an object in memory or in a memory map."""
         return cls(reader_of(data), len(data), key=key)
 
     @property
     def nnz(self) -> int:
-        """Elements stored."""
+        """Number of stored elements."""
         return sum(row.nnz for row in self.directory.tensors)
 
     def verify(self) -> None:
         """Verify every byte of the object.
 
         Raises:
-            DigestMismatchError: A frame differs from the one the directory names.
-            MalformedError: A tensor does not decode.
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: A tensor cannot be decoded.
         """
         for row in self.directory.streams:
             for number in range(len(row.stored)):
@@ -105,7 +105,7 @@ class Part:
         """Decode and validate one tensor.
 
         Raises:
-            DigestMismatchError: A frame differs from the one the directory names.
+            DigestMismatchError: A frame differs from its digest in the directory.
             MalformedError: The streams contradict the directory.
         """
         try:
@@ -133,7 +133,7 @@ class Part:
 
 
 def _check_metadata(header: Header, key: str) -> bool:
-    """Check format number and compression; return whether streams are compressed."""
+    """Check the format number and the compression; return whether streams are compressed."""
     version = header.metadata.get("deltachain")
     if version is None:
         raise MalformedError(f"{key}: not a deltachain part: no format number", key=key)
@@ -156,7 +156,7 @@ def _entry(header: Header, name: str, position: int, key: str) -> Entry:
 
 
 def _check_front(header: Header, read_at: ReadAt, key: str) -> str:
-    """Verify header and directory against the digest stored behind them; return the digest."""
+    """Verify header and directory against the digest stored after them; return the digest."""
     _entry(header, "directory", 0, key)
     entry = _entry(header, "digest", 1, key)
     if entry.nbytes != 32:
@@ -192,7 +192,7 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
 
 
 def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _Tensor]:
-    """Assign each tensor its segments and its start in every stream; check both."""
+    """Determine and check each tensor's segments and its start in every stream."""
     try:
         segments = d.segments_of(directory.segments)
     except ValueError as exc:
@@ -222,7 +222,7 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
 
 
 def _check_row(row: d.TensorRow, encoding: Encoding, key: str) -> TensorSpec:
-    """Check one row without its segments; return its tensor."""
+    """Check one row except its segments; return its tensor."""
     try:
         spec = row.spec
         StateDigest.parse(row.digest)
@@ -237,9 +237,9 @@ def _check_row(row: d.TensorRow, encoding: Encoding, key: str) -> TensorSpec:
 def _take_segments(
     row: d.TensorRow, numel: int, encoding: Encoding, segments: Iterator[d.Segment], key: str
 ) -> tuple[d.Segment, ...]:
-    """Take the segments of one row from the rest.
+    """Take the segments of one row from the iterator.
 
-    Each is checked before the next is made, so that hostile columns take no memory.
+    Each is checked before the next is created, so that malicious columns take no memory.
     """
     mine: list[d.Segment] = []
     at = 0
@@ -261,7 +261,7 @@ def _inconsistent(row: d.TensorRow, key: str) -> MalformedError:
 
 
 def _is_inside(segment: d.Segment, numel: int) -> bool:
-    """Whether a segment lies inside its tensor, with possible counts."""
+    """Return whether a segment lies inside its tensor and its counts are possible."""
     if not 0 < segment.nnz <= segment.length <= d.SEGMENT:
         return False
     return segment.start + segment.length <= numel and segment.wide <= segment.exceptions
@@ -290,7 +290,7 @@ def _check_streams(
     ends: Mapping[str, int],
     key: str,
 ) -> None:
-    """Check that the streams are exactly those that the tensors need, each of the right length."""
+    """Check that the streams are exactly those of the tensors, each of the right length."""
     sizes = {name: _nbytes(name, units) for name, units in ends.items()}
     arrays: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensor in tensors.values():
@@ -310,12 +310,12 @@ def _check_streams(
 
 
 def _nbytes(name: str, units: int) -> int:
-    """Bytes of a bucket's stream."""
+    """Return the size of a bucket's stream, in bytes."""
     return (units + 7) // 8 if d.in_bits(name.partition(".")[2]) else units
 
 
 def _bucket_streams(tensors: Iterable[_Tensor]) -> dict[str, int]:
-    """Length of every stream that is not empty, in its unit."""
+    """Return the length of every non-empty stream, in its unit."""
     ends: dict[str, int] = {}
     for tensor in tensors:
         for stream, units in tensor.lengths.items():

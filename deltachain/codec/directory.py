@@ -1,7 +1,7 @@
-"""The directory of a part: its tensors, its streams, and the digest of each frame.
+"""Directory of a part: its tensors, its streams, and the digest of each frame.
 
-It is a small JSON document, stored first in the file, so that one read of the front of an object
-tells which other bytes of it are wanted.
+A small JSON document at the front of the file, so that a reader can locate all other bytes after
+one read.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from deltachain.codec.container import ArrayShape, Size
 from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
 
 SEGMENT: Final = 1 << 20
-"""Most elements that a segment spans: what a reader must decode to get at one element."""
+"""Largest number of elements of a segment, the unit that a reader must decode."""
 
 MAX_DIRECTORY: Final = 1 << 26
-"""Bytes a directory may inflate to: a part of a trillion elements fits."""
+"""Largest inflated directory, in bytes: enough for a part of a trillion elements."""
 
 
 class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -29,12 +29,12 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         name: Hugging Face checkpoint name.
         dtype: Wire dtype, as safetensors names it.
         shape: Shape of the full tensor.
-        encoding: How its elements are stored.
-        bucket: Number of the group of streams they are in; 0 for raw and plain.
-        gap: Bytes of a gap, 1 or 2; 0 where there are no gaps.
-        nnz: Elements stored.
-        segments: Rows of the segment columns that are this tensor's.
-        digest: State digest of the new elements, less, for sparse encodings, that of the old.
+        encoding: Name of the encoding.
+        bucket: Number of its bucket, a group of streams; 0 for raw and plain.
+        gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps.
+        nnz: Number of stored elements.
+        segments: Number of this tensor's rows in the segment columns.
+        digest: State digest of the new elements; for sparse encodings, minus that of the old.
     """
 
     name: str
@@ -49,30 +49,30 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def spec(self) -> TensorSpec:
-        """The tensor."""
+        """Spec of the tensor."""
         return TensorSpec(self.name, self.dtype, self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
+        """Size of an element, in bytes."""
         return WIRE_DTYPES[self.dtype]
 
     @property
     def change(self) -> StateDigest:
-        """``digest``, parsed."""
+        """The parsed ``digest``."""
         return StateDigest.parse(self.digest)
 
 
 class SegmentColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Windows of tensors, a column a field, in the order of the tensor rows.
+    """All segments (windows of tensors) in the order of the tensor rows, one column a field.
 
     Attributes:
-        start: Flat index in its tensor of the segment's first element.
-        length: Elements the segment spans, at most 2**20.
-        nnz: Elements stored of them.
-        gaps: Gap entries.
-        exceptions: Steps whose magnitude is not 1.
-        wide: Steps whose magnitude does not fit below 255.
+        start: Flat index of the segment's first element in its tensor.
+        length: Number of elements in the segment, at most 2**20.
+        nnz: Number of stored elements among them.
+        gaps: Number of gap entries.
+        exceptions: Number of steps with a magnitude other than 1.
+        wide: Number of steps with a magnitude of 255 or more.
     """
 
     start: tuple[Size, ...]
@@ -84,7 +84,7 @@ class SegmentColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class StreamRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One stream of the file and its frames: bytes stored, bytes inflated, blake3 as stored."""
+    """One stream, and stored size, inflated size and blake3 of the stored bytes of each frame."""
 
     name: str
     stored: tuple[Size, ...]
@@ -93,7 +93,7 @@ class StreamRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Directory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Everything in the file except the streams themselves."""
+    """Description of all tensors, segments and streams of the file."""
 
     tensors: tuple[TensorRow, ...]
     segments: SegmentColumns
@@ -113,7 +113,7 @@ class Segment:
 
 
 def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
-    """Iterate over the rows of the columns; each is made when it is asked for.
+    """Iterate over the rows of the columns, each created on demand.
 
     Raises:
         ValueError: The columns differ in length.
@@ -138,10 +138,10 @@ def columns_of(segments: list[Segment]) -> SegmentColumns:
 
 
 def in_bits(stream: str) -> bool:
-    """Whether the unit of a bucket's stream is a bit, not a byte."""
+    """Return whether the unit of a bucket's stream is a bit instead of a byte."""
     return stream in ("sign", "exception")
 
 
 def stream_name(bucket: int, stream: str) -> str:
-    """Name of a bucket's stream in the file; no known tensor name starts with ``#``."""
+    """Return the name of a bucket's stream in the file; no known tensor name starts with ``#``."""
     return f"#{bucket}.{stream}"

@@ -1,4 +1,4 @@
-"""Encode deltas as the bytes of one part (FORMAT.md 3 and 4)."""
+"""Encoding of deltas as the bytes of one part (FORMAT.md 3 and 4)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEP, _OVERWRITE, _DENSE = StepEncoding(), OverwriteEncoding(), DenseEncoding()
 _RAW, _PLAIN = RawEncoding(), PlainEncoding()
 
 BUCKET: Final = 1 << 26
-"""Elements of consecutive tensors that share streams; a larger tensor is a bucket of its own."""
+"""Elements of consecutive tensors in one bucket; a larger tensor has a bucket of its own."""
 
 FORMAT: Final = "1"
 
@@ -42,11 +42,11 @@ class Change:
     """One tensor's change, as input of a part.
 
     Attributes:
-        delta: Its elements.
-        digest: Of these elements; for a sparse delta, less that of the same elements before it.
-        windows: Whether a delta with indices is not sparse: it gives bits to windows of a tensor,
-            whatever was there.
-        encoding: How it is written; not given: the encoding that fits the delta.
+        delta: The changed elements.
+        digest: State digest of these elements; for a sparse delta, minus that of their old bits.
+        windows: Whether a delta with indices sets whole windows of a tensor, whatever their old
+            bits, and is not sparse.
+        encoding: Encoding of the change; by default the encoding that fits the delta.
     """
 
     delta: TensorDelta
@@ -60,11 +60,11 @@ class EncodedPart:
     """One immutable payload object.
 
     Attributes:
-        data: The safetensors file.
+        data: Content of the safetensors file.
         digest: blake3 of ``data``.
-        directory: blake3 of everything in front of the streams, as stored in the file.
-        nnz: Elements stored.
-        encodings: Every encoding used, sorted.
+        directory: blake3 of all bytes before the streams, as stored in the file.
+        nnz: Number of stored elements.
+        encodings: Sorted names of all encodings in the part.
     """
 
     data: bytes
@@ -90,15 +90,15 @@ class _Encoded:
 
 
 def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
-    """Encode tensor deltas, in the order of the tensor table, as one part.
+    """Encode tensor deltas as one part.
 
-    Where a change names no encoding, steps become ``step``, absolute bits ``overwrite`` and dense
-    deltas ``dense``.
+    By default, steps are encoded as ``step``, absolute bits as ``overwrite`` and dense deltas as
+    ``dense``.
 
     Args:
-        changes: In that order.
-        raw: Compress nothing. Absolute bits then become ``raw`` and dense deltas ``plain``, which
-            any safetensors reader can open.
+        changes: Changes in the order of the tensor table.
+        raw: Whether to disable compression. Absolute bits are then encoded as ``raw`` and dense
+            deltas as ``plain``, which any safetensors reader can open.
 
     Raises:
         ConfigError: A delta mixes steps and absolute bits, or its encoding cannot store it.
@@ -114,7 +114,7 @@ def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
 
 
 def _buckets(changes: Iterable[Change]) -> Iterator[list[Change]]:
-    """Cut consecutive tensors of one element width into buckets."""
+    """Divide consecutive tensors of one element width into buckets."""
     group: list[Change] = []
     numel = 0
     for change in changes:
@@ -153,7 +153,7 @@ def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encod
 
 
 def _fitting(change: Change, *, raw: bool) -> Encoding:
-    """The encoding that fits a delta."""
+    """Return the encoding of a change, by default the one that fits its delta."""
     delta = change.delta
     if delta.indices is None or change.windows:
         return _PLAIN if raw else _DENSE
@@ -193,10 +193,10 @@ def _stream(
 
 
 def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
-    """Join directory, digest of everything in front of the streams, and streams."""
+    """Join the directory, the digest of all bytes before the streams, and the streams."""
     rows = [row for item in encoded for row in item.rows]
     streams = [stream for item in encoded for stream in item.streams]
-    if not compress:  # arrays of wide elements first: then every one is aligned for a reader
+    if not compress:  # wide elements first, so that every array is aligned
         streams.sort(key=lambda s: -WIRE_DTYPES[s.dtype])
     document = _directory(rows, [s for item in encoded for s in item.segments], streams)
     stored = deflate(document) if compress else document + b" " * (-len(document) % 8)
@@ -220,7 +220,7 @@ def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
 def _directory(
     rows: Sequence[d.TensorRow], segments: list[d.Segment], streams: Sequence[_Stream]
 ) -> bytes:
-    """Serialise the directory; refuse names that repeat in the file."""
+    """Serialise the directory; refuse duplicate names in the file."""
     names = [row.name for row in rows]
     entries = ["__metadata__", "directory", "digest", *(stream.row.name for stream in streams)]
     for group in (names, entries):

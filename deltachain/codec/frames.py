@@ -1,6 +1,6 @@
-"""Streams of bytes as independent frames of at most 1 MiB, each with its own digest.
+"""Byte streams in independent frames of at most 1 MiB, each with its own digest.
 
-A reader verifies and inflates only the frames it needs; several can be inflated at once.
+A reader verifies and inflates only the frames it needs, also concurrently.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from deltachain.format.digest import object_digest
 from deltachain.types import Buffer
 
 FRAME: Final = 1 << 20
-"""Most bytes a frame inflates to."""
+"""Largest inflated size of a frame, in bytes."""
 
 LEVEL: Final = 1
-"""zstd level: higher ones cost ten times the time for at most 2 % (measured, codec study 3d)."""
+"""zstd level: higher levels take ten times as long and save at most 2 % (codec study 3d)."""
 
 HELD: Final = 16
-"""Frames that each thread keeps: two for each stream that one tensor can have."""
+"""Number of frames cached by each thread: two for each possible stream of one tensor."""
 
 _local = threading.local()
 _ids = itertools.count()
@@ -38,10 +38,10 @@ class Frames:
     """Offsets, sizes and digests of the frames of one stream.
 
     Attributes:
-        start: Offset of the first frame in the object.
-        stored: Bytes of each frame in the object.
-        raw: Bytes of each frame inflated; equal to ``stored`` where frames are not compressed.
-        digests: blake3 of each frame as stored.
+        start: Offset of the first frame in the object, in bytes.
+        stored: Size of each frame in the object, in bytes.
+        raw: Inflated size of each frame, in bytes; equal to ``stored`` without compression.
+        digests: blake3 of the stored bytes of each frame.
     """
 
     start: int
@@ -51,7 +51,7 @@ class Frames:
 
 
 def cut(data: Buffer, *, compress: bool) -> tuple[list[Buffer], list[int]]:
-    """Cut a stream into frames; return them as stored, and the inflated size of each."""
+    """Split a stream into frames; return the stored bytes and the inflated size of each."""
     view = memoryview(data).cast("B")
     pieces = [view[at : at + FRAME] for at in range(0, len(view), FRAME)]
     stored: list[Buffer] = [deflate(piece) for piece in pieces] if compress else list(pieces)
@@ -59,17 +59,17 @@ def cut(data: Buffer, *, compress: bool) -> tuple[list[Buffer], list[int]]:
 
 
 def deflate(data: Buffer) -> bytes:
-    """Compress to one zstd frame that states the size of its content."""
+    """Compress data to one zstd frame that declares its content size."""
     return _compressor().compress(data)
 
 
 def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
-    """Inflate one zstd frame that must give exactly ``nbytes``.
+    """Inflate one zstd frame to exactly ``nbytes`` bytes.
 
-    The size that the frame itself claims is checked before any memory is taken for it.
+    The size declared by the frame is checked before any memory is allocated for it.
 
     Raises:
-        MalformedError: It is not a zstd frame, or inflates to another number of bytes.
+        MalformedError: The data is not a zstd frame, or inflates to another size.
     """
     try:
         claimed = zstandard.frame_content_size(frame)
@@ -86,10 +86,10 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
 
 
 class StreamReader:
-    """Reads ranges of one inflated stream, from any thread.
+    """Reader of ranges of one inflated stream; thread-safe.
 
-    Neighbouring tensors share frames. Each thread caches the frames that it inflated last, of all
-    streams, so that reading tensors in order inflates each frame once.
+    Neighbouring tensors share frames. Each thread caches its latest inflated frames of all streams,
+    so that reading tensors in order inflates each frame once.
     """
 
     def __init__(self, frames: Frames, read_at: ReadAt, *, compressed: bool, key: str) -> None:
@@ -103,15 +103,15 @@ class StreamReader:
 
     @property
     def nbytes(self) -> int:
-        """Inflated length of the stream."""
+        """Inflated size of the stream, in bytes."""
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
         """Return the inflated bytes ``start:stop`` of the stream.
 
         Raises:
-            DigestMismatchError: A frame is not the one the directory names.
-            MalformedError: A frame does not inflate to what the directory says.
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: A frame does not inflate to the size in the directory.
         """
         if start == stop:
             return b""
@@ -124,7 +124,7 @@ class StreamReader:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Cut the range ``start:stop`` at the ends of frames."""
+        """Split the range ``start:stop`` at the ends of frames."""
         number = bisect_right(self._raw_at, start) - 1
         while start < stop:
             end = min(stop, self._raw_at[number + 1])
@@ -132,7 +132,7 @@ class StreamReader:
             start, number = end, number + 1
 
     def frame(self, number: int) -> Buffer:
-        """Return one frame, verified and inflated."""
+        """Verify and inflate one frame."""
         held = _held_frames()
         data = held.get((self._id, number))
         if data is None:
@@ -142,12 +142,12 @@ class StreamReader:
             while len(held) >= HELD:
                 held.popitem(last=False)
         else:
-            del held[self._id, number]  # it is the latest again
+            del held[self._id, number]  # moved to the end: the most recent
         held[self._id, number] = data
         return data
 
     def check(self, number: int) -> Buffer:
-        """Verify one frame; return it as stored."""
+        """Verify one frame; return its stored bytes."""
         stored = self._read_at(self._stored_at[number], self._frames.stored[number])
         expected, actual = self._frames.digests[number], object_digest(stored)
         if actual != expected:
@@ -172,7 +172,7 @@ def _held_frames() -> OrderedDict[tuple[int, int], Buffer]:
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """Return this thread's compressor: a context is costly to make and not thread-safe."""
+    """Return this thread's compressor: a context is expensive to create and not thread-safe."""
     if not hasattr(_local, "compressor"):
         _local.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
     compressor: zstandard.ZstdCompressor = _local.compressor

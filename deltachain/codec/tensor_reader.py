@@ -1,4 +1,4 @@
-"""One tensor's share of the streams of a part."""
+"""Reader of one tensor's ranges of the streams of a part."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from deltachain.types import BITS_DTYPES, Bits, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class TensorReader:
-    """Reads what one tensor has in a part; what it reads is proven, and still hostile.
+    """Reader of one tensor in a part; digests are verified, values are still untrusted.
 
     Attributes:
-        spec: The tensor.
-        row: Its row in the directory.
-        segments: Its segments.
-        key: Names the part in errors.
-        starts: Where it begins in each stream of its bucket, in the stream's unit.
-        lengths: How far it goes in each.
+        spec: Spec of the tensor.
+        row: Row of the tensor in the directory.
+        segments: Segments of the tensor.
+        key: Key of the part, for errors.
+        starts: Start of the tensor in each stream of its bucket, in the stream's unit.
+        lengths: Length of the tensor in each stream, in the stream's unit.
         ends: Length of each stream of the part, by full name, in the stream's unit.
-        streams: Every stream of the part, by full name.
+        streams: Readers of all streams of the part, by full name.
     """
 
     spec: TensorSpec
@@ -39,11 +39,11 @@ class TensorReader:
     streams: Mapping[str, StreamReader]
 
     def units(self, stream: str) -> npt.NDArray[np.uint8]:
-        """Its share of one stream: bytes, or one byte of 0 or 1 for each bit.
+        """Return the tensor's range of one stream: bytes, or one byte of 0 or 1 for each bit.
 
         Raises:
-            DigestMismatchError: A frame differs from the one the directory names.
-            MalformedError: The bits behind the last one are not zero.
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: The padding bits after the last bit are not zero.
         """
         count, at = self.lengths[stream], self.starts[stream]
         name = stream_name(self.row.bucket, stream)
@@ -58,12 +58,12 @@ class TensorReader:
         return bits[:count]
 
     def planes(self, stream: str, width: int) -> Bits:
-        """Elements of ``width`` bytes from the planes ``stream.0``, ``stream.1``, ...
+        """Join elements of ``width`` bytes from the planes ``stream.0``, ``stream.1``, ...
 
-        They are joined frame by frame, while the frames are in cache.
+        Elements are joined frame by frame, while the frames are in cache.
 
         Raises:
-            DigestMismatchError: A frame differs from the one the directory names.
+            DigestMismatchError: A frame differs from its digest in the directory.
         """
         names = [f"{stream}.{k}" for k in range(width)]
         if width == 1:
@@ -83,21 +83,21 @@ class TensorReader:
         return elements
 
     def array(self, name: str) -> npt.NDArray[np.uint8]:
-        """Bytes of an array of its own.
+        """Return the bytes of one of the tensor's own arrays.
 
         Raises:
-            DigestMismatchError: A frame differs from the one the directory names.
+            DigestMismatchError: A frame differs from its digest in the directory.
         """
         reader = self.streams[name]
         return np.frombuffer(bytes(reader.read(0, reader.nbytes)), np.uint8)
 
     def malformed(self, why: str) -> MalformedError:
-        """The error that refuses this tensor."""
+        """Build the error that refuses this tensor."""
         return MalformedError(f"{self.key}: {self.row.name!r}: {why}", key=self.key)
 
 
 def _join_planes(planes: list[npt.NDArray[np.uint8]], out: Bits) -> None:
-    """Join little-endian elements from their bytes, plane by plane, into ``out``."""
+    """Join byte planes into the little-endian elements of ``out``."""
     top = len(planes) - 1
     np.multiply(planes[top], out.dtype.type(1 << (8 * top)), out=out, dtype=out.dtype)
     np.bitwise_or(out, planes[0], out=out)

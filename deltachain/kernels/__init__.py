@@ -1,6 +1,6 @@
-"""The arithmetic of finding, taking apart, hashing and writing changes.
+"""Kernels: arithmetic to find, split, hash and write changes.
 
-``reference`` defines it in plain numpy; ``host`` is the fast form on this machine's cores and
-``device`` the form in torch operations, for weights that live on an accelerator. One contract test
-holds them all to the reference, bit for bit.
+``reference`` defines the results in plain numpy; ``host`` is the fast implementation on the CPU and
+``device`` the one in torch operations, for weights on an accelerator. A contract test compares all
+of them with the reference, bit for bit.
 """

@@ -1,7 +1,7 @@
-"""The diff of weights on a device against a snapshot on the host.
+"""Diff of weights on a device against a snapshot on the host.
 
-The snapshot crosses over in chunks, each copied while the last one is compared; only what changed
-comes back.
+The snapshot is copied to the device in chunks, each while the previous one is compared; only
+changes are copied back.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from deltachain.kernels import device, host
 from deltachain.kernels.reference import Changes
 
 CHUNK: Final = 1 << 25
-"""Elements that cross at a time: 64 MiB of bf16, two of them on the device at once."""
+"""Elements of a chunk: 64 MiB of bf16; two chunks are on the device at once."""
 
 
 def diff_across_(snapshot: Tensor, current: Tensor, dtype: torch.dtype) -> Changes:
-    """Find where weights on any device differ from a snapshot on the host, and update that.
+    """Find changes of weights on any device against a host snapshot, and update the snapshot.
 
     Args:
-        snapshot: Flat bits on the host, pinned where the weights are on CUDA.
+        snapshot: Flat bits on the host, pinned if the weights are on CUDA.
         current: Flat weights, in any dtype that casts to ``dtype``.
-        dtype: What the snapshot's bits are.
+        dtype: Dtype of the snapshot's bits.
     """
     found = []
     for at, staged in _staged(snapshot, current.device):
@@ -41,7 +41,7 @@ def diff_across_(snapshot: Tensor, current: Tensor, dtype: torch.dtype) -> Chang
 
 
 def _staged(snapshot: Tensor, where: torch.device) -> Iterator[tuple[int, Tensor]]:
-    """Chunks of the snapshot on the device; on CUDA the next one is on its way already."""
+    """Yield chunks of the snapshot on the device; on CUDA the next one is copied meanwhile."""
     starts = range(0, max(snapshot.numel(), 1), CHUNK)
     if where.type != "cuda":
         yield from ((at, snapshot[at : at + CHUNK].to(where)) for at in starts)

@@ -1,9 +1,9 @@
-"""The kernels in torch operations, for weights that live on an accelerator.
+"""Kernels in torch operations, for weights on an accelerator.
 
 Bits are signed integer tensors of the element's width, which every torch device can compare, index
-and add; ``bits_of`` views any dtype so. Sums wrap as the reference's do. Work goes in chunks, so
-the temporaries of a 600 M element embedding do not have its size. Nothing here needs more than
-torch and numpy. Writes are ``index_copy_``: ``scatter_`` costs as much as its whole destination.
+and add; ``bits_of`` returns such a view of any dtype. Sums wrap as in the reference. Work is done
+in chunks, so that temporaries stay small for a 600 M element embedding. Only torch and numpy are
+needed. Writes use ``index_copy_``, since ``scatter_`` costs as much as its whole destination.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltachain.kernels.reference import MIX_A, MIX_B, PHI
 from deltachain.types import BITS_DTYPES, StateDigest
 
 CHUNK: Final = 1 << 24
-"""Elements a chunk: 16 M of them keep a GPU busy and temporaries below 1 GiB."""
+"""Elements of a chunk: 16 M keep a GPU busy and temporaries below 1 GiB."""
 
 INT_DTYPES: Final[dict[int, torch.dtype]] = {
     1: torch.uint8,
@@ -28,11 +28,11 @@ INT_DTYPES: Final[dict[int, torch.dtype]] = {
     4: torch.int32,
     8: torch.int64,
 }
-"""Integer dtype of the bits, by bytes an element."""
+"""Integer dtype of the bits, by element size in bytes."""
 
 
 class DeviceChanges(NamedTuple):
-    """Elements whose bits differ, as three ``(nnz,)`` tensors: int64 indices, old and new bits."""
+    """Changed elements as three ``(nnz,)`` tensors: int64 indices, old bits and new bits."""
 
     indices: Tensor
     old: Tensor
@@ -40,29 +40,29 @@ class DeviceChanges(NamedTuple):
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Flat integer view of a contiguous tensor's bits; shares its memory."""
+    """Return a flat integer view of a contiguous tensor's bits; shares its memory."""
     return tensor.detach().view(-1).view(INT_DTYPES[tensor.element_size()])
 
 
 def storage_bits(tensor: Tensor) -> Tensor:
-    """Flat integer view of the whole storage behind a tensor; shares its memory."""
+    """Return a flat integer view of a tensor's whole storage; shares its memory."""
     width = tensor.element_size()
     numel = tensor.untyped_storage().nbytes() // width
     return torch.as_strided(tensor.detach(), (numel,), (1,), 0).view(INT_DTYPES[width])
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether numpy works on a tensor's bits; torch does wherever a device has them."""
+    """Return whether a tensor is on the host, where numpy works on its bits."""
     return tensor.device.type == "cpu"
 
 
 def live_bits(bits: Tensor) -> LiveBits:
-    """Integer bits for the kernels of where they are: numpy on the host, torch on a device."""
+    """Return bits for the kernels of their location: numpy on the host, torch on a device."""
     return bits.numpy().view(BITS_DTYPES[bits.element_size()]) if on_host(bits) else bits
 
 
 def receive(array: LiveBits, live: Tensor) -> Tensor:
-    """An array on the device of ``live``; unsigned bits become signed ones of the same width."""
+    """Move an array to the device of ``live``; unsigned bits become signed ones of equal width."""
     if isinstance(array, Tensor):
         return array.to(live.device)
     signed = np.ascontiguousarray(array)
@@ -77,39 +77,39 @@ def overwrite_(weights: Tensor, bits: Tensor) -> None:
 
 
 def copy(bits: Tensor) -> Tensor:
-    """The same bits in new memory."""
+    """Copy bits to new memory."""
     return bits.clone()
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bits."""
+    """Return whether two tensors have equal bits."""
     return one.equal(other)
 
 
 def flat(bits: Tensor) -> Tensor:
-    """Bits of any shape as a contiguous tensor of one dimension."""
+    """Return bits of any shape as a contiguous one-dimensional tensor."""
     return bits.reshape(-1)
 
 
 def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """A view in another shape; offset and strides count elements."""
+    """Return a view in another shape; offset and strides count elements."""
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
 def bounds(indices: Tensor, low: int, high: int) -> tuple[int, int]:
-    """The range of increasing indices that lie in ``[low, high)``."""
+    """Return the range of positions of the increasing indices in ``[low, high)``."""
     edges = torch.tensor([low, high], device=indices.device)
     first, last = torch.searchsorted(indices, edges).tolist()
     return first, last
 
 
 def address(bits: Tensor) -> int:
-    """Address of the first element."""
+    """Return the address of the first element."""
     return bits.data_ptr()
 
 
 def diff(snapshot: Tensor, current: Tensor) -> DeviceChanges:
-    """Elements of ``current`` whose bits differ from ``snapshot``'s; writes nothing."""
+    """Find the elements of ``current`` that differ from ``snapshot``; writes nothing."""
     found = []
     for at in range(0, max(snapshot.numel(), 1), CHUNK):
         old, new = snapshot[at : at + CHUNK], current[at : at + CHUNK]
@@ -126,7 +126,7 @@ def diff_(snapshot: Tensor, current: Tensor) -> DeviceChanges:
 
 
 def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
-    """Find and copy the changes to ``master`` in bf16, cast by torch: round to nearest even."""
+    """Find and copy the bf16 changes of ``master``, cast by torch: round to nearest even."""
     found = []
     for at in range(0, max(snapshot.numel(), 1), CHUNK):
         current = bits_of(master[at : at + CHUNK].to(torch.bfloat16))
@@ -136,7 +136,7 @@ def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
 
 
 def gather(weights: Tensor, indices: Tensor) -> Tensor:
-    """Bits at ``(nnz,)`` indices."""
+    """Return the bits at ``(nnz,)`` indices."""
     return weights.index_select(0, indices)
 
 
@@ -146,10 +146,10 @@ def scatter_(weights: Tensor, indices: Tensor, bits: Tensor) -> None:
 
 
 def decode_gaps(gaps: Tensor) -> Tensor:
-    """``(nnz,)`` int64 offsets of the changes that gaps name, by one prefix sum.
+    """Decode gaps to the ``(nnz,)`` int64 offsets of the changes, by one prefix sum.
 
     Args:
-        gaps: uint8, or int32 of 16-bit gaps.
+        gaps: Gaps as uint8, or as int32 for 16-bit gaps.
     """
     limit = 255 if gaps.dtype == torch.uint8 else 65535
     escape = gaps == limit
@@ -158,7 +158,7 @@ def decode_gaps(gaps: Tensor) -> Tensor:
 
 
 def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Tensor) -> Tensor:
-    """Join ``(nnz,)`` steps of the four arrays of :class:`.reference.SplitSteps`."""
+    """Join ``(nnz,)`` steps from the four arrays of :class:`.reference.SplitSteps`."""
     steps = torch.where(negative, -1, 1).to(torch.int64)
     at = exception.nonzero().view(-1)
     beyond = magnitude.to(torch.int64) * steps[at]
@@ -168,7 +168,7 @@ def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Ten
 
 
 def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
-    """State digest of ``(nnz,)`` elements at flat indices."""
+    """Compute the state digest of ``(nnz,)`` elements at flat indices."""
     total = StateDigest()
     for at in range(0, indices.numel(), CHUNK):
         total += _digest(key, indices[at : at + CHUNK], bits[at : at + CHUNK])
@@ -176,7 +176,7 @@ def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDiges
 
 
 def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
-    """State digest of ``(n,)`` consecutive elements, the first of which has index ``start``."""
+    """Compute the state digest of ``(n,)`` consecutive elements, the first at index ``start``."""
     total = StateDigest()
     for at in range(0, bits.numel(), CHUNK):
         window = bits[at : at + CHUNK]
@@ -203,5 +203,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 that has the bits of an unsigned 64-bit integer."""
+    """Return the int64 with the bits of an unsigned 64-bit integer."""
     return value - (1 << 64) if value >= 1 << 63 else value

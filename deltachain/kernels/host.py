@@ -1,9 +1,9 @@
-"""The kernels of this host: numba's where it is installed, numpy's where not.
+"""Kernels on the host: numba if installed, numpy otherwise.
 
-Both are held to ``reference`` bit for bit by the same contract test; ``NAME`` says which ran, for
-receipts. They are imported when the first one is asked for: numba takes a while, and vLLM 0.32
-cannot start an engine in a process that has imported it (its scan for Triton kernels takes
-llvmlite's library object for one). The functions below need numpy alone; together they are the
+The same contract test compares both with ``reference``, bit for bit; ``NAME`` is the one in use,
+for receipts. They are imported on first use: numba is slow to import, and vLLM 0.32 cannot start
+an engine in a process that has imported it (its scan for Triton kernels mistakes llvmlite's
+library object for one). The functions below need numpy only; together they are the
 :class:`.protocol.BitKernels` of the host.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name != "NAME" and not (name.islower() and callable(getattr(reference, name, None))):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # The reference names the kernels: there is no other list of them.
+    # The names in the reference are the only list of kernels.
     chosen = "jit" if find_spec("numba") is not None else "twolevel"
     kernel = getattr(import_module(f"deltachain.kernels.{chosen}"), name)
     globals()[name] = kernel
@@ -41,17 +41,17 @@ def overwrite_(weights: npt.NDArray[Any], bits: npt.NDArray[Any]) -> None:
 
 
 def copy(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The same bits in new memory."""
+    """Copy bits to new memory."""
     return bits.copy()
 
 
 def equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    """Whether two arrays hold the same bits."""
+    """Return whether two arrays have equal bits."""
     return bool((one == other).all())
 
 
 def receive(array: Any, live: npt.NDArray[Any]) -> npt.NDArray[Any]:  # noqa: ANN401 - see BitKernels
-    """An array on the host, unsigned where it came as the signed bits of a tensor."""
+    """Return an array on the host; the signed bits of a tensor become unsigned."""
     if isinstance(array, np.ndarray):
         return array
     bits: npt.NDArray[Any] = array.cpu().numpy()
@@ -59,14 +59,14 @@ def receive(array: Any, live: npt.NDArray[Any]) -> npt.NDArray[Any]:  # noqa: AN
 
 
 def flat(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Bits of any shape as a contiguous array of one dimension."""
+    """Return bits of any shape as a contiguous one-dimensional array."""
     return np.ascontiguousarray(bits).reshape(-1)
 
 
 def strided(
     flat: npt.NDArray[Any], offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> npt.NDArray[Any]:
-    """A view in another shape; offset and strides count elements."""
+    """Return a view in another shape; offset and strides count elements."""
     if not prod(shape):
         return np.empty(shape, flat.dtype)
     steps = [step * flat.itemsize for step in stride]
@@ -75,11 +75,11 @@ def strided(
 
 
 def bounds(indices: npt.NDArray[Any], low: int, high: int) -> tuple[int, int]:
-    """The range of increasing indices that lie in ``[low, high)``."""
+    """Return the range of positions of the increasing indices in ``[low, high)``."""
     first, last = np.searchsorted(indices, [low, high]).tolist()
     return first, last
 
 
 def address(bits: npt.NDArray[Any]) -> int:
-    """Address of the first element."""
+    """Return the address of the first element."""
     return int(bits.ctypes.data)

@@ -1,9 +1,9 @@
-"""The reference kernels as numba loops: one core, no GIL, compiled once and cached on disk.
+"""Reference kernels as numba loops: one core, no GIL, compiled once and cached on disk.
 
-Two shapes recur. A block of elements is compared into one byte each, which LLVM vectorises; eight
-such bytes are then one word, and only the words that are not zero are looked into. Slices, rather
-than offsets, keep the index expressions provably non-negative, without which numba adds a
-wraparound test to each access and nothing vectorises.
+Two patterns recur. A block of elements is compared to one byte each, which LLVM vectorises; eight
+such bytes are read as one word, and only non-zero words are examined. Slices instead of offsets
+make index expressions provably non-negative; otherwise numba adds a wraparound test to each access,
+which prevents vectorisation.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 NAME: Final = "numba"
 BLOCK: Final = 512
-"""Elements compared at a time. The comparison of so few is unrolled whole, and memory does not wait
-long for what follows it: at 1.2 % density 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
+"""Elements compared at a time, few enough for a fully unrolled comparison with short memory stalls:
+at 1.2 % density, 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
 
 _U = np.uint64
 _PHI, _MIX_A, _MIX_B = _U(PHI), _U(MIX_A), _U(MIX_B)
 _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
-"""``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the number of that byte."""
+"""Multiplier: ``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the byte's number."""
 
 
-_FunctionCache: Final[Any] = caching.FunctionCache  # untyped, too
-_njit: Final[Any] = numba.njit  # untyped up to numba 0.67, and narrower than what it does since
+_FunctionCache: Final[Any] = caching.FunctionCache  # also untyped
+_njit: Final[Any] = numba.njit  # untyped up to numba 0.67, too narrow since
 
 
 class _Cache(_FunctionCache):  # type: ignore[misc]  # see there
-    """Compiled kernels on disk; without a writable disk, every process compiles them anew."""
+    """Cache of compiled kernels on disk; without one, every process compiles them anew."""
 
     @override
     def save_overload(self, sig: Any, data: Any) -> None:
@@ -71,22 +71,22 @@ _warned: Final[list[bool]] = []
 def _jit(function: _F) -> _F:
     compiled: Any = _njit(nogil=True)(function)
     try:
-        compiled._cache = _Cache(function)  # as numba's own enable_caching does
-    except (OSError, RuntimeError) as exc:  # no folder may be written to
+        compiled._cache = _Cache(function)  # as in numba's enable_caching
+    except (OSError, RuntimeError) as exc:  # no writable folder
         _warn(exc)
     kernel: _F = compiled
     return kernel
 
 
 def _inlined(function: _F) -> _F:
-    """For what runs once a block: handing arrays to a call costs a sixth of the whole diff."""
+    """Inline a function that runs once a block: array arguments cost a sixth of the diff."""
     compiled: _F = _njit(inline="always")(function)
     return compiled
 
 
 @_inlined
 def _emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: int) -> int:  # noqa: ANN401
-    """Compare one block, copy what differs to the snapshot, append it to ``out``."""
+    """Compare one block, copy changes to the snapshot, and append them to ``out``."""
     indices, old, new = out
     mask, words, dirty = scratch
     for i in range(BLOCK):
@@ -111,7 +111,7 @@ def _emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: i
 
 @_jit
 def _emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:  # noqa: ANN401
-    """Run :func:`_emit` on a last, incomplete block."""
+    """Run :func:`_emit` on the last, incomplete block."""
     indices, old, new = out
     for i in range(snapshot.shape[0]):
         if current[i] != snapshot[i]:
@@ -125,7 +125,7 @@ def _emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> in
 
 @_jit
 def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
-    """Diff from ``start`` on, while ``out`` has room for a block: where it ended, how many."""
+    """Diff from ``start`` while ``out`` has room for a block; return the end and the count."""
     mask = np.empty(BLOCK, np.uint8)
     scratch = mask, mask.view(np.uint64), np.empty(BLOCK // 8 + 1, np.int64)
     end, room = snapshot.shape[0], out[0].shape[0] - BLOCK
@@ -141,7 +141,7 @@ def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
 
 @_jit
 def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
-    """bf16 bits of one block of fp32 bits, round to nearest even, NaN kept quiet."""
+    """Cast one block of fp32 bits to bf16 bits: round to nearest even, NaN stays quiet NaN."""
     for i in range(master.shape[0]):
         b = master[i]
         r = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -151,7 +151,7 @@ def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
 
 @_jit
 def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
-    """:func:`_diff` of fp32 bits, cast a block at a time so that no bf16 copy is made."""
+    """Run :func:`_diff` on fp32 bits, cast a block at a time, without a full bf16 copy."""
     mask = np.empty(BLOCK, np.uint8)
     scratch = mask, mask.view(np.uint64), np.empty(BLOCK // 8 + 1, np.int64)
     block = np.empty(BLOCK, np.uint16)
@@ -171,9 +171,9 @@ def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, i
 def _drive(
     kernel: Callable[..., tuple[int, int]], snapshot: Bits, current: npt.NDArray[Any]
 ) -> Changes:
-    """Run a diff kernel to the end, in bounded buffers, and join what it found.
+    """Run a diff kernel to the end in buffers of bounded size; join the changes.
 
-    Memory that is not written to is not taken, so buffers have room for three changes in a hundred.
+    Unwritten memory is never committed, so each buffer has room for a density of 3 %.
     """
     found: list[Changes] = []
     size = max(4 * BLOCK, snapshot.size // 32)
@@ -193,12 +193,12 @@ def diff_(snapshot: Bits, current: Bits) -> Changes:
 
 
 def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
-    """Find and copy the changes to ``master`` in bf16, in one pass."""
+    """Find and copy the bf16 changes of ``master``, in one pass."""
     return _drive(_cast_diff, snapshot, master.view(np.uint32))
 
 
 def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
-    """bf16 bits of fp32 values, round to nearest even; a NaN stays one, quiet."""
+    """Cast fp32 values to bf16 bits: round to nearest even; a NaN becomes a quiet NaN."""
     out = np.empty(master.size, np.uint16)
     _cast(master.view(np.uint32), out)
     return out
@@ -234,13 +234,13 @@ def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]
 
 
 def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
-    """State digest of ``(n,)`` consecutive elements, the first of which has index ``start``."""
+    """Compute the state digest of ``(n,)`` consecutive elements, the first at index ``start``."""
     lane0, lane1 = _digest(_U(key[0]), _U(key[1]), bits, _U(start))
     return StateDigest(int(lane0), int(lane1))
 
 
 def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
-    """State digest of ``(nnz,)`` elements at flat indices."""
+    """Compute the state digest of ``(nnz,)`` elements at flat indices."""
     lane0, lane1 = _digest_at(_U(key[0]), _U(key[1]), indices, bits)
     return StateDigest(int(lane0), int(lane1))
 
@@ -270,7 +270,7 @@ def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:  # noqa: ANN401
 
 
 def encode_gaps(offsets: Indices, width: int) -> Bits:
-    """Distances between changes of one segment, in ``width`` bytes each."""
+    """Encode the distances between changes of one segment, in ``width`` bytes each."""
     limit = (1 << 8 * width) - 1
     out = np.empty(_count_gaps(offsets, limit), BITS_DTYPES[width])
     _fill_gaps(offsets, limit, out)
@@ -291,7 +291,7 @@ def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:  # noqa: ANN401
 
 
 def decode_gaps(gaps: Bits) -> Indices:
-    """``(nnz,)`` int64 offsets of the changes that gaps name."""
+    """Decode gaps to the ``(nnz,)`` int64 offsets of the changes."""
     out = np.empty(gaps.size + 1, np.int64)
     count = _decode_gaps(gaps, np.iinfo(gaps.dtype).max, out)
     return out[:count]
@@ -317,7 +317,7 @@ def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:  # noqa: ANN401
 
 
 def split_steps(steps: Bits) -> SplitSteps:
-    """Take wrapping steps apart (FORMAT.md 4)."""
+    """Split wrapping steps into sign, magnitude and exceptions (FORMAT.md 4)."""
     n = steps.size
     negative, exception = np.empty(n, np.bool_), np.empty(n, np.bool_)
     magnitude, wide = np.empty(n + 1, np.uint8), np.empty(n + 1, steps.dtype)
@@ -342,7 +342,7 @@ def _join(negative: Any, exception: Any, magnitude: Any, wide: Any, out: Any) ->
 
 
 def join_steps(split: SplitSteps) -> Bits:
-    """Join what :func:`split_steps` took apart."""
+    """Join steps split by :func:`split_steps`."""
     out = np.empty(split.negative.size, split.wide.dtype)
     _join(*split, out)
     return out
@@ -355,7 +355,7 @@ def _gather(weights: Any, indices: Any, out: Any) -> None:  # noqa: ANN401
 
 
 def gather(weights: Bits, indices: Indices) -> Bits:
-    """Bits at ``(nnz,)`` indices."""
+    """Return the bits at ``(nnz,)`` indices."""
     out = np.empty(indices.size, weights.dtype)
     _gather(weights, indices, out)
     return out

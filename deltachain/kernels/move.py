@@ -1,4 +1,4 @@
-"""What a delta does to the bits of a tensor, and to the state digest."""
+"""Effect of a delta on the bits of a tensor and on the state digest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Move(Generic[B]):
-    """New bits of some elements of a tensor, and their part of the state digest before and after.
+    """Old and new bits of some elements, and their contributions to the state digest.
 
     Attributes:
-        old: ``(nnz,)`` bits before.
-        new: ``(nnz,)`` bits after.
+        old: Old bits, shape ``(nnz,)``.
+        new: New bits, shape ``(nnz,)``.
         added: State digest of the new bits.
-        removed: State digest of the old ones; zero where a dense delta gives every element.
+        removed: State digest of the old bits; zero for a dense delta, which sets every element.
     """
 
     old: B
@@ -37,7 +37,7 @@ class Move(Generic[B]):
 
 
 def move(bits: Bits, delta: TensorDelta) -> Move[npt.NDArray[Any]]:
-    """Compute what a delta does to all ``(numel,)`` bits of its tensor; writes nothing."""
+    """Compute the effect of a delta on all ``(numel,)`` bits of its tensor; writes nothing."""
     key = digest_key(delta.spec)
     if delta.indices is None:
         return Move(bits, delta.values, host.digest(key, delta.values), StateDigest())
@@ -54,15 +54,16 @@ def move_at(
     values: B,
     absolute: Any,  # noqa: ANN401 - an array of either kind
 ) -> Move[B]:
-    """Compute what the elements of a sparse delta do to the weights that hold them; writes nothing.
+    """Compute the effect of a sparse delta's elements on live weights; writes nothing.
 
     Args:
-        weights: ``(n,)`` live bits.
-        positions: ``(nnz,)`` int64, where the elements are in ``weights``.
+        weights: Live bits, shape ``(n,)``.
+        positions: Positions of the elements in ``weights``, int64 of shape ``(nnz,)``.
         key: Digest key of the tensor.
-        indices: ``(nnz,)`` int64, their flat indices in the full tensor.
-        values: ``(nnz,)`` bits or steps.
-        absolute: Bool of shape ``()`` or ``(nnz,)``: whether a value is the new bits, or a step.
+        indices: Flat indices of the elements in the full tensor, int64 of shape ``(nnz,)``.
+        values: New bits or steps, shape ``(nnz,)``.
+        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
+            ``(nnz,)``.
     """
     kernels = kernels_for(weights)
     old = kernels.gather(weights, positions)
@@ -80,6 +81,6 @@ def write_(weights: B, positions: B | None, new: B) -> None:
 
 
 def digest_change(spec: TensorSpec, indices: Indices, old: Bits, new: Bits) -> StateDigest:
-    """Change of the state digest when ``(nnz,)`` elements at flat indices go from old to new."""
+    """Compute the change of the state digest by ``(nnz,)`` elements, from old to new bits."""
     key = digest_key(spec)
     return host.digest_at(key, indices, new) - host.digest_at(key, indices, old)

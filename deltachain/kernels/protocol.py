@@ -1,4 +1,4 @@
-"""The kernels that reading and writing live weights needs, for host and device alike."""
+"""Interface of the kernels that read and write live weights, on host and device."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LiveBits: TypeAlias = "npt.NDArray[Any] | Tensor"
-"""Bits of weights: unsigned integers in numpy on the host; in torch elsewhere, signed ones of the
-same width (uint8 for one byte)."""
+"""Bits of weights: unsigned integers in numpy on the host; signed ones of the same width in torch
+elsewhere (uint8 for one byte)."""
 
 B = TypeVar("B", bound=LiveBits)
-"""One kind of array: all arguments of a call are of the same kind, and so is its result."""
+"""Kind of array, the same for all arguments and the result of a call."""
 
 
 class BitKernels(Protocol[B]):
-    """Operations on live bits: of :mod:`.host` in numpy, of :mod:`.device` in torch.
+    """Operations on live bits: :mod:`.host` in numpy, :mod:`.device` in torch.
 
-    ``n`` counts the elements of some weights, ``nnz`` those of a change. Bits have the integer
-    dtype of their width. Indices are int64 and within bounds; nothing here checks that.
+    ``n`` is the number of elements of weights, ``nnz`` that of a change. Bits have the integer
+    dtype of their width. Indices are int64 and must be within bounds, which is not checked.
     """
 
     def gather(self, weights: B, indices: B) -> B:
-        """Bits at ``(nnz,)`` indices of ``(n,)`` bits, as a new ``(nnz,)`` array."""
+        """Return the bits at ``(nnz,)`` indices of ``(n,)`` bits, as a new ``(nnz,)`` array."""
 
     def scatter_(self, weights: B, indices: B, bits: B) -> None:
         """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices of ``(n,)`` bits."""
 
     def overwrite_(self, weights: B, bits: B) -> None:
-        """Write all of some bits, in any shape and strides; both have the same shape."""
+        """Overwrite all weights, of any strides, with bits of the same shape."""
 
     def copy(self, bits: B) -> B:
-        """The same bits and shape in new memory."""
+        """Copy bits to new memory, in the same shape."""
 
     def equal(self, one: B, other: B) -> bool:
-        """Whether two arrays of one shape hold the same bits."""
+        """Return whether two arrays of one shape have equal bits."""
 
     def digest(self, key: tuple[int, int], bits: B, start: int = 0) -> StateDigest:
-        """State digest of ``(n,)`` consecutive elements, the first of which has index ``start``."""
+        """Compute the state digest of ``(n,)`` consecutive elements, the first at ``start``."""
 
     def digest_at(self, key: tuple[int, int], indices: B, bits: B) -> StateDigest:
-        """State digest of ``(nnz,)`` elements at ``(nnz,)`` indices into the full tensor."""
+        """Compute the state digest of ``(nnz,)`` elements at indices into the full tensor."""
 
     def receive(self, array: LiveBits, live: B) -> B:
-        """An array of either kind where ``live`` is; the array itself if it is there already.
+        """Move an array of either kind to the location of ``live``; no copy if already there.
 
         Args:
             array: Bits, int64 indices or a bool mask, in any shape.
-            live: Bits on the host or on the device; not read.
+            live: Bits on the host or on the device; their values are not read.
         """
 
     def flat(self, bits: B) -> B:
-        """Bits of any shape as a contiguous ``(n,)`` array; a view where that is possible."""
+        """Return bits of any shape as a contiguous ``(n,)`` array, a view if possible."""
 
     def strided(self, flat: B, offset: int, shape: Sequence[int], stride: Sequence[int]) -> B:
-        """A view of ``(n,)`` elements in ``shape``; offset and strides count elements."""
+        """Return a view of ``(n,)`` elements in ``shape``; offset and strides count elements."""
 
     def bounds(self, indices: B, low: int, high: int) -> tuple[int, int]:
-        """The range of ``(nnz,)`` increasing indices that lie in ``[low, high)``."""
+        """Return the range of positions of ``(nnz,)`` increasing indices in ``[low, high)``."""
 
     def address(self, bits: B) -> int:
-        """Address of the first element."""
+        """Return the address of the first element."""
 
 
 def kernels_for(bits: B) -> BitKernels[B]:
-    """The kernels for an array; torch is imported for tensors alone."""
+    """Return the kernels for an array; import torch for tensors only."""
     if isinstance(bits, np.ndarray):
         return cast("BitKernels[B]", host)
     from deltachain.kernels import device  # noqa: PLC0415 - torch is loaded: bits are a tensor
@@ -81,6 +81,6 @@ def kernels_for(bits: B) -> BitKernels[B]:
 
 
 def same_bits(one: LiveBits, other: LiveBits) -> bool:
-    """Whether two arrays of one kind hold the same bits."""
+    """Return whether two arrays of one kind have equal bits."""
     kernels = kernels_for(one)
     return kernels is kernels_for(other) and kernels.equal(one, other)

@@ -1,7 +1,7 @@
-"""What every kernel computes, in the plainest numpy: the definition the others are held to.
+"""Reference kernels in plain numpy, which define the results of all others.
 
-Arrays are flat; *bits* are unsigned integers of the element's width. Functions whose name ends in
-``_`` write into their first argument.
+Arrays are flat; *bits* are unsigned integers of the element's width. Functions with a name ending
+in ``_`` write into their first argument.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK: Final = 1 << 16
 
 
 class Changes(NamedTuple):
-    """Elements whose bits differ: ``(nnz,)`` flat int64 indices, old bits and new bits."""
+    """Changed elements as three ``(nnz,)`` arrays: flat int64 indices, old bits and new bits."""
 
     indices: Indices
     old: Bits
@@ -31,13 +31,13 @@ class Changes(NamedTuple):
 
 
 class SplitSteps(NamedTuple):
-    """Wrapping steps taken apart into what compresses well.
+    """Wrapping steps, split into arrays that compress well.
 
     Attributes:
-        negative: ``(nnz,)`` bool, the step's top bit.
-        exception: ``(nnz,)`` bool, the step's magnitude is not 1.
-        magnitude: ``(exceptions,)`` uint8, the magnitude, or 255 when it does not fit below 255.
-        wide: ``(wide,)`` bits, the whole step of each magnitude of 255.
+        negative: Top bit of each step, ``(nnz,)`` bool.
+        exception: Whether the magnitude of each step is not 1, ``(nnz,)`` bool.
+        magnitude: Magnitude of each exception, 255 for 255 or more, ``(exceptions,)`` uint8.
+        wide: The whole step for each magnitude of 255, ``(wide,)`` bits.
     """
 
     negative: npt.NDArray[np.bool_]
@@ -55,7 +55,7 @@ def diff_(snapshot: Bits, current: Bits) -> Changes:
 
 
 def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
-    """bf16 bits of fp32 values, round to nearest even; a NaN stays one, quiet, with its sign."""
+    """Cast fp32 to bf16 bits: round to nearest even; a NaN becomes quiet and keeps its sign."""
     bits = np.asarray(master).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
@@ -64,12 +64,12 @@ def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
 
 
 def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
-    """:func:`diff_` of ``cast_bf16(master)``."""
+    """Run :func:`diff_` on ``cast_bf16(master)``."""
     return diff_(snapshot, cast_bf16(master))
 
 
 def mix(key: int, indices: npt.NDArray[Any], bits: Bits) -> npt.NDArray[np.uint64]:
-    """Contribution of each element to one lane of the state digest."""
+    """Compute the contribution of each element to one lane of the state digest."""
     x = (np.uint64(key) + indices.astype(np.uint64) * np.uint64(PHI)) ^ bits.astype(np.uint64)
     x *= np.uint64(MIX_A)
     x ^= x >> np.uint64(32)
@@ -78,14 +78,14 @@ def mix(key: int, indices: npt.NDArray[Any], bits: Bits) -> npt.NDArray[np.uint6
 
 
 def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
-    """Contributions of the elements at ``indices``, summed."""
+    """Sum the contributions of the elements at ``indices`` to the state digest."""
     lane0 = int(mix(key[0], indices, bits).sum(dtype=np.uint64))
     lane1 = int(mix(key[1], indices, bits).sum(dtype=np.uint64))
     return StateDigest(lane0, lane1)
 
 
 def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
-    """Contributions of consecutive elements, the first of which has flat index ``start``."""
+    """Sum the contributions of consecutive elements, the first at flat index ``start``."""
     total = StateDigest()
     for at in range(0, bits.size, CHUNK):
         window = bits[at : at + CHUNK]
@@ -94,14 +94,14 @@ def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
 
 
 def encode_gaps(offsets: Indices, width: int) -> Bits:
-    """Distances between changes of one segment, one unsigned integer of ``width`` bytes each.
+    """Encode the distances between changes of one segment as unsigned integers.
 
-    An entry below the maximum advances past that many unchanged elements to a changed one; the
-    maximum advances past that many and names none.
+    An entry below the maximum skips that many unchanged elements and marks the next one as changed;
+    the maximum skips that many elements and marks none.
 
     Args:
-        offsets: ``(nnz,)`` strictly increasing offsets from the segment's start.
-        width: 1 or 2.
+        offsets: Strictly increasing offsets from the segment's start, shape ``(nnz,)``.
+        width: Size of an entry in bytes, 1 or 2.
     """
     limit = (1 << 8 * width) - 1
     gap = np.diff(offsets, prepend=-1) - 1
@@ -113,7 +113,7 @@ def encode_gaps(offsets: Indices, width: int) -> Bits:
 
 
 def decode_gaps(gaps: Bits) -> Indices:
-    """Offsets from the segment's start of the changes that ``gaps`` names."""
+    """Decode gaps to offsets of the changes from the segment's start."""
     limit = np.iinfo(gaps.dtype).max
     escape = gaps == limit
     advance = np.cumsum(gaps.astype(np.int64) + ~escape)
@@ -122,7 +122,7 @@ def decode_gaps(gaps: Bits) -> Indices:
 
 
 def split_steps(steps: Bits) -> SplitSteps:
-    """Take wrapping steps apart (FORMAT.md 4)."""
+    """Split wrapping steps into sign, magnitude and exceptions (FORMAT.md 4)."""
     negative = (steps >> np.array(8 * steps.itemsize - 1, steps.dtype)).astype(np.bool_)
     magnitudes = np.where(negative, -steps, steps)
     exception = magnitudes != 1
@@ -132,7 +132,7 @@ def split_steps(steps: Bits) -> SplitSteps:
 
 
 def join_steps(split: SplitSteps) -> Bits:
-    """Inverse of :func:`split_steps`."""
+    """Join steps split by :func:`split_steps`."""
     dtype = split.wide.dtype
     beyond = split.magnitude.astype(dtype)
     negative = split.negative[split.exception]
@@ -145,7 +145,7 @@ def join_steps(split: SplitSteps) -> Bits:
 
 
 def gather(weights: Bits, indices: Indices) -> Bits:
-    """Bits at ``indices``."""
+    """Return the bits at ``indices``."""
     return weights[indices]
 
 

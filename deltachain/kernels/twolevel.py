@@ -1,7 +1,7 @@
-"""The reference kernels with a faster diff in numpy alone, for hosts without numba.
+"""Reference kernels with a faster diff in numpy only, for hosts without numba.
 
-Words of eight bytes are compared first and only those that differ are looked into: at 1 % density
-about one word in twenty. Everything else is already a few vectorised passes over the changes.
+Words of eight bytes are compared first, and only different words are examined further: about one in
+twenty at 1 % density. The other kernels already are a few vectorised passes over the changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deltachain.types import Bits
 
 NAME: Final = "numpy"
 CHUNK: Final = 1 << 20
-"""Bytes of the snapshot compared at a time, so that the second look finds them in cache."""
+"""Bytes of the snapshot compared at a time, few enough to stay in cache for the second pass."""
 
 decode_gaps = reference.decode_gaps
 digest = reference.digest
@@ -35,12 +35,12 @@ def diff_(snapshot: Bits, current: Bits) -> Changes:
 
 
 def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
-    """Find and copy the changes to ``master`` in bf16, a chunk at a time."""
+    """Find and copy the bf16 changes of ``master``, a chunk at a time."""
     return _chunks(snapshot, master, cast_bf16)
 
 
 def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
-    """bf16 bits of fp32 values, in one temporary; a second look only where there is a NaN."""
+    """Cast fp32 values to bf16 bits in one temporary, with a second pass only for NaNs."""
     bits = master.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
@@ -62,7 +62,7 @@ def _chunks(snapshot: Bits, current: npt.NDArray[Any], bits_of: Any) -> Changes:
 
 
 def _diff_chunk(snapshot: Bits, current: Bits, at: int) -> Changes:
-    """Diff one chunk whose first element has flat index ``at``."""
+    """Diff one chunk that starts at flat index ``at``."""
     lanes = 8 // snapshot.itemsize
     whole = snapshot.size // lanes * lanes
     old_words, new_words = snapshot[:whole].view(np.uint64), current[:whole].view(np.uint64)

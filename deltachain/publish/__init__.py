@@ -1,4 +1,4 @@
-"""The trainer's side: find changed weights, encode them, commit them as the next version."""
+"""Publishing: find changed weights, encode them, and commit them as the next version."""
 
 from __future__ import annotations
 

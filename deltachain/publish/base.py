@@ -1,4 +1,4 @@
-"""Version 0 as a reference to a checkpoint that every follower has."""
+"""Version 0 as a reference to a base checkpoint that every follower has."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from deltachain.types import StateDigest, TensorSpec
 
 
 def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
-    """Refer to a checkpoint, once the model is proven to hold its bits.
+    """Build the edge that refers to a checkpoint; verify that the model has the same bits.
 
     Args:
-        folder: The checkpoint.
-        specs: Tensors of the model.
+        folder: Folder of the checkpoint.
+        specs: Specs of the model's tensors.
         state: State digest of the model.
 
     Raises:
-        ConfigError: It does not hold them, or the checkpoint lacks a tensor.
+        ConfigError: The bits differ, or the checkpoint lacks a tensor.
     """
     hint = (
         "base must be the checkpoint that the model was loaded from, before training; "

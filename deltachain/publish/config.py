@@ -16,7 +16,7 @@ class PublishConfig:
     """Settings of a :class:`Publisher`; the defaults suit most runs.
 
     Raises:
-        ConfigError: A value is none of those allowed.
+        ConfigError: A value is not allowed.
 
     Example:
         >>> config = deltachain.PublishConfig(url=new_url, encoding="overwrite")
@@ -24,64 +24,64 @@ class PublishConfig:
     """
 
     url: str
-    """Where the chain lies: a folder, or a URL that begins with ``s3://``, ``hf://buckets/``,
-    ``file:///``, ``memory://``, ``gs://``, ``az://`` or of another scheme of fsspec."""
+    """Location of the chain: a folder, or a URL that begins with ``s3://``, ``hf://buckets/``,
+    ``file:///``, ``memory://``, ``gs://``, ``az://`` or another scheme of fsspec."""
 
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """Options of the library behind the store, beyond the URL and the environment."""
+    """Options of the store's library, beyond the URL and the environment."""
 
     encoding: str = "step"
-    """How deltas are written: ``step`` is the smallest, ``overwrite`` carries new bits instead of
-    steps, ``raw`` opens in any safetensors reader; or an encoding of an installed package."""
+    """Encoding of deltas: ``step`` is the smallest, ``overwrite`` stores new bits instead of steps,
+    ``raw`` opens in any safetensors reader; or an encoding of an installed package."""
 
     dtype: str | None = None
-    """Wire dtype of floating point weights, as safetensors names it (``BF16``). Not given: each
+    """Wire dtype of floating point weights, as safetensors names it (``BF16``). By default, each
     weight's dtype in the checkpoint that the model was loaded from, else its own."""
 
     base: Path | None = None
     """Folder of a checkpoint that followers also have. Version 0 then refers to it and uploads
-    nothing; the model must hold exactly its bits."""
+    nothing; the model must have exactly its bits."""
 
     assets: Path | None = None
-    """Folder whose configuration and tokenizer files travel with the chain, so that ``pull`` makes
-    a checkpoint that loads. Not given: files that the model and tokenizer write."""
+    """Folder of configuration and tokenizer files to store with the chain, so that ``pull`` writes
+    a loadable checkpoint. By default, files written by the model and tokenizer."""
 
     trust_remote_code: bool = False
-    """Whether those files may name code in a repository (``auto_map``: ``repo--modeling.Class``),
-    code that loading a follower's folder then runs. Not given: such entries are removed, with a
-    warning."""
+    """Whether those files may refer to code in a repository (``auto_map``:
+    ``repo--modeling.Class``), which runs when a follower's folder is loaded. By default, such
+    entries are removed, with a warning."""
 
     anchor_factor: float = 3.0
-    """An anchor is added when a newcomer's cheapest plan costs more than this many anchors. At 1 %
-    density an anchor then comes every few hundred versions, and costs about half their deltas."""
+    """Cost of a newcomer's cheapest plan, in anchors, above which another anchor is added. At 1 %
+    density, an anchor is added every few hundred versions and costs about half their deltas."""
 
     when_busy: Literal["cover", "wait"] = "cover"
-    """What ``publish`` does while a version is in flight: leave the change to the next call, or
-    wait for it."""
+    """Behaviour of ``publish`` while a version is in flight: leave the changes to the next call, or
+    wait for that version."""
 
     on_error: Literal["raise", "warn"] = "raise"
-    """Whether a failed publish stops training at the next call, or is logged and made up for by
-    the next version."""
+    """Effect of a failed publish: an error at the next call, or a log entry, with the changes
+    covered by the next version."""
 
     deadline_s: float = 300.0
-    """Seconds that rank 0 waits for the others, in ``publish`` or for their parts of a version;
-    then nothing is committed, and ``on_error`` applies. The others wait three times as long for
-    rank 0: it may itself wait for one of them, and then for the store."""
+    """Timeout of rank 0 for the other ranks, in seconds, in ``publish`` and for their parts of a
+    version; then nothing is committed, and ``on_error`` applies. Other ranks wait three times as
+    long for rank 0, which may itself wait for one of them and then for the store."""
 
     part_nbytes: int = 512 << 20
-    """Most bytes of changes that go into one object before compression."""
+    """Largest size of changes in one object before compression, in bytes."""
 
     metadata: dict[str, str] = field(default_factory=dict)
-    """Your own metadata, written into every manifest."""
+    """User metadata, written into every manifest."""
 
     @classmethod
     def at(cls, url: str, config: PublishConfig | None, **settings: Any) -> PublishConfig:  # noqa: ANN401 - fields
-        """Settings for a URL.
+        """Return settings for a URL.
 
         Args:
-            url: Where the chain lies; replaces the one in ``config``.
-            config: All settings at once, if given.
-            settings: Single settings, by the names of the fields.
+            url: Location of the chain; replaces the one in ``config``.
+            config: All settings, if given.
+            settings: Single settings, by field name.
         """
         if config is None:
             return cls(url=url, **settings)

@@ -1,4 +1,4 @@
-"""A diff: the changed elements of the weights that a rank publishes, routed to the checkpoint."""
+"""Diff of the weights published by a rank: changed elements, routed to checkpoint tensors."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from deltachain.types import StateDigest, TensorSpec
 
 
 class RoutedChanges(NamedTuple):
-    """Changes of one tensor of the checkpoint.
+    """Changes of one checkpoint tensor.
 
     Attributes:
-        weight: The live weight that they come from.
-        spec: The tensor of the checkpoint.
-        changes: By flat indices into that tensor.
-        digest: What they add to the state digest.
+        weight: Live weight of the changes.
+        spec: Spec of the checkpoint tensor.
+        changes: Changes by flat indices into that tensor.
+        digest: Change of the state digest.
     """
 
     weight: Weight
@@ -30,13 +30,13 @@ class RoutedChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """Changed elements of the weights that a rank publishes; routed and digested once.
+    """Changed elements of the weights published by a rank; routed and digested once.
 
     Attributes:
-        live: Changes by live weight and flat indices into what the rank holds of it; weights
-            without changes are left out.
-        routed: The same changes by tensor of the checkpoint, in the order of the weights.
-        digest: What all of them add to the state digest.
+        live: Changes by live weight and flat indices into the rank's shard; weights without changes
+            are omitted.
+        routed: The same changes by checkpoint tensor, in the order of the weights.
+        digest: Change of the state digest.
     """
 
     live: Mapping[str, Changes]
@@ -53,7 +53,7 @@ NO_CHANGES = Diff({}, (), StateDigest())
 
 
 def route(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
-    """Route changes of live weights to the tensors of the checkpoint, and digest them."""
+    """Route changes of live weights to checkpoint tensors, and compute their digests."""
     routed = []
     for weight in weights:
         found = live.get(weight.spec.name)

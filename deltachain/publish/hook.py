@@ -1,4 +1,4 @@
-"""One line for a training loop or a trainer: publish after every optimizer step."""
+"""Publishing after every optimizer step, attached by one line to a training loop or trainer."""
 
 # ruff: noqa: ANN401 - settings are the fields of PublishConfig
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A publisher that an optimizer triggers.
+    """A publisher triggered by an optimizer.
 
     Attributes:
-        publisher: Wait on it, or ask it for its version.
+        publisher: The publisher, for its version or to wait on it.
     """
 
     publisher: Publisher
@@ -70,23 +70,23 @@ def attach(
     config: PublishConfig | None = None,
     **settings: Any,
 ) -> Attachment | DeltaChainCallback:
-    """Publish a model after every step of its optimizer, or a trainer's after every one of its own.
+    """Publish a model after every step of its optimizer or trainer.
 
-    The diff is taken against the bits last published, so it does not matter what else changes the
-    weights, nor how often the optimizer steps between two versions. On several ranks, call it on
-    each, after the model is wrapped.
+    Each diff is taken against the last published bits, so other changes to the weights, and several
+    optimizer steps between two versions, are included. With several ranks, call this on each rank,
+    after the model is wrapped.
 
     Args:
-        model: On any device, wrapped or not. Or a trainer of transformers or TRL, which gets a
-            callback.
+        model: Model on any device, wrapped or not; or a trainer of transformers or TRL, which gets
+            a callback.
         optimizer: A torch optimizer, or a wrapper of one such as Accelerate's.
-        url: Where the chain lies.
-        every_steps: Optimizer steps a version.
-        config: All settings at once; ``url`` replaces the one in it.
+        url: Location of the chain.
+        every_steps: Number of optimizer steps for each version.
+        config: All settings; ``url`` replaces the one in it.
         settings: Single settings, as fields of :class:`PublishConfig`.
 
     Raises:
-        ConfigError: ``optimizer`` is none, or the model cannot be published.
+        ConfigError: ``optimizer`` is not an optimizer, or the model cannot be published.
 
     Example:
         >>> attachment = deltachain.attach(model, optimizer, url=new_url)
@@ -118,14 +118,14 @@ def attach(
 
 
 def unwrap_optimizer(optimizer: object) -> Optimizer:
-    """The torch optimizer inside Accelerate's wrapper.
+    """Return the torch optimizer inside Accelerate's wrapper.
 
-    That is an Optimizer by class, but lacks the attributes of hooks: registering one raises
-    AttributeError although the method exists. Other wrappers (DeepSpeed's, Megatron's) copy
-    masters into the model after the inner step: a hook there would see the step before.
+    The wrapper is an Optimizer by class but lacks the attributes of hooks, so that registering one
+    raises AttributeError. Other wrappers (DeepSpeed's, Megatron's) copy master weights into the
+    model after the inner step: a hook there would see the previous step.
 
     Raises:
-        ConfigError: There is none inside, or its wrapper may do more than step.
+        ConfigError: There is no torch optimizer inside, or the wrapper may do more than step.
     """
     while hasattr(optimizer, "optimizer"):
         if type(optimizer).__module__.partition(".")[0] != "accelerate":

@@ -1,4 +1,4 @@
-"""Find where a publisher continues: the chain, its identity, the version to commit behind."""
+"""Position at which a publisher continues: the chain, its identity, and its newest version."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from deltachain.types import Version
 logger = logging.getLogger(__name__)
 
 BLOCK_DIGITS: Final = 4
-"""Manifests are listed in blocks of 10,000: that of the hinted version, and the next."""
+"""Digits of a block of 10,000 manifests; the hinted version's block and the next are listed."""
 
 LEAPS: Final = 25
-"""Leaps of doubling width that look for manifests beyond those blocks."""
+"""Number of probes at doubling distance for manifests beyond those blocks."""
 
 
 def newest(chain: Chain) -> Committed | None:
-    """The version to commit behind; ``None`` in a new chain.
+    """Return the newest version, the parent of the next commit; ``None`` in a new chain.
 
-    Manifests are listed, since no search finds those behind a gap, where a later commit would be
-    stopped. A version whose manifest alone is lost is passed over, and so are missing ones below
+    Manifests are listed, since no search finds those behind a gap, which would block a later
+    commit. A version that has lost only its manifest is skipped, and so are missing versions below
     the hint: other publishers continued above them.
 
     Raises:
@@ -58,7 +58,7 @@ def newest(chain: Chain) -> Committed | None:
         known.add(hinted)
     if not known:
         return None
-    with suppress(BrokenChainError):  # a gap, which is looked at below
+    with suppress(BrokenChainError):  # a gap, handled below
         known.add(chain.newest(max(known)))
     first = hinted if is_there else min(known)
     passed = _check_gaps(chain, first, sorted(v for v in known if v >= first))
@@ -73,7 +73,7 @@ def newest(chain: Chain) -> Committed | None:
             ", ".join(passed),
             last.version,
         )
-        chain.write_head(last.version, [])  # without it newcomers look for the newest below
+        chain.write_head(last.version, [])  # without it, newcomers search below the gap
     return last
 
 
@@ -86,24 +86,24 @@ def open_or_make(
     base: Path | None = None,
     by_state: bool = True,
 ) -> Chain:
-    """The chain that is there if it is of this model, else a new one.
+    """Open the existing chain of this model, or create a new one.
 
-    An identity that is lost is made anew, under the id that the manifests name, if this model's
-    table provably is the chain's: the table is still there, or the newest version can be rebuilt
-    with it and has the state that its manifest says.
+    A lost identity is restored, with the id in the manifests, if this model's table is proven to be
+    the chain's: the stored table still exists, or the newest version can be rebuilt with the
+    model's table and has the state in its manifest.
 
     Args:
-        store: Where the chain lies.
-        table: Of this model.
-        assets: Collects small files for the chain.
-        chain_id: For a new chain.
-        base: Where the base checkpoint lies here, if the chain starts from one.
-        by_state: Whether the newest version may prove the table: its state says nothing of aliases
-            and order, so the model must be one that always has the same table.
+        store: Store of the chain.
+        table: Table of this model.
+        assets: Function that collects small files for the chain.
+        chain_id: Id of a new chain.
+        base: Local folder of the base checkpoint, if the chain starts from one.
+        by_state: Whether the newest version may prove the table. Its state does not depend on
+            aliases and order, so the model must always have the same table.
 
     Raises:
-        ChainMismatchError: The URL holds the chain of another model.
-        BrokenChainError: The identity is lost, and this model cannot be shown to be its.
+        ChainMismatchError: The URL has the chain of another model.
+        BrokenChainError: The identity is lost, and the chain is not proven to be of this model.
     """
     now, files = time.time(), assets()
     found = _identity_of_versions(store)
@@ -133,7 +133,7 @@ def open_or_make(
 
 
 def _listed(store: Store, hinted: Version | None) -> set[Version]:
-    """Versions that have manifests: near the hint and far beyond, or all of them without one."""
+    """List versions with manifests: near the hint and far beyond it, or all without a hint."""
     prefixes = {"manifests/"}
     if hinted is not None:
         cut = len(".json") + BLOCK_DIGITS
@@ -147,14 +147,14 @@ def _listed(store: Store, hinted: Version | None) -> set[Version]:
 
 
 def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]:
-    """Versions from ``first`` on whose manifests alone are lost.
+    """Return the versions from ``first`` on that have lost only their manifests.
 
     Raises:
-        BrokenChainError: Payloads are gone with them: the store went back below a later version.
+        BrokenChainError: Their payloads are lost too: the store went back below a later version.
     """
     expected, passed = first, list[str]()
     for version in known:
-        while expected < version and chain.has(expected):  # a listing may lag
+        while expected < version and chain.has(expected):  # a listing may be out of date
             expected += 1
         if expected < version:
             lost = f"{expected} to {version - 1}" if version - expected > 1 else str(expected)
@@ -174,16 +174,16 @@ def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]
 
 
 def _identity_of_versions(store: Store) -> Manifest | None:
-    """The newest manifest where there are some and no identity; ``None`` everywhere else.
+    """Return the newest manifest of a chain without identity; ``None`` for any other chain.
 
     Raises:
-        BrokenChainError: They are of two chains.
+        BrokenChainError: The manifests belong to two chains.
     """
     if store.find(CHAIN_KEY) is not None:
         return None
     versions = [version_of(info.key) for info in store.list("manifests/")]
     known = sorted(version for version in versions if version is not None)
-    if not known or store.find(CHAIN_KEY) is not None:  # it is made before any manifest
+    if not known or store.find(CHAIN_KEY) is not None:  # created before any manifest
         return None
     first, last = _read(store, known[0]), _read(store, known[-1])
     if first.chain != last.chain:
@@ -204,7 +204,7 @@ def _read(store: Store, version: Version) -> Manifest:
 
 
 def _why_not(store: Store, table: Table, newest: Manifest) -> str:
-    """Why a table is not known to be that of a manifest's chain; empty where it is."""
+    """Return why a table is not proven to be the chain's; empty if it is."""
     numel = sum(spec.numel for spec in table.specs())
     if numel != newest.numel:
         return f"it has {numel} elements, version {newest.version} has {newest.numel}"
@@ -215,7 +215,7 @@ def _why_not(store: Store, table: Table, newest: Manifest) -> str:
 
 
 def _why_not_rebuilt(store: Store, table: Table, newest: Manifest, base: Path | None) -> str:
-    """Why the newest version cannot be rebuilt with a table; empty where it can."""
+    """Return why the newest version cannot be rebuilt with a table; empty if it can."""
     supposed = Identity(chain=newest.chain, created=0.0, table=object_digest(dump(table)))
     chain = Chain(store, supposed, table)
     if sum(spec.numel for spec in table.specs()) != newest.numel:

@@ -1,4 +1,4 @@
-"""The publisher: the diff in the training loop, everything else behind it."""
+"""The publisher: takes the diff in the training loop and commits it in the background."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ Published: TypeAlias = "Future[PublishReceipt]"
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A version on its way: made by the caller's thread, committed by the publisher's.
+    """A version in flight: created by the caller's thread, committed by the publisher's.
 
     Attributes:
-        version: The number that it will have.
-        diff: What changed on this rank; empty where finding it failed.
-        attempt: What is committed.
-        covered: The calls of ``publish`` that it answers.
-        outcome: Its receipt or error; done before any of ``covered`` is.
+        version: Number of the version.
+        diff: Changes on this rank; empty if the diff failed.
+        attempt: The attempt to commit it.
+        covered: Futures of the ``publish`` calls that it covers.
+        outcome: Future of its receipt or error; done before any of ``covered``.
     """
 
     version: Version
@@ -62,23 +62,23 @@ class Flight:
 
 
 class Publisher(Closeable):
-    """Publishes the weights of one model as a chain.
+    """Publisher of one model's weights as a chain.
 
-    ``attach`` once, ``publish`` after every optimizer step, ``close`` at the end (or ``with``).
-    ``publish`` returns as soon as the diff is taken; one version is in flight at a time, encoded
-    and put by one thread of its own. A publish that failed changes nothing: its bits are found
-    again by the next diff. Call it from one thread.
+    Call ``attach`` once, ``publish`` after every optimizer step, and ``close`` at the end (or use
+    ``with``). ``publish`` returns once the diff is taken; one version is in flight at a time,
+    encoded and uploaded by a separate thread. A failed publish changes nothing: the next diff finds
+    its changes again. Not thread-safe.
 
-    Where ``torch.distributed`` is initialised, every rank makes a publisher and calls the same
-    methods; each publishes a part of its weights, rank 0 commits. Ranks send each other small
-    messages through the store of the process group, never weights.
+    With ``torch.distributed`` initialised, every rank creates a publisher and calls the same
+    methods; each publishes a part of the weights, and rank 0 commits. Ranks exchange small messages
+    through the store of the process group, never weights.
 
     Args:
         config: Settings, or the URL alone.
-        store: The store, if it is not to be opened from the URL.
+        store: An open store to use instead of the URL's.
 
     Attributes:
-        last: The newest receipt, if there is one.
+        last: The newest receipt, if any.
 
     Example:
         >>> with deltachain.Publisher(new_url).attach(model) as publisher:
@@ -88,10 +88,10 @@ class Publisher(Closeable):
         (1, 'delta')
     """
 
-    # No lock: all attributes but ``last`` belong to the caller's thread. The publisher's thread
-    # works on a session and a frozen flight; the caller's touches neither before the flight's
-    # outcome is done, apart from reading the number ``session.head``. ``last`` is one reference,
-    # replaced at once.
+    # No lock: all attributes except ``last`` belong to the caller's thread. The publisher's thread
+    # uses a session and a frozen flight; the caller's thread uses neither before the flight's
+    # outcome is done, except for reading the number ``session.head``. ``last`` is one reference,
+    # replaced atomically.
 
     def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:
         self.config = PublishConfig(url=config) if isinstance(config, str) else config
@@ -117,22 +117,22 @@ class Publisher(Closeable):
         group: ProcessGroup | None = None,
         alone: bool = False,
     ) -> Self:
-        """Begin or continue the chain, so that its newest version is the model as it is now.
+        """Create or continue the chain, so that its newest version equals the current model.
 
         Blocks until that version is committed: a first anchor can take minutes.
 
         Args:
-            model: On any device, wrapped or not, whole or sharded. Or an export: a function that
-                yields the names and tensors of a checkpoint, whole or as DTensors, anew for every
-                version, for trainers whose parameters are not those of a checkpoint. Each rank
-                yields the tensors that it has; one on several ranks is published once.
-            assets: Small files for the chain. Not given: see ``PublishConfig.assets``.
-            group: The ranks that publish, if those are not all of ``torch.distributed``.
+            model: Model on any device, wrapped or not, whole or sharded. Or an export: a function
+                that yields names and tensors of a checkpoint, whole or as DTensors, anew for every
+                version, for trainers with parameters unlike the checkpoint's. Each rank yields its
+                tensors; a tensor on several ranks is published once.
+            assets: Small files for the chain; by default those of ``PublishConfig.assets``.
+            group: Process group of the publishing ranks; by default all ranks.
             alone: Whether this process has the whole model, and no other rank publishes.
 
         Raises:
-            ConfigError: The model cannot be published; the hint says what to do instead.
-            ChainMismatchError: The URL holds the chain of another model.
+            ConfigError: The model cannot be published; the hint names an alternative.
+            ChainMismatchError: The URL has the chain of another model.
             PublisherFencedError: Another publisher was first.
             RankError: Another rank failed, or did not answer in time.
         """
@@ -148,7 +148,7 @@ class Publisher(Closeable):
             lambda: collect_assets(model, config) if assets is None else checked(assets, config),
             self._ranks,
         )
-        session.ranks = self._ranks.clone()  # for the thread that commits
+        session.ranks = self._ranks.clone()  # for the publisher's thread
         self._barrier = PublishBarrier(self._ranks)
         self._session = session
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
@@ -156,7 +156,7 @@ class Publisher(Closeable):
 
     @property
     def url(self) -> str:
-        """Where the chain lies."""
+        """Location of the chain."""
         return self._store.url
 
     @property
@@ -166,23 +166,23 @@ class Publisher(Closeable):
 
     @property
     def epoch(self) -> int:
-        """This publisher's epoch; -1 before ``attach``."""
+        """Epoch of this publisher; -1 before ``attach``."""
         return self._session.writer.epoch if self._session else -1
 
     @property
     def is_alone(self) -> bool:
-        """Whether no other rank publishes with this one."""
+        """Whether this is the only publishing rank."""
         return self._ranks.count == 1
 
     def publish(self, *, step: int | None = None) -> Published:
         """Publish the changes since the last version.
 
-        While a version is in flight, the changes are left to the next call, or waited for if so
-        configured; the future then resolves with the version that covers them. Ranks call this
-        after the same steps, and match their calls by ``step``.
+        While a version is in flight, the changes are left to the next call, or this call waits if
+        so configured; the future then resolves with the version that covers them. Ranks call this
+        after the same steps; calls are matched by ``step``.
 
         Returns:
-            A future of the receipt, or of the error.
+            Future of the receipt or error.
 
         Raises:
             DeltaChainError: An earlier publish failed and ``on_error`` is ``raise``.
@@ -196,14 +196,14 @@ class Publisher(Closeable):
         return future
 
     def is_left(self, published: Published) -> bool:
-        """Whether a call of ``publish`` was left to the next one, which resolves its future."""
+        """Return whether a ``publish`` call was left to the next one, which resolves its future."""
         return published in self._waiting
 
     def flush(self) -> PublishReceipt | None:
         """Wait until every call of ``publish`` is covered by a committed version.
 
         Returns:
-            The newest receipt, if there is one.
+            The newest receipt, if any.
 
         Raises:
             DeltaChainError: A publish failed and ``on_error`` is ``raise``.
@@ -229,7 +229,7 @@ class Publisher(Closeable):
             if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.close()
         finally:
-            for future in self._take_waiting():  # nothing will cover it any more
+            for future in self._take_waiting():  # no version will cover it any more
                 future.set_exception(self._failure or ChainError("closed before it was published"))
             self._pool.shutdown()
             self._store.close()
@@ -256,11 +256,11 @@ class Publisher(Closeable):
         return self._session
 
     def _land(self) -> None:
-        """Wait for the version in flight; its failure is raised, or logged."""
+        """Wait for the version in flight; raise or log its failure."""
         flight, self._flight = self._flight, None
         if flight is None or self._landed is None:
             return
-        error = self._landed.exception()  # of an anchor: errors of the version are its outcome
+        error = self._landed.exception()  # an anchor's: those of the version are its outcome
         if flight.outcome.exception() is not None:
             error = flight.outcome.exception()
             self._require_session().snapshot.restore(flight.diff)
@@ -274,7 +274,7 @@ class Publisher(Closeable):
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raise an error; or log it, and leave the waiting calls to the next version."""
+        """Raise an error, or log it and leave the waiting calls to the next version."""
         if self.config.on_error == "warn" and isinstance(error, DeltaChainError):
             self._failure = error
             logger.warning("publish failed, the next version makes up for it: %s", error)
@@ -284,7 +284,7 @@ class Publisher(Closeable):
         raise error
 
     def _stop(self, error: PublisherFencedError) -> None:
-        """Fail all waiting calls: another publisher owns the chain, none will be committed."""
+        """Fail all waiting calls: another publisher owns the chain, so none will be committed."""
         for future in self._take_waiting():
             future.set_exception(error)
         if self.config.on_error == "raise":
@@ -296,7 +296,7 @@ class Publisher(Closeable):
         return [future for future in waiting if future.set_running_or_notify_cancel()]
 
     def _try(self, session: Session, *, free: bool) -> None:
-        """Launch a version, if every rank is free to."""
+        """Launch a version, if no rank has one in flight."""
         try:
             decision = self._agree(session, free=free)
         except DeltaChainError as error:
@@ -313,7 +313,7 @@ class Publisher(Closeable):
                 self._launch(session, decision.head)
 
     def _agree(self, session: Session, *, free: bool) -> Decision:
-        """Decide with all ranks whether to publish now; rank 0 first settles earlier commits."""
+        """Agree with all ranks whether to publish now; rank 0 first settles earlier commits."""
         with self._barrier.meet() as collective:
             ready = collective.gather(free, bool)
             decision = Decision(go=False)
@@ -327,7 +327,7 @@ class Publisher(Closeable):
             return collective.broadcast(decision, Decision)
 
     def _launch(self, session: Session, head: Version) -> None:
-        """Take the diff, and start its commit behind the newest version."""
+        """Take the diff, and start its commit after the newest version."""
         if self._fenced is not None:
             self._stop(self._fenced)
             return
@@ -354,7 +354,7 @@ class Publisher(Closeable):
         self._landed = self._pool.submit(self._run, session, flight)
 
     def _run(self, session: Session, flight: Flight) -> None:
-        """Commit a version, then an anchor behind it if one is due; in the publisher's thread."""
+        """Commit a version, then an anchor of it if due; runs in the publisher's thread."""
         try:
             conclusion = session.commit(flight.attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
@@ -372,7 +372,7 @@ class Publisher(Closeable):
 
 
 def _add_anchor(session: Session, topic: str) -> None:
-    """Add an anchor; the version is committed, whether or not that works."""
+    """Add an anchor; log a failure, since the version itself is committed."""
     try:
         anchor = session.add_anchor(topic=f"{topic}/anchor")
     except DeltaChainError as error:

@@ -1,8 +1,8 @@
-"""Publish a checkpoint from disk, for trainers that write safetensors checkpoints.
+"""Publication of a checkpoint from disk, for trainers that write safetensors checkpoints.
 
-A push is a publisher that lives for one version. It takes the chain over with the version that it
-commits: its epoch is one higher than the head's, so that a publisher that was at work before is
-fenced and says so, and no empty version lies in between.
+A push is a publisher of a single version, with which it also takes over the chain: its epoch is one
+higher than the head's, so that an earlier publisher is fenced with an error, and no empty version
+is needed in between.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Pushed:
 
     Attributes:
         chain: The chain.
-        head: The newest version now.
-        committed: The versions that it added; none when the head held these bits already.
-        anchor: The anchor that it added behind them, if one was due.
+        head: The newest version after the push.
+        committed: The added versions; none if the head already had these bits.
+        anchor: The added anchor, if one was due.
     """
 
     chain: Chain
@@ -55,18 +55,18 @@ class Pushed:
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
     """Make a checkpoint the newest version of a chain.
 
-    The first push makes the chain: version 0 is an anchor, or a reference to ``config.base``; in
+    The first push creates the chain: version 0 is an anchor, or a reference to ``config.base``; in
     that case, the difference of the checkpoint from the base becomes version 1.
 
     Args:
-        store: Where the chain lies.
+        store: Store of the chain.
         path: Checkpoint folder, or one safetensors file.
-        config: How to write.
-        step: The trainer's step.
+        config: Settings of the publisher.
+        step: Step of the trainer.
 
     Raises:
-        ChainMismatchError: The chain is one of another model.
-        BrokenChainError: Versions lie behind a gap, or their identity is lost.
+        ChainMismatchError: The chain is of another model.
+        BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
         PublisherFencedError: Another publisher committed at the same time.
     """
     checkpoint = Checkpoint(path)
@@ -108,7 +108,7 @@ def _commit(session: Session, step: int | None) -> Iterator[Committed]:
 
 
 def _first_session(session: Session) -> Session:
-    """The session that commits version 0: of the base checkpoint, where there is one."""
+    """Return the session that commits version 0: that of the base checkpoint, if any."""
     base = session.config.base
     if base is None:
         return session
@@ -123,7 +123,7 @@ def _newest(writer: Writer) -> Committed:
 
 
 def _open_or_create(store: Store, checkpoint: Checkpoint, *, trusted: bool) -> Chain:
-    """The chain that is there, else a new one whose tensors are the checkpoint's."""
+    """Open the existing chain, or create one with the checkpoint's tensors."""
     try:
         return Chain.open(store)
     except ObjectNotFoundError:
@@ -133,7 +133,7 @@ def _open_or_create(store: Store, checkpoint: Checkpoint, *, trusted: bool) -> C
 
 
 def _table(store: Store, checkpoint: Checkpoint) -> Table:
-    """The table of a chain whose identity is lost, else the checkpoint's tensors."""
+    """Return the table of a chain without identity, else that of the checkpoint's tensors."""
     try:
         there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
         source_of(checkpoint, there)
@@ -144,13 +144,12 @@ def _table(store: Store, checkpoint: Checkpoint) -> Table:
 
 
 def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
-    """The weights of a checkpoint as a publisher takes them, memory-mapped.
+    """Return the memory-mapped weights of a checkpoint, as input of a publisher.
 
-    They count as frozen weights of no module: nothing changes them while they are read, so no copy
-    is taken.
+    They count as frozen, since they do not change during the push, so they are not copied.
 
     Raises:
-        ChainMismatchError: The checkpoint has other tensors than the table.
+        ChainMismatchError: The checkpoint's tensors differ from the table.
     """
     spare = {alias for alias in table.aliases if alias in checkpoint.specs}
     weights = []
@@ -184,7 +183,7 @@ def _check_tied(checkpoint: Checkpoint, name: str, alias: str) -> None:
 
 
 def _tensor(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
-    """A tensor of the checkpoint, mapped so that torch may believe it can write to it."""
+    """Return a tensor of the checkpoint, in a private mapping that torch accepts as writable."""
     file, offset = checkpoint.place(name)
     signed = np.dtype("u1" if spec.itemsize == 1 else f"<i{spec.itemsize}")
     bits = (

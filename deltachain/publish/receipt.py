@@ -9,24 +9,24 @@ from deltachain.types import StateDigest, Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReceipt:
-    """One committed version, from the publisher's side.
+    """Publisher's receipt of one committed version.
 
     Attributes:
-        version: Its number.
-        manifest: blake3 of its manifest, which tells it from the same number in another history.
-        epoch: The publisher's epoch.
-        kind: The version's own edge: ``delta``, ``anchor`` or ``base``.
-        step: The trainer's step, as it was given.
+        version: Number of the version.
+        manifest: blake3 of the manifest, which differs from that of the same number in a fork.
+        epoch: Epoch of the publisher.
+        kind: Kind of the version's own edge: ``delta``, ``anchor`` or ``base``.
+        step: Step of the trainer, as given.
         state: State digest of the version.
-        nnz: Elements changed.
-        numel: Elements in all.
-        nbytes: Bytes put for the version itself.
-        requests: Requests to the store for it.
-        diff_s: Seconds the training loop waited for the diff.
-        encode_s: Seconds of encoding and putting the parts, behind training.
-        commit_s: Seconds of committing.
-        kernel: Name of the kernels that compared.
-        restored: Documents of the chain that were missing in the store and were put back.
+        nnz: Number of changed elements.
+        numel: Number of all elements.
+        nbytes: Size of the version's own objects, in bytes.
+        requests: Number of store requests for the version.
+        diff_s: Time of the diff, which blocks the training loop, in seconds.
+        encode_s: Time of encoding and uploading the parts in the background, in seconds.
+        commit_s: Time of the commit, in seconds.
+        kernel: Name of the kernels of the diff.
+        restored: Keys of the chain's documents that were missing in the store and were restored.
 
     Example:
         >>> with deltachain.Publisher(new_url).attach(model) as publisher:
@@ -54,11 +54,11 @@ class PublishReceipt:
 
     @property
     def density(self) -> float:
-        """Changed share of all elements."""
+        """Changed fraction of all elements."""
         return self.nnz / self.numel if self.numel else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Metrics for a trainer's log, prefixed."""
+        """Return metrics for a trainer's log, with prefixed names."""
         values: dict[str, float] = {
             "version": self.version,
             "changed_frac": self.density,

@@ -1,4 +1,4 @@
-"""Begin or continue a chain when a publisher attaches to a model."""
+"""Start or continuation of a chain when a publisher attaches to a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where rank 0 begins: its epoch, and the newest version; -1 where there is none."""
+    """Start of rank 0: its epoch, and the newest version; -1 for none."""
 
     epoch: int
     head: int
@@ -45,26 +45,26 @@ def begin(
     assets: Callable[[], Mapping[str, bytes]],
     ranks: Ranks,
 ) -> Session:
-    """Make the chain, or take it over; the newest version is then the model as it is now.
+    """Create the chain or take it over; its newest version then equals the current model.
 
     Args:
-        store: Where the chain lies.
-        collect: Collects the weights on this rank.
-        config: How to publish.
-        assets: Collects small files for the chain; called on rank 0.
-        ranks: All ranks that publish.
+        store: Store of the chain.
+        collect: Function that collects the weights on this rank.
+        config: Settings of the publisher.
+        assets: Function that collects small files for the chain; called on rank 0.
+        ranks: All publishing ranks.
 
     Raises:
-        ChainMismatchError: The URL holds the chain of another model.
-        BrokenChainError: Versions lie behind a gap, or their identity is lost.
-        PublisherFencedError: Another publisher was quicker.
-        ConfigError: The model does not hold the bits of the base checkpoint.
-        RankError: Another rank could not do its part.
+        ChainMismatchError: The URL has the chain of another model.
+        BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
+        PublisherFencedError: Another publisher was first.
+        ConfigError: The model's bits differ from those of the base checkpoint.
+        RankError: Another rank failed.
     """
     source = divide(collect, ranks)
     with Collective(ranks, "begin") as collective:
         snapshot = Snapshot(source)
-        collective.gather(True, bool)  # nothing is taken over before every rank is ready
+        collective.gather(True, bool)  # no takeover before every rank is ready
         writer = _take_chain(store, source, config, assets) if ranks.leads else None
         position = collective.broadcast(_position(writer) if writer else None, Position)
     with Collective(ranks, "open") as collective:
@@ -88,7 +88,7 @@ def _take_chain(
     config: PublishConfig,
     assets: Callable[[], Mapping[str, bytes]],
 ) -> Writer:
-    """Open or make the chain and take it over, on rank 0."""
+    """Open or create the chain and take it over, on rank 0."""
     chain = open_or_make(store, source.table(), assets, chain_id=uuid.uuid4().hex, base=config.base)
     writer = take_over(chain, numel=source.numel, metadata=config.metadata)
     return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
@@ -97,7 +97,7 @@ def _take_chain(
 def _open_chain(
     store: Store, source: ModelTensors, config: PublishConfig, position: Position
 ) -> Writer:
-    """Open the chain on a rank that puts parts and commits nothing."""
+    """Open the chain on a rank other than 0, which uploads parts without commits."""
     chain = Chain.open(store)
     parent = chain.read(position.head) if position.head >= 0 else None
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=parent)
@@ -106,7 +106,7 @@ def _open_chain(
 
 
 def first_version(session: Session, *, step: int | None = None) -> None:
-    """Commit version 0: an anchor, or a reference to a checkpoint that every follower has."""
+    """Commit version 0: an anchor, or a reference to a base checkpoint."""
     session.commit(Attempt(topic="first", base=session.config.base, step=step))
 
 
@@ -114,9 +114,9 @@ class RankDifference(msgspec.Struct, frozen=True):
     """Difference of one rank's weights from those of the newest version.
 
     Attributes:
-        state: What its weights add to the state digest.
-        change: What the difference adds to it; ``None`` where the chain cannot be read.
-        nbytes: Approximate bytes of the difference as a delta.
+        state: Contribution of the rank's weights to the state digest.
+        change: Change of the state digest by the difference; ``None`` if the chain is unreadable.
+        nbytes: Approximate size of the difference as a delta, in bytes.
     """
 
     state: StateDigest
@@ -125,9 +125,9 @@ class RankDifference(msgspec.Struct, frozen=True):
 
 
 def catch_up(session: Session, head: Committed, *, step: int | None = None) -> None:
-    """Publish the difference of the snapshot from the newest version, if there is one.
+    """Publish the difference of the snapshot from the newest version, if any.
 
-    As a delta, or as an anchor where that is smaller or the version cannot be read.
+    It becomes a delta, or an anchor if that is smaller or the newest version is unreadable.
     """
     with Collective(session.ranks, "states") as collective:
         states = collective.all_gather(session.snapshot.state, StateDigest)
@@ -145,7 +145,7 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
 
 
 def _weigh(session: Session, diff: Diff | None) -> RankDifference:
-    """Size and digest of this rank's difference."""
+    """Compute size and digest of this rank's difference."""
     if diff is None:
         return RankDifference(session.snapshot.state)
     encoding = ENCODINGS.chosen(session.config.encoding)
@@ -158,7 +158,7 @@ def _nbytes(found: Sequence[RankDifference]) -> int:
 
 
 def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
-    """Whether every rank could read the newest version, and it was what its manifest says."""
+    """Return whether every rank read the newest version with the state in its manifest."""
     changes = [one.change for one in found if one.change is not None]
     if len(changes) < len(found):
         return False
@@ -170,7 +170,7 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
 
 
 def _difference(session: Session, head: Committed) -> Diff | None:
-    """Difference of the snapshot from the newest version; ``None`` where that cannot be read."""
+    """Compute the snapshot's difference from the newest version; ``None`` if unreadable."""
     chain, config = session.writer.chain, session.config
     try:
         fetched = fetch(chain, chain.plan(None, head), base=config.base)
@@ -184,7 +184,7 @@ def _difference(session: Session, head: Committed) -> Diff | None:
 def _compare(
     fetched: Fetched, source: ModelTensors, snapshot: Snapshot
 ) -> Iterator[tuple[str, Changes]]:
-    """Changes from the weights that a plan from nothing gives to those of the snapshot."""
+    """Yield changes from the weights of a plan from nothing to those of the snapshot."""
     for weight in source.weights:
         bits = snapshot.bits(weight)
         then = np.empty_like(bits)

@@ -1,4 +1,4 @@
-"""One model on one chain: the diff of a snapshot becomes a committed version."""
+"""Session of one model on one chain: commits diffs of a snapshot as versions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from deltachain.publish.writer import Writer
 from deltachain.types import StateDigest, Version
 
 INDEX_NBYTES = 8
-"""Of the index of an element, where a window is not a whole tensor."""
+"""Size of an element's index, in bytes, in a window that is not a whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +44,12 @@ class Attempt:
     """One attempt to commit the next version.
 
     Attributes:
-        topic: Names it among the ranks; no other attempt has it.
-        diff: What changed on this rank; ``None`` for an anchor, which has all bits.
-        base: A checkpoint that followers have, for a version that refers to it.
-        failure: Why this rank has no diff, where there should be one: raised on every rank.
-        step: The trainer's.
-        diff_s: Seconds that the diff took.
+        topic: Unique name of the attempt among the ranks.
+        diff: Changes on this rank; ``None`` for an anchor, which has all bits.
+        base: Base checkpoint, for a version that refers to it.
+        failure: Error of a failed diff on this rank, raised on every rank.
+        step: Step of the trainer.
+        diff_s: Time of the diff, in seconds.
     """
 
     topic: str
@@ -64,10 +64,10 @@ class EdgeShare(msgspec.Struct, frozen=True):
     """One rank's part of an edge.
 
     Attributes:
-        edge: With its payload objects.
-        state: What its weights add to the state digest.
-        nnz: Elements changed.
-        requests: Requests to the store for it.
+        edge: Edge with the rank's payload objects.
+        state: Contribution of the rank's weights to the state digest.
+        nnz: Number of changed elements.
+        requests: Number of store requests.
     """
 
     edge: Edge
@@ -80,8 +80,8 @@ class Conclusion(msgspec.Struct, frozen=True):
     """A committed version, as rank 0 broadcasts it.
 
     Attributes:
-        receipt: Of the version.
-        anchor_due: Whether an anchor is due behind it.
+        receipt: Receipt of the version.
+        anchor_due: Whether an anchor of the version is due.
     """
 
     receipt: PublishReceipt
@@ -89,17 +89,17 @@ class Conclusion(msgspec.Struct, frozen=True):
 
 
 class Session:
-    """State of a publisher that is attached to a model, on every rank.
+    """State of an attached publisher, on every rank.
 
     Args:
-        source: The live weights that this rank publishes.
-        snapshot: Their bits as last published.
-        writer: The position in the chain; only that of rank 0 moves on.
-        config: The publisher's settings.
-        ranks: All ranks that publish.
+        source: Live weights published by this rank.
+        snapshot: Last published bits of these weights.
+        writer: Position in the chain; advances on rank 0 only.
+        config: Settings of the publisher.
+        ranks: All publishing ranks.
 
     Attributes:
-        head: The newest version that is known to be committed; -1 before the first.
+        head: The newest version known to be committed; -1 before the first.
     """
 
     def __init__(
@@ -116,20 +116,20 @@ class Session:
 
     @cached_property
     def anchor_nbytes(self) -> int:
-        """Approximate bytes of an anchor."""
+        """Approximate size of an anchor, in bytes."""
         return int(DENSE_SHARE * sum(spec.nbytes for spec in self.source.specs))
 
     @property
     def anchor_due(self) -> bool:
-        """Whether joining would be too expensive without another anchor; known on rank 0."""
+        """Whether joining is too expensive without another anchor; valid on rank 0."""
         limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
         return self.writer.parent is not None and self.writer.newcomer_cost > limit
 
     def settle(self) -> Version:
-        """The newest committed version, now that the outcome of every commit is known.
+        """Determine the outcome of every commit; return the newest committed version.
 
         Raises:
-            PublisherFencedError: Another publisher has committed the version after it.
+            PublisherFencedError: Another publisher has committed the next version.
             StoreError: The outcome is still unknown.
         """
         self.writer.settle()
@@ -138,10 +138,10 @@ class Session:
         return self.head
 
     def commit(self, attempt: Attempt) -> Conclusion:
-        """Commit the next version: every rank puts its share, rank 0 concludes.
+        """Commit the next version: every rank uploads its share, rank 0 concludes.
 
         Raises:
-            StoreError: It is not committed, or the outcome is unknown.
+            StoreError: The version is not committed, or the outcome is unknown.
             PublisherFencedError: Another publisher was first.
             RankError: Another rank failed, or did not answer in time.
         """
@@ -159,11 +159,11 @@ class Session:
         return conclusion
 
     def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
-        """Put this rank's parts of an edge; nothing names them yet.
+        """Upload this rank's parts of an edge, which no document names yet.
 
         Raises:
-            StoreError: A part could not be put.
-            ConfigError: The bits of an anchor do not have the state of the snapshot.
+            StoreError: A part could not be uploaded.
+            ConfigError: The bits of an anchor differ from the state of the snapshot.
         """
         if attempt.failure is not None:
             raise attempt.failure
@@ -188,9 +188,9 @@ class Session:
         """Commit the shares of all ranks as the next version; on rank 0.
 
         Raises:
-            StoreError: It is not committed, or the outcome is unknown.
+            StoreError: The version is not committed, or the outcome is unknown.
             PublisherFencedError: Another publisher was first.
-            ConfigError: The model does not hold the bits of the base checkpoint.
+            ConfigError: The model's bits differ from those of the base checkpoint.
         """
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
@@ -224,7 +224,7 @@ class Session:
         """Add an anchor of the newest version.
 
         Raises:
-            StoreError: It was not added; the chain is unchanged.
+            StoreError: The anchor was not added; the chain is unchanged.
             RankError: Another rank failed, or did not answer in time.
         """
         keys = self._keys("anchor", self.head)
@@ -263,10 +263,10 @@ class Session:
             )
 
     def _window_numel(self, weight: Weight) -> int:
-        """Most elements of a window: a part of it stays within its bound, indices included."""
+        """Return the largest window size, in elements, so that its part stays within bounds."""
         slots = weight.route.slots
         if all(weight.route.all_of(slot.spec) is not None for slot in slots):
-            return max(slot.numel for slot in slots)  # no window has indices
+            return max(slot.numel for slot in slots)  # windows without indices
         return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
 
 

@@ -1,8 +1,8 @@
-"""The publisher's copy of the bits it last published, and the diff against it.
+"""Snapshot of the last published bits, and the diff against it.
 
-The copy lies in host memory, pinned where the weights are on an accelerator. Weights on the host
-are compared in place by the host kernels, a cast from fp32 masters fused in. Weights on a device
-are compared there: the copy crosses over in chunks, and only what changed comes back.
+The snapshot is in host memory, pinned if the weights are on an accelerator. Weights on the host are
+compared in place by the host kernels, with a fused cast from fp32 master weights. Weights on a
+device are compared there: the snapshot is copied over in chunks, and only changes are copied back.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, StateDigest
 
 WINDOW: Final = 1 << 22
-"""Elements that are digested at a time where they are not consecutive in the checkpoint."""
+"""Elements digested at a time if they are not consecutive in the checkpoint."""
 
 
 class Snapshot:
-    """Bits of every weight that training may change, as last published.
+    """Last published bits of all trainable weights.
 
-    ``diff_`` moves the snapshot on; ``restore`` reverts that. Not thread-safe.
+    ``diff_`` advances the snapshot; ``restore`` reverts that. Not thread-safe.
 
     Args:
-        source: The weights; their bits now are the first content.
-        on_device: Compare on the device although the weights are on the host. For tests.
+        source: The weights, whose current bits are the initial content.
+        on_device: Whether to use the device comparison for weights on the host. For tests.
     """
 
     def __init__(self, source: ModelTensors, *, on_device: bool = False) -> None:
@@ -53,22 +53,22 @@ class Snapshot:
 
     @property
     def state(self) -> StateDigest:
-        """Sum of this rank's snapshot and frozen weights in the state digest."""
+        """Contribution of this rank's snapshot and frozen weights to the state digest."""
         return self._state
 
     @property
     def kernel(self) -> str:
-        """Name of the kernels that compare, for receipts."""
+        """Name of the kernels of the diff, for receipts."""
         on_device = self._on_device or any(w.tensor.is_cuda for w in self._source.weights)
         return "device" if on_device else host.NAME
 
     def bits(self, weight: Weight) -> Bits:
-        """Flat bits of one weight as last published. Not to be written to."""
+        """Return the last published flat bits of one weight; must not be modified."""
         kept = self._kept.get(weight.spec.name)
         return wire_bits(weight) if kept is None else _unsigned(kept)
 
     def diff_(self) -> Diff:
-        """Find what changed since the last call, and move the snapshot on: whole or not at all."""
+        """Find the changes since the last call, and advance the snapshot: all or nothing."""
         found: dict[str, Changes] = {}
         try:
             for weight in self._source.live_weights():
@@ -86,12 +86,12 @@ class Snapshot:
         return diff
 
     def restore(self, diff: Diff) -> None:
-        """Revert a diff that was not committed, so that the next one finds it again."""
+        """Revert an uncommitted diff, so that the next one finds its changes again."""
         self._state -= diff.digest
         self._put_back(diff.live)
 
     def redo(self, diff: Diff) -> None:
-        """Apply a restored diff again: it was committed after all."""
+        """Apply a restored diff again, after its commit proved successful."""
         self._state += diff.digest
         for name, changes in diff.live.items():
             host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.new)
@@ -111,7 +111,7 @@ class Snapshot:
 
 
 def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    """State digest of a window, out of ``bits``: all that the rank holds of the tensor."""
+    """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):
         return host.digest(key, mine, window.indices.start)
@@ -119,7 +119,7 @@ def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
 
 
 def wire_bits(weight: Weight) -> Bits:
-    """Flat bits of a live weight in its wire dtype; shares its memory where no cast is needed."""
+    """Return flat bits of a live weight in its wire dtype; shares memory if no cast is needed."""
     tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
     if tensor.dtype == torch.float32 and wanted == torch.bfloat16 and not tensor.is_cuda:
         return host.cast_bf16(tensor.view(-1).numpy())
@@ -127,6 +127,6 @@ def wire_bits(weight: Weight) -> Bits:
 
 
 def _unsigned(bits: Tensor) -> Bits:
-    """The numpy view of integer bits on the host."""
+    """Return the unsigned numpy view of integer bits on the host."""
     array = bits.numpy()
     return array.view(np.dtype(f"<u{array.itemsize}"))

@@ -1,4 +1,4 @@
-"""The parts of an edge: changes, encoded and put into the store."""
+"""Encoding and upload of the parts of an edge."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from deltachain.store import Store
 from deltachain.types import Bits, TensorSpec, Version
 
 DENSE_SHARE: Final = 0.7
-"""Share of dense bf16 weights that byte planes and zstd leave (0.69 measured on trained ones)."""
+"""Compression ratio of dense bf16 weights by byte planes and zstd; 0.69 on trained weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeKeys:
-    """Names of the parts that one rank puts in one attempt; nobody else has them."""
+    """Unique names of the parts of one rank in one attempt."""
 
     kind: PayloadKind
     version: Version
@@ -36,15 +36,15 @@ class EdgeKeys:
 
 
 class EdgeUpload:
-    """Encodes the changes of an edge in parts of bounded size; puts each once it is full.
+    """Encoder and uploader of an edge's changes, in parts of bounded size.
 
-    No follower sees the parts until a manifest or an edge record names them.
+    Parts are invisible to followers until a manifest or an edge record names them.
 
     Args:
-        store: Where they go.
-        keys: Their names.
-        raw: Whether any safetensors reader is to open them.
-        part_nbytes: Most bytes of changes in a part before compression.
+        store: Store of the parts.
+        keys: Names of the parts.
+        raw: Whether the parts are readable by any safetensors reader.
+        part_nbytes: Largest size of the changes in a part before compression, in bytes.
     """
 
     def __init__(self, store: Store, keys: EdgeKeys, *, raw: bool, part_nbytes: int) -> None:
@@ -56,10 +56,10 @@ class EdgeUpload:
         self._encodings: set[str] = set()
 
     def add(self, change: Change) -> None:
-        """Add a change to the part; one that is too large for it, or has its tensor, is put first.
+        """Add a change; first upload the current part if it is full or contains the same tensor.
 
         Raises:
-            StoreError: A part could not be put.
+            StoreError: A part could not be uploaded.
         """
         name, nbytes = change.delta.spec.name, change.delta.nbytes
         if self._group and (self._nbytes + nbytes > self._part_nbytes or name in self._group):
@@ -68,10 +68,10 @@ class EdgeUpload:
         self._nbytes += nbytes
 
     def finish(self) -> Edge:
-        """Put the last part, and describe the edge.
+        """Upload the last part; return the edge.
 
         Raises:
-            StoreError: It could not be put.
+            StoreError: The part could not be uploaded.
         """
         if self._group:
             self._put()
@@ -103,12 +103,12 @@ class EdgeUpload:
 
 
 def sparse_change(found: RoutedChanges, bits: Bits | None, *, encoding: Encoding) -> Change:
-    """The smaller wire form of a tensor that changed: its changes, or all its bits.
+    """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
     Args:
-        found: Its changes.
-        bits: All bits of the tensor after the change; ``None`` if other ranks hold some of them.
-        encoding: How changes are written; steps give way to ``overwrite`` where it is smaller.
+        found: Changes of the tensor.
+        bits: All bits of the tensor after the change; ``None`` if other ranks have some of them.
+        encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller.
     """
     spec, changes = found.spec, found.changes
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
@@ -126,12 +126,12 @@ def sparse_change(found: RoutedChanges, bits: Bits | None, *, encoding: Encoding
 
 
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:
-    """All bits of one tensor."""
+    """Return a change of all bits of one tensor."""
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
 def window_change(window: AdjacentRuns, bits: Bits) -> Change:
-    """The bits of a window, out of ``bits``: all that the rank holds of the tensor."""
+    """Return a change of a window; ``bits`` is the rank's whole shard of the tensor."""
     spec, indices = window.spec, window.indices
     digest = digest_window(window, bits)
     if isinstance(indices, range):

@@ -1,4 +1,4 @@
-"""The chain from its publisher's side: the position after which it commits next."""
+"""Writer of a chain: the publisher's position, after which it commits the next version."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from deltachain.types import StateDigest, Version
 logger = logging.getLogger(__name__)
 
 HINT_EVERY: Final = 8
-"""Versions between two writes of the hint: a request a version saved, for a few more probes by
-subscribers without a version."""
+"""Versions between two writes of the hint: saves a request a version, at the cost of a few more
+probes by subscribers without a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A version that is about to be committed."""
+    """A version before its commit."""
 
     commit_id: str
     version: Version
@@ -46,13 +46,13 @@ class Draft:
 
 
 class Writer:
-    """Commits versions one after another, in one epoch.
+    """Writer of consecutive versions in one epoch.
 
     Attributes:
         chain: The chain.
         parent: The newest committed version; ``None`` before the first.
-        epoch: This publisher's.
-        newcomer_cost: What the cheapest plan from nothing to ``parent`` costs, in bytes.
+        epoch: Epoch of this publisher.
+        newcomer_cost: Cost of the cheapest plan from nothing to ``parent``, in bytes.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Writer:
     def draft(
         self, commit_id: str = "", *, state: StateDigest, step: int | None, nnz: int
     ) -> Draft:
-        """The next version; its commit id is fresh, as are the keys of its payload."""
+        """Return a draft of the next version, with a new commit id and new payload keys."""
         return Draft(
             commit_id=commit_id or uuid.uuid4().hex,
             version=self.parent.version + 1 if self.parent else 0,
@@ -82,11 +82,11 @@ class Writer:
         )
 
     def commit(self, draft: Draft, edge: Edge) -> Committed:
-        """Commit a draft whose parts are all in the store.
+        """Commit a draft after the upload of all its parts.
 
         Raises:
             PublisherFencedError: Another publisher was first.
-            StoreError: It is not committed, or the outcome is unknown until :meth:`settle`.
+            StoreError: The draft is not committed, or the outcome is unknown until :meth:`settle`.
         """
         manifest = self._manifest(draft, edge)
         self._uncertain = manifest
@@ -96,16 +96,16 @@ class Writer:
 
     @property
     def uncertain(self) -> bool:
-        """Whether the last commit may or may not have happened."""
+        """Whether the outcome of the last commit is unknown."""
         return self._uncertain is not None
 
     def settle(self) -> bool:
-        """Whether the commit whose outcome was unknown did happen; then the position moves on.
+        """Determine an unknown outcome; if it was a commit, advance the position and return true.
 
         Raises:
             PublisherFencedError: Another publisher has committed that version.
-            StoreWentBackError: The versions before it are gone; ask again.
-            StoreError: It still cannot be told; ask again.
+            StoreWentBackError: The versions before it are missing; call again.
+            StoreError: The outcome is still unknown; call again.
         """
         manifest = self._uncertain
         if manifest is None:
@@ -122,7 +122,7 @@ class Writer:
         return True
 
     def add_anchor(self, committed: Committed, edge: Edge) -> EdgeSummary:
-        """Record an anchor of the newest version, and hint at it."""
+        """Record an anchor of the newest version, and list it in the hint."""
         summary = self.chain.add_edge(committed, edge, base_state="")
         self._added.append(summary)
         self.newcomer_cost = min(self.newcomer_cost, cost_of(summary))
@@ -135,9 +135,9 @@ class Writer:
         self._added += anchors
 
     def close(self) -> None:
-        """Write the hint, unless it is not known whether its version is there.
+        """Write the hint, unless its version may be missing.
 
-        In a store that was emptied a hint alone would stand for a chain.
+        In an emptied store, a hint alone would look like a chain.
         """
         if not self.uncertain and self._is_there():
             self.write_head()
@@ -149,7 +149,7 @@ class Writer:
             return False
 
     def write_head(self) -> None:
-        """Write the hint; a store that fails here has cost followers a probe, no more."""
+        """Write the hint; ignore a failure, which only costs followers a probe."""
         if self.parent is not None:
             try:
                 self.chain.write_head(self.parent.version, self._added)
@@ -196,9 +196,9 @@ class Writer:
 
 
 def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]:
-    """Cost of the cheapest plan from nothing, and the key of a part of the anchor in it.
+    """Return the cost of the cheapest plan from nothing, and the key of a part of its anchor.
 
-    Without such a plan it costs more than any anchor.
+    Without such a plan, the cost exceeds that of any anchor.
     """
     if parent is None:
         return 0, ""
@@ -214,7 +214,7 @@ def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]
 
 
 def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:
-    """Anchors of the newest version that only the hint names: the next one is written without."""
+    """Return anchors of the newest version listed only in the hint, which the next hint omits."""
     found = []
     for summary in read_hint(chain.store).anchors:
         if summary.version == head.version and summary.record:
@@ -227,18 +227,18 @@ def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:
 
 
 def _first_part(edge: Edge) -> str:
-    """Key of the part that was put first, which is the first to expire; empty without parts."""
+    """Return the key of the oldest part, the first to expire; empty without parts."""
     return edge.parts[0].key if edge.parts else ""
 
 
 def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Writer | None:
-    """Continue a chain in a new epoch: an empty version that fences every earlier publisher.
+    """Take over a chain in a new epoch: commit an empty version to fence earlier publishers.
 
     Returns:
-        A writer whose parent is that version, or ``None`` when the chain has no version yet.
+        A writer with that version as parent, or ``None`` if the chain has no version yet.
 
     Raises:
-        PublisherFencedError: Another publisher is taking it over at the same time, and was first.
+        PublisherFencedError: Another publisher took the chain over at the same time, and was first.
         BrokenChainError: There are versions behind a gap.
     """
     while (head := newest(chain)) is not None:
@@ -251,6 +251,6 @@ def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Write
         except PublisherFencedError:
             if chain.read(draft.version).manifest.epoch >= writer.epoch:
                 raise
-            continue  # the earlier publisher's last version came first: take over behind it
+            continue  # the earlier publisher's last version was first: take over after it
         return writer
     return None

@@ -44,21 +44,21 @@ def open_store(
     """Open the store at a URL, or in the folder of a path.
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
-    are folders of a file system, made by the first write. ``s3://bucket/prefix`` is a bucket of
-    any server that speaks S3; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix``
+    are folders of a file system, created by the first write. ``s3://bucket/prefix`` is a bucket of
+    any S3-compatible server; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix``
     is a bucket of the Hugging Face Hub; see ``deltachain.store.hf``. ``dist://name`` is the memory
-    of a job of ``torch.distributed``; see ``deltachain.store.dist``. Other packages add schemes;
-    see ``deltachain.store.registry``. Any other scheme is one of fsspec, which promises less; see
+    of a ``torch.distributed`` job; see ``deltachain.store.dist``. Other packages add schemes; see
+    ``deltachain.store.registry``. Any other scheme is passed to fsspec, which guarantees less; see
     ``deltachain.store.fs``.
 
     Args:
         url: The URL, or the path of a folder.
-        options: What the store's library needs to know beyond the URL and the environment.
-        writer: Whether a publisher opens it: it gets a larger share of what a store allows.
+        options: Options of the store's library, beyond the URL and the environment.
+        writer: Whether a publisher opens the store; it gets a larger share of a rate limit.
 
     Raises:
-        ConfigError: The scheme is not supported, the URL has no place in it, or the store takes no
-            such options.
+        ConfigError: The scheme is not supported, the URL names no location, or the store does not
+            take these options.
 
     Example:
         >>> store = deltachain.open_store(new_url)

@@ -1,8 +1,8 @@
 """Interface of an object store.
 
-A store maps keys to immutable bytes. The chain is built on two promises alone: an object is visible
+A store maps keys to immutable bytes. The chain relies on two guarantees only: an object is visible
 whole or not at all, and of all callers of ``put_if_absent`` for one key exactly one succeeds.
-Everything a store cannot promise is named by its ``Capabilities``, never approximated in silence.
+Guarantees that a store cannot give are declared in its ``Capabilities``, never approximated.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from deltachain.errors import (
 from deltachain.types import Buffer
 
 MAX_KEY_LENGTH: Final = 512
-"""Characters of a whole key: room for a bucket prefix below the 1,024 bytes that S3 allows."""
+"""Longest key, in characters: leaves room for a bucket prefix within the 1,024 bytes of S3."""
 
 MAX_SEGMENT_LENGTH: Final = 255
-"""Characters between two slashes: what file systems allow for one name."""
+"""Longest segment between two slashes, in characters: the limit of file systems for one name."""
 
 MAX_DOCUMENT: Final = 64 << 20
-"""Bytes of the largest object that is read without knowing its size: room for a table of half a
-million tensors."""
+"""Largest object of unknown size that is read, in bytes: fits a table of half a million tensors."""
 
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -39,153 +38,156 @@ class Capabilities:
     """Guarantees of a store beyond atomic writes, which every store has."""
 
     conditional_put: bool
-    """``put_if_absent`` is decided by the store: of any number of racing callers one succeeds.
+    """Whether ``put_if_absent`` is decided by the store: exactly one concurrent caller succeeds.
 
-    Without it ``put_if_absent`` looks first and then writes. Two racers may both return, so a chain
-    there has a single publisher by configuration, which reads its manifest back after writing it.
+    Without it, ``put_if_absent`` checks first and then writes. Two concurrent callers may both
+    return, so a chain there has a single publisher by configuration, which reads its manifest back
+    after writing it.
     """
 
     list_consistent: bool
-    """``list`` shows every object whose ``put`` returned before it began, and none deleted before.
+    """Whether ``list`` shows every object whose ``put`` returned before it began, and no object
+    deleted before.
 
-    Without it a listing may lag: nothing may be concluded from a key that is missing in it.
+    Without it, a listing may be out of date: a key missing from it proves nothing.
     """
 
     probes: int = 1
-    """How many keys one request of ``find_all`` looks up."""
+    """Number of keys that one request of ``find_all`` looks up."""
 
     poll_s: float = 1.0
-    """Seconds between two polls of one reader, short enough and bearable for the store."""
+    """Seconds between two polls of one reader: short, and acceptable to the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """Size and time of one object, known without reading it."""
+    """Metadata of one object, available without reading it."""
 
     key: str
-    """Under which it lies."""
+    """Key of the object."""
 
     nbytes: int
-    """Its size."""
+    """Size of the object, in bytes."""
 
     modified: float | None
-    """Time of its write, in Unix seconds by the store's clock; None if unknown."""
+    """Time of the write, in Unix seconds by the store's clock; None if unknown."""
 
     pin: str = ""
-    """The store's name of this content, to read exactly that; empty where it has none."""
+    """Identifier that the store gives this content, for reading exactly that content; empty if the
+    store has none."""
 
 
 class Store(Protocol):
-    """Named immutable objects in one place.
+    """Named immutable objects in one location.
 
-    All methods may be called from any thread at any time. Every one that takes a key raises
-    ``ConfigError`` for a key that ``check_key`` refuses, ``StorePermissionError`` where the store
-    refuses the caller, and ``StoreUnavailableError`` where the store did not answer or could not
-    do it now. After the latter from a write the outcome is unknown: the object is there whole, or
-    it is not there, and only reading it tells.
+    All methods may be called from any thread at any time. Every method that takes a key raises
+    ``ConfigError`` for a key that ``check_key`` refuses, ``StorePermissionError`` if the store
+    denies access, and ``StoreUnavailableError`` if the store did not answer or cannot serve the
+    request now. After a ``StoreUnavailableError`` from a write the outcome is unknown: the object
+    exists whole or not at all, and only a read can tell.
 
-    No key may continue another one as a folder (``a`` and ``a/b``): file systems cannot hold both.
+    No key may be a folder of another key (``a`` and ``a/b``): file systems cannot hold both.
     """
 
     @property
     def url(self) -> str:
-        """Where the objects are, as ``open_store`` takes it; never with credentials in it."""
+        """URL of the store, as ``open_store`` takes it; never contains credentials."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """Guarantees beyond atomic writes."""
+        """Guarantees of the store beyond atomic writes."""
 
     @property
     def requests(self) -> int:
-        """Requests sent over a network so far, as the store's owner counts them; 0 without one."""
+        """Number of network requests so far, as the store's provider counts them; 0 without one."""
 
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        """Read a whole small object of unknown size, as one ``put`` wrote it.
+        """Read a whole small object of unknown size, as written by a single ``put``.
 
-        Every ``get`` that begins after a ``put`` returned sees that object or a later one.
+        A ``get`` that begins after a ``put`` returned sees that object or a later one.
 
         Raises:
             ObjectNotFoundError: No object has this key.
-            MalformedError: It has more than ``limit`` bytes; no memory was allocated for them.
+            MalformedError: The object exceeds ``limit`` bytes; no memory was allocated for it.
         """
 
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """Read a whole object whose size is known, however large, as fast as the store can.
+        """Read a whole object of known size, however large, as fast as the store allows.
 
         Args:
-            key: The object.
-            nbytes: Its size, in bytes.
-            pin: The name that ``put`` or ``find`` gave its content: a store that has such names
-                reads exactly that content, whatever the key has by now.
+            key: Key of the object.
+            nbytes: Size of the object, in bytes.
+            pin: Content identifier returned by ``put`` or ``find``: a store with such
+                identifiers reads exactly that content, even if the key has other content by now.
 
         Raises:
             ObjectNotFoundError: No object has this key.
-            MalformedError: It has another size; no memory was allocated for it.
+            MalformedError: The object has another size; no memory was allocated for it.
             ConfigError: ``nbytes`` is negative.
         """
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Read ``length`` bytes of an object, from byte ``start`` on: exactly as many, never less.
+        """Read exactly ``length`` bytes of an object from byte ``start`` on, never fewer.
 
         An empty range inside the object or at its end is allowed.
 
         Raises:
             ObjectNotFoundError: No object has this key.
             MalformedError: The object ends before the range does. Objects are written whole, so
-                one that is shorter than the manifest that names it is not the object it names.
+                an object shorter than its manifest says is not the object that was published.
             ConfigError: ``start`` or ``length`` is negative.
         """
 
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object, in place of any other under this key.
+        """Write an object; replace an existing one with the same key.
 
-        Atomic: readers see the old object or the new one, whole. Durable once it returned.
-        Idempotent. Of two racing calls the later one wins. ``data`` is read before it returns and
-        not kept.
+        Atomic: readers see the old object or the new one, whole. Durable on return. Idempotent. Of
+        two concurrent calls the later one wins. ``data`` is not used after the call returns.
 
         Returns:
-            The store's name of this content, a ``pin`` for ``read``; empty where it has none.
+            Content identifier, the ``pin`` for ``read``; empty if the store has none.
         """
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object under a key that has none: atomic and durable as ``put``.
+        """Write an object if the key has none: atomic and durable as ``put``.
 
-        With ``capabilities.conditional_put``, of all racing callers exactly one returns. Not
-        idempotent: a caller whose own earlier attempt may have succeeded must read the object and
-        compare before it believes to have lost.
+        With ``capabilities.conditional_put``, exactly one of all concurrent callers returns. Not
+        idempotent: a caller whose own earlier attempt may have succeeded must read and compare the
+        object before it concludes that another caller won.
 
         Raises:
-            AlreadyExistsError: The key has an object; it was not touched.
+            AlreadyExistsError: The key has an object, which was left unchanged.
         """
 
     def find(self, key: str) -> ObjectInfo | None:
-        """Look an object up without reading it; None where no object has this key."""
+        """Look up an object without reading it; return None if no object has this key."""
 
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look several objects up in as few requests as the store can; those that exist, by key."""
+        """Look up several objects in as few requests as possible; return existing ones by key."""
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with ``prefix``, in ascending order of keys.
+        """Iterate over all objects whose key begins with ``prefix``, in ascending order of keys.
 
-        The prefix is a prefix of characters and may end inside a name: ``del`` finds ``deltas/1``.
-        Objects written or deleted meanwhile may or may not be in it.
+        The prefix counts characters and may end inside a name: ``del`` finds ``deltas/1``.
+        Objects written or deleted during the listing may or may not be included.
 
         Raises:
-            ConfigError: No key can begin with ``prefix``; raised by the call, before iterating.
+            ConfigError: No key can begin with ``prefix``; raised by the call, before iteration.
         """
 
     def delete(self, key: str) -> None:
-        """Remove an object; nothing happens where no object has this key."""
+        """Delete an object; do nothing if no object has this key."""
 
     def close(self) -> None:
-        """Close connections. Closing twice is allowed, other calls afterwards are not."""
+        """Close connections. Closing twice is allowed; other calls afterwards are not."""
 
 
 def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
-    """Split the URL of a store that takes no options, no query and no fragment.
+    """Split the URL of a store that takes no options, query or fragment.
 
     Raises:
-        ConfigError: There are some. Only the scheme is shown: the rest may hold credentials.
+        ConfigError: One of them is present. The message shows only the scheme, since the rest may
+            contain credentials.
     """
     parts = urlsplit(url)
     if options:
@@ -200,19 +202,19 @@ def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
 
 
 def is_segment(name: str) -> bool:
-    """Whether ``name`` may stand between two slashes of a key."""
+    """Return whether ``name`` is a valid segment of a key."""
     return len(name) <= MAX_SEGMENT_LENGTH and _SEGMENT.fullmatch(name) is not None
 
 
 def check_key(key: str) -> str:
-    """Return ``key`` if every store can hold it under exactly this name.
+    """Return ``key`` if it is valid in every store.
 
-    A key is one or more segments with ``/`` between them. A segment is made of ASCII letters,
-    digits, ``.``, ``_`` and ``-`` and does not begin with a dot: that excludes ``.`` and ``..``,
-    and leaves such names to the temporary files of a store.
+    A key is one or more segments separated by ``/``. A segment consists of ASCII letters, digits,
+    ``.``, ``_`` and ``-`` and does not begin with a dot: this excludes ``.`` and ``..``, and
+    reserves such names for temporary files of a store.
 
     Raises:
-        ConfigError: It is anything else, or too long.
+        ConfigError: The key is invalid or too long.
     """
     if len(key) > MAX_KEY_LENGTH:
         raise ConfigError(
@@ -228,12 +230,12 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if some key begins with it.
+    """Return ``prefix`` if a valid key can begin with it.
 
     Raises:
-        ConfigError: No key that ``check_key`` accepts begins with it.
+        ConfigError: No valid key begins with it; see ``check_key``.
     """
-    # A prefix that ends in a slash, or is empty, needs one more character to be a key.
+    # An empty prefix, or one that ends in a slash, needs one more character to be a key.
     check_key(f"{prefix}x" if not prefix or prefix.endswith("/") else prefix)
     return prefix
 
@@ -249,16 +251,16 @@ def check_range(start: int, length: int) -> None:
 
 
 def find_each(store: Store, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-    """``find_all`` of a store that looks up one key at a time."""
+    """Implement ``find_all`` for a store that looks up one key at a time."""
     found = {key: store.find(key) for key in keys}
     return {key: info for key, info in found.items() if info is not None}
 
 
 def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
-    """Refuse an object that has another size than it must have.
+    """Refuse an object of an unexpected size.
 
     Raises:
-        MalformedError: It does.
+        MalformedError: The sizes differ.
     """
     if actual != expected:
         raise MalformedError(
@@ -267,10 +269,10 @@ def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
 
 
 def check_limit(key: str, url: str, *, nbytes: int, limit: int) -> None:
-    """Refuse an object that is too large to be read without knowing its size.
+    """Refuse an object of unknown size that is larger than ``limit`` bytes.
 
     Raises:
-        MalformedError: It is.
+        MalformedError: The object is larger.
     """
     if nbytes > limit:
         raise MalformedError(
@@ -279,10 +281,10 @@ def check_limit(key: str, url: str, *, nbytes: int, limit: int) -> None:
 
 
 def bytes_view(data: Buffer) -> memoryview:
-    """Bytes of ``data`` in memory order, flat, without a copy where they lie contiguously."""
+    """Return a flat view of the bytes of ``data`` in memory order; copy only if not contiguous."""
     view = memoryview(data)
     if view.nbytes == 0:
-        return memoryview(b"")  # memoryview.cast refuses shapes with a zero in them
+        return memoryview(b"")  # memoryview.cast refuses shapes that contain a zero
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
@@ -292,7 +294,7 @@ def not_found(key: str, url: str) -> ObjectNotFoundError:
 
 
 def already_exists(key: str, url: str) -> AlreadyExistsError:
-    """Build the error for a key that was to be absent."""
+    """Build the error for a key that already has an object."""
     return AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
 
 

@@ -1,7 +1,7 @@
-"""Sockets that end with the call they are read and written for, however slow the other end is.
+"""Sockets whose reads and writes end by the deadline of a call, however slow the peer is.
 
-The timeout of a socket begins anew with every byte: a server that sends one a second holds a reader
-for hours. So what is left of the call is looked at before each read and each write.
+The timeout of a socket restarts with every byte: a server that sends one byte a second could block
+a reader for hours. The remaining time of the call is therefore checked before each read and write.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
+from typing_extensions import override
+
 from deltachain.retry import Deadline
 from deltachain.store.base import MAX_DOCUMENT
 
 _LEAST_S: Final = 0.5
-"""Seconds that every request has: the last one of a call begins when its time is over."""
+"""Least time for a request, in seconds: the last request of a call begins after its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,12 @@ _bound: Final[ContextVar[_Bound | None]] = ContextVar("deltachain_bound", defaul
 
 @contextmanager
 def bounded(deadline: Deadline, nbytes: int = 0) -> Iterator[None]:
-    """Bound what sockets do for this thread meanwhile, and the answers that begin meanwhile.
+    """Apply a deadline to socket operations of this thread, and to responses begun in the block.
 
     Args:
-        deadline: When they end.
-        nbytes: Bytes of the object that an answer brings; it may be as long as a document beyond.
+        deadline: Deadline of the operations.
+        nbytes: Size of the object in the response, in bytes; the response may exceed it by the size
+            of a document.
     """
     token = _bound.set(_Bound(deadline, nbytes + MAX_DOCUMENT, time.monotonic() + _LEAST_S))
     try:
@@ -51,26 +54,26 @@ def bounded(deadline: Deadline, nbytes: int = 0) -> Iterator[None]:
 
 
 class BoundedSocket:
-    """A connected socket as ``http.client`` uses it; all that it does not bound is the socket's."""
+    """A connected socket for ``http.client``; operations without a bound pass to the socket."""
 
     def __init__(self, sock: Any) -> None:  # noqa: ANN401 - of TCP, of TLS, or of TLS inside TLS
         self._sock = sock
         self._timeout_s: float | None = sock.gettimeout()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """What it does not bound."""
+        """Return an attribute of the wrapped socket."""
         return getattr(self._sock, name)
 
     def settimeout(self, timeout_s: float | None) -> None:
-        """Set how long one read or write may take where more is left of the call."""
+        """Set the timeout of one read or write, in seconds, if the call has more time left."""
         self._timeout_s = timeout_s
         self._sock.settimeout(timeout_s)
 
     def sendall(self, data: Any, flags: int = 0) -> None:  # noqa: ANN401 - any buffer
-        """Send all of some bytes.
+        """Send all bytes of a buffer.
 
         Raises:
-            TimeoutError: They did not leave in time.
+            TimeoutError: The call ended first.
         """
         self._sock.settimeout(_left_s(_bound.get(), self._timeout_s))
         self._sock.sendall(data, flags)
@@ -78,7 +81,7 @@ class BoundedSocket:
     def makefile(
         self, mode: str = "r", buffering: int | None = None, **_: object
     ) -> io.RawIOBase | io.BufferedReader:
-        """What is received, as a file. It belongs to the call that is under way now."""
+        """Return the received bytes as a file, bound to the current call."""
         if mode != "rb":
             raise ValueError(f"mode {mode!r}: only rb is bounded")
         raw = _Received(self._sock, _bound.get(), self._timeout_s)
@@ -86,31 +89,31 @@ class BoundedSocket:
 
 
 class _Received(io.RawIOBase):
-    """What one socket receives for one call."""
+    """The bytes that one socket receives during one call."""
 
     def __init__(self, sock: Any, bound: _Bound | None, timeout_s: float | None) -> None:  # noqa: ANN401
         super().__init__()
         self._sock = sock
-        # Keeps the socket open while it is read, though its connection may be closed already.
+        # Keeps the socket open for reading, even if its connection is closed already.
         self._raw: io.RawIOBase = sock.makefile("rb", buffering=0)
         self._bound = bound
         self._timeout_s = timeout_s
         self._nbytes = 0
 
+    @override
     def readable(self) -> bool:
-        """It is."""
         return True
 
+    @override
     def fileno(self) -> int:
-        """That of the socket."""
         return self._raw.fileno()
 
     def readinto(self, buffer: Any, /) -> int | None:  # noqa: ANN401 - any writable buffer
-        """Receive some bytes, 0 at the end.
+        """Receive bytes into ``buffer``; return 0 at the end.
 
         Raises:
-            TimeoutError: The call is over.
-            ConnectionError: The answer is longer than any that was asked for.
+            TimeoutError: The call ended.
+            ConnectionError: The response is longer than the request allows.
         """
         self._sock.settimeout(_left_s(self._bound, self._timeout_s))
         nbytes = self._raw.readinto(buffer)
@@ -120,16 +123,16 @@ class _Received(io.RawIOBase):
         return nbytes
 
     def close(self) -> None:
-        """Leave the rest."""
+        """Discard the remaining bytes."""
         self._raw.close()
         super().close()
 
 
 def _left_s(bound: _Bound | None, timeout_s: float | None) -> float | None:
-    """The timeout of one read or write.
+    """Return the timeout of one read or write, in seconds.
 
     Raises:
-        TimeoutError: Nothing is left.
+        TimeoutError: No time is left.
     """
     if bound is None:
         return timeout_s

@@ -1,9 +1,9 @@
 """Objects in the memory of the ranks of one ``torch.distributed`` job: ``dist://name``.
 
-For trainers and followers that share a cluster, and need no object store between them. Small
-objects lie in the job's key-value store; large ones stay with the rank that put them, which sends
-them to whoever asks, over a process group of its own (gloo, from host memory). Nothing outlives the
-job.
+For trainers and followers in one job, without an object store between them. Small objects are kept
+in the job's key-value store; large ones stay on the rank that put them, which sends them to other
+ranks on request, over a separate process group (gloo, from host memory). All objects are lost when
+the job ends.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from deltachain.store.simple import Choose, SimpleStore
 from deltachain.types import Buffer
 
 SMALL: Final = 1 << 16
-"""Bytes up to which an object lies in the key-value store, which one rank serves to all."""
+"""Largest object kept in the key-value store, in bytes; one rank serves that store to all."""
 
 WAIT_S: Final = 60.0
-"""Seconds to wait for a rank that holds an object."""
+"""Timeout of a request to the rank that holds an object, in seconds."""
 
 TURN_S: Final = 5.0
-"""Seconds to wait for a question before it is looked whether the network is still there."""
+"""Longest wait for a request before the network is checked, in seconds."""
 
 END_S: Final = 5.0
-"""Seconds to wait for the thread that sends, when the process ends."""
+"""Longest wait for the sending thread at process exit, in seconds."""
 
 _HEAD: Final = struct.Struct("<d16sq")
-"""When it was put, a nonce that tells one put from another, and how long it is."""
+"""Header of an entry: time of the put, nonce unique to the put, and size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What the key-value store says of an object: all of it, or which rank holds it."""
+    """Entry of an object in the key-value store: its bytes, or the rank that holds them."""
 
     modified: float
     nonce: bytes
@@ -71,7 +71,7 @@ class _Entry:
 
 
 class _Ask(msgspec.Struct, frozen=True):
-    """A rank asks another for a range of an object that it holds."""
+    """Request for a range of an object that another rank holds."""
 
     nonce: bytes
     start: int
@@ -80,10 +80,10 @@ class _Ask(msgspec.Struct, frozen=True):
 
 
 class DistStore(SimpleStore):
-    """See the module. Every rank of the job opens it, at the same point of its program.
+    """Objects in the memory of a job's ranks; each rank opens it at the same point of its program.
 
     Args:
-        name: Of the store: several may live in one job.
+        name: Name of the store; a job may have several.
 
     Raises:
         ConfigError: ``torch.distributed`` is not initialised.
@@ -115,7 +115,7 @@ class DistStore(SimpleStore):
 
     @classmethod
     def named(cls, name: str) -> DistStore:
-        """The store of this name, one in each process."""
+        """Return the store of this name, one in each process."""
         if name not in cls._opened:
             cls._opened[name] = cls(name)
         return cls._opened[name]
@@ -123,18 +123,18 @@ class DistStore(SimpleStore):
     @property
     @override
     def url(self) -> str:
-        """``dist://`` and the name."""
+        """URL of the store: ``dist://`` and its name."""
         return f"dist://{self._name}"
 
     @property
     @override
     def requests(self) -> int:
-        """Questions to the key-value store, and to ranks that hold objects."""
+        """Number of requests to the key-value store, and to ranks that hold objects."""
         return self._requests
 
     @override
     def _read(self, key: str, choose: Choose) -> bytes:
-        while True:  # another may replace it meanwhile
+        while True:  # another put may replace the object meanwhile
             entry = self._require(key)
             data = self._fetch(entry, *choose(entry.nbytes))
             if data is not None:
@@ -190,10 +190,10 @@ class DistStore(SimpleStore):
 
     @override
     def close(self) -> None:
-        """Do nothing: others read what this rank holds, as long as the job runs."""
+        """Do nothing: other ranks may read this rank's objects until the job ends."""
 
     def _hold(self, data: Buffer) -> tuple[bytes, bytes]:
-        """Keep what is large here; its nonce, and what the key-value store is told."""
+        """Keep a large object on this rank; return its nonce and its key-value entry."""
         self._requests += 1
         copied, nonce = bytes(bytes_view(data)), uuid.uuid4().bytes
         head = _HEAD.pack(time.time(), nonce, len(copied))
@@ -204,7 +204,7 @@ class DistStore(SimpleStore):
         return nonce, b"@" + head + str(self._rank).encode()
 
     def _put(self, key: str, nonce: bytes) -> None:
-        """List an object that is there now, and let go of the one before it."""
+        """Publish the entry of a new object, and release the object it replaces."""
         self._ask(lambda: self._words.append("keys", f"{key}\n"))
         with self._lock:
             self._held.pop(self._newest.get(key, b""), None)
@@ -229,7 +229,7 @@ class DistStore(SimpleStore):
         return entry
 
     def _fetch(self, entry: _Entry, start: int, length: int) -> bytes | None:
-        """Some of an object; nothing if it is no longer there."""
+        """Return a range of an object; None if the object no longer exists."""
         if entry.data is not None:
             return entry.data[start : start + length]
         if entry.holder != self._rank:
@@ -239,7 +239,7 @@ class DistStore(SimpleStore):
         return None if held is None else held[start : start + length]
 
     def _receive(self, entry: _Entry, start: int, length: int) -> bytes | None:
-        """Ask the rank that holds an object for some of it."""
+        """Request a range of an object from the rank that holds it."""
         ask, place = _Ask(entry.nonce, start, length, self._rank), entry.holder
         self._requests += 1
         with self._receiving:
@@ -260,7 +260,7 @@ class DistStore(SimpleStore):
         return arrived.numpy().tobytes()
 
     def _send(self, words: Any) -> None:  # noqa: ANN401 - a store of torch.distributed
-        """Answer the others, one after another, until this process or the job ends."""
+        """Serve requests of other ranks one by one, until this process or the job ends."""
         for number in itertools.count(1):
             name = f"ask/{self._rank}/{number}"
             try:
@@ -274,16 +274,16 @@ class DistStore(SimpleStore):
             except dist.DistError:
                 return  # the job is over
             except RuntimeError:
-                continue  # whoever asked is gone
+                continue  # the requesting rank has exited
 
     def _is_asked(self, words: Any, name: str, number: int) -> bool:  # noqa: ANN401 - as above
-        """Wait for a question; not for one whose asker died before it had said what it wants."""
+        """Wait for a request; skip one whose sender died before it wrote the request."""
         while True:
             try:
                 words.wait([name], timedelta(seconds=TURN_S))
             except dist.DistNetworkError:
                 raise
-            except dist.DistStoreError:  # nobody has asked, so far
+            except dist.DistStoreError:  # no request yet
                 if words.add(f"asks/{self._rank}", 0) > number and not words.check([name]):
                     return False
             else:
@@ -297,11 +297,11 @@ class DistStore(SimpleStore):
             view = bytearray(held[ask.start : ask.start + ask.length])
             tensor = torch.frombuffer(view, dtype=torch.uint8)
             sending = dist.isend(tensor, dst=ask.rank, group=self._group, tag=number)
-            if sending is not None:  # whoever asked may be gone, and others wait
+            if sending is not None:  # the requesting rank may have exited, and others wait
                 sending.wait(timedelta(seconds=WAIT_S))
 
     def _stop(self) -> None:
-        """End the thread that sends: the interpreter cannot, while it waits."""
+        """Stop the sending thread: the interpreter cannot exit while it waits."""
         with suppress(StoreUnavailableError):
             number = self._ask(lambda: self._words.add(f"asks/{self._rank}", 1))
             self._ask(lambda: self._words.set(f"ask/{self._rank}/{number}", b""))

@@ -1,4 +1,4 @@
-"""The boundary of a store: whatever its library raises, a caller sees an error of deltachain."""
+"""Boundary of a store: converts any exception of its library to an error of deltachain."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HINT: Final = (
 
 
 def guarded(store: _S) -> _S:
-    """Class decorator: methods of a store raise nothing but a ``DeltaChainError``.
+    """Decorate a store class so that its methods raise only a ``DeltaChainError``.
 
-    What a store knows, it names itself; this is for what nobody foresaw: a library that recurses
-    without end, an answer that its parser does not survive, no thread left. A broken assertion is
-    a mistake of ours, and is shown as one.
+    A store converts expected errors itself; this covers unexpected ones: endless recursion in a
+    library, a response that crashes its parser, thread exhaustion. A failed assertion is a bug of
+    deltachain and passes through.
     """
     for name in _CALLS:
         setattr(store, name, _guarded_call(getattr(store, name)))

@@ -27,13 +27,13 @@ _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
 
 
 class MemoryStore(SimpleStore):
-    """Objects that live as long as this process, seen by its threads alone.
+    """Objects in memory, visible to this process only and lost at its exit.
 
-    A store made here belongs to who made it. ``MemoryStore.named`` is the one that everybody who
-    opens ``memory://name`` in this process shares; closing it keeps its objects.
+    A store created by the constructor is private to its creator. ``MemoryStore.named`` returns the
+    store shared by all users of ``memory://name`` in this process; closing it keeps its objects.
 
     Raises:
-        ConfigError: The name is not one that a key could be.
+        ConfigError: The name is not a valid key.
     """
 
     _shared: Final[dict[str, MemoryStore]] = {}
@@ -46,10 +46,10 @@ class MemoryStore(SimpleStore):
 
     @classmethod
     def named(cls, name: str) -> MemoryStore:
-        """Return the store of this name, the same one to every caller in this process.
+        """Return the store of this name, the same for all callers in this process.
 
         Raises:
-            ConfigError: The name is not one that a key could be.
+            ConfigError: The name is not a valid key.
         """
         with cls._shared_lock:
             if name not in cls._shared:
@@ -59,7 +59,7 @@ class MemoryStore(SimpleStore):
     @property
     @override
     def url(self) -> str:
-        """``memory://`` and the name."""
+        """URL of the store: ``memory://`` and its name."""
         return f"memory://{self._name}"
 
     @property

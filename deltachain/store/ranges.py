@@ -1,6 +1,6 @@
-"""Objects read in ranges, several at a time, each resumed where its connection was cut.
+"""Reads of objects in concurrent ranges, each resumed where its connection was cut.
 
-Knows nothing of the store behind it but a function that opens a range.
+The store is accessed only through a function that opens a range.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from deltachain.retry import Deadline
 from deltachain.threads import Pool
 
 RANGE_NBYTES: Final = 8 << 20
-"""Bytes asked for at a time: some of them fill a link, and a cut costs little."""
+"""Size of one range, in bytes: a few of them saturate a link, and a cut costs little."""
 
 _CHUNK_NBYTES: Final = 1 << 20
-"""Bytes taken from a connection at a time, if they come soon."""
+"""Largest number of bytes read from a connection at a time."""
 
 _LEAST_NBYTES: Final = 4 << 10
 _LATE_S: Final = 0.1
@@ -32,31 +32,31 @@ class CutError(Exception):
 
 
 class ReplacedError(Exception):
-    """The object was replaced while it was read."""
+    """The object was replaced during the read."""
 
 
 class Body(Protocol):
-    """The bytes of one answer, in order."""
+    """Body of one response."""
 
     def readinto(self, buffer: memoryview, /) -> int:
         """Read into ``buffer`` and return the number of bytes; 0 at the end.
 
         Raises:
-            CutError: The rest will not come.
+            CutError: The remaining bytes cannot be read.
         """
 
     def close(self) -> None:
-        """Leave the rest."""
+        """Discard the remaining bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """One answer.
+    """One response.
 
     Attributes:
-        body: The bytes asked for.
-        nbytes: What the whole object measures.
-        pin: Names this content of the object; empty where the server has no name for it.
+        body: The requested bytes.
+        nbytes: Size of the whole object, in bytes.
+        pin: Identifier of this content of the object; empty if the server has none.
     """
 
     body: Body
@@ -65,18 +65,18 @@ class Opened:
 
 
 Open: TypeAlias = Callable[[int, int, str], Opened]
-"""Opens bytes ``start`` to ``stop`` of the object, of the content that a pin names if there is one.
+"""Function that opens bytes ``start`` to ``stop`` of an object; arguments: start, stop, pin.
 
-Raises ``ReplacedError`` where the object is not the pinned one. It retries by itself.
+With a pin, it raises ``ReplacedError`` if the object has other content. It retries by itself.
 """
 
 
 def read_rest(opened: Opened, start: int, view: memoryview, reopen: Open, limit: Deadline) -> None:
-    """Fill ``view`` from an answer that begins at byte ``start``, and with what resumes it.
+    """Fill ``view`` from a response that begins at byte ``start``; resume it after cuts.
 
     Raises:
-        ReplacedError: The object was replaced before its last byte was there.
-        StoreUnavailableError: It took too long.
+        ReplacedError: The object was replaced before its last byte was read.
+        StoreUnavailableError: The deadline passed.
     """
     at = attempt = 0
     while True:
@@ -103,20 +103,20 @@ def read_rest(opened: Opened, start: int, view: memoryview, reopen: Open, limit:
 def read_ranges(
     opened: Opened, nbytes: int, reopen: Open, limit: Deadline, pool: Pool
 ) -> memoryview:
-    """Read a whole object into one buffer, in several ranges at a time.
+    """Read a whole object into one buffer, in several concurrent ranges.
 
     Args:
-        opened: Its first range, of ``RANGE_NBYTES`` where the object is larger.
-        nbytes: What the object measures.
-        reopen: Opens another range.
-        limit: When to give up.
-        pool: Reads the ranges after the first, which the caller's thread reads.
+        opened: First range: ``RANGE_NBYTES``, or the whole object if that is smaller.
+        nbytes: Size of the object, in bytes.
+        reopen: Function that opens another range.
+        limit: Deadline of the read.
+        pool: Threads for the later ranges; the caller's thread reads the first.
 
     Raises:
-        ReplacedError: The object was replaced before its last byte was there.
-        StoreUnavailableError: It took too long.
+        ReplacedError: The object was replaced before its last byte was read.
+        StoreUnavailableError: The deadline passed.
     """
-    # Not a bytearray: that is filled with zeros first. Every byte is written below, or we raise.
+    # Not a bytearray, which is zeroed first. Either every byte is written below, or we raise.
     buffer = np.empty(nbytes, np.uint8).data
 
     def fetch(start: int) -> None:
@@ -131,7 +131,7 @@ def read_ranges(
         for future in rest:
             future.result()
     finally:
-        # Nobody writes into the buffer once it is given away, or counts a request after a failure.
+        # No thread writes into the buffer after the return, or counts a request after a failure.
         for future in rest:
             future.cancel()
         wait(rest)
@@ -139,9 +139,9 @@ def read_ranges(
 
 
 def _drain(body: Body, view: memoryview) -> Iterator[int]:
-    """Fill ``view`` as far as the body goes; yield how much each step brought.
+    """Fill ``view`` up to the end of the body; yield the number of bytes of each step.
 
-    A step takes as many bytes as come soon, so that a slow server cannot hold a step for long.
+    A step reads the bytes available at the time, so that a slow server cannot block it for long.
     """
     at, size = 0, _CHUNK_NBYTES // 16
     while at < len(view):
@@ -156,7 +156,11 @@ def _drain(body: Body, view: memoryview) -> Iterator[int]:
 
 
 def _same(first: Opened, later: Opened) -> Opened:
-    """Another answer about an object, if it is of the same content as far as can be told."""
+    """Return a later response, unless its size or pin shows other content than the first.
+
+    Raises:
+        ReplacedError: The content differs.
+    """
     if (later.nbytes, later.pin) != (first.nbytes, first.pin):
         later.body.close()
         raise ReplacedError

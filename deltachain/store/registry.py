@@ -1,12 +1,12 @@
-"""Stores by the scheme of their URL: those of deltachain, and those that other packages add.
+"""Registry of stores by URL scheme: those of deltachain, and those of other packages.
 
-A package adds a store by an entry point, which is looked up when a URL has a scheme that is not
-known otherwise::
+A package adds a store by an entry point, which is looked up when a URL has an otherwise unknown
+scheme::
 
     [project.entry-points."deltachain.stores"]
     sqlite = "my_package:open_sqlite"
 
-A program that has no package calls :func:`register`.
+A program without a package calls :func:`register`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from deltachain.errors import ConfigError
 from deltachain.store.base import Store
 
 GROUP: Final = "deltachain.stores"
-"""The entry point group. A name in it is a scheme, its object an :class:`Opener`."""
+"""Entry point group of stores: the name is a scheme, the object an :class:`Opener`."""
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]+")
 
 
 class Opener(Protocol):
-    """Opens the store at a URL of one scheme."""
+    """Function that opens the store at a URL of one scheme."""
 
     def __call__(self, url: str, options: Mapping[str, Any], /, *, writer: bool) -> Store:
         """Open a store; send no request and write nothing.
 
         Args:
-            url: The whole URL, as the user wrote it. It may hold credentials: do not show it.
-            options: ``storage_options`` of the user; empty without any.
-            writer: Whether a publisher opens it.
+            url: The whole URL, as given by the user. It may contain credentials: do not show it.
+            options: The user's ``storage_options``; may be empty.
+            writer: Whether a publisher opens the store.
 
         Raises:
             ConfigError: The URL or an option is wrong, or an extra is not installed.
@@ -44,13 +44,13 @@ class Opener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _BuiltIn:
-    """An opener of deltachain, imported when a URL asks for it.
+    """A built-in opener, imported on first use.
 
     Attributes:
-        module: Holds the opener.
-        name: The opener.
-        library: What its import needs, and may be absent.
-        extra: What installs that.
+        module: Module of the opener.
+        name: Name of the opener.
+        library: Optional library that the import needs.
+        extra: Extra that installs the library.
     """
 
     module: str
@@ -87,14 +87,14 @@ _registered: Final[dict[str, Opener]] = {}
 
 
 def register(scheme: str, opener: Opener) -> None:
-    """Add a store to those that URLs can name in this process.
+    """Register a store for a URL scheme in this process.
 
     Args:
-        scheme: What stands before ``://``, in lower case.
-        opener: Opens a store at such a URL.
+        scheme: Scheme of the URLs, in lower case, without ``://``.
+        opener: Function that opens a store at such a URL.
 
     Raises:
-        ConfigError: This cannot be a scheme, or another opener has it.
+        ConfigError: The scheme is invalid, or registered with another opener.
     """
     if _SCHEME.fullmatch(scheme) is None:
         raise ConfigError(
@@ -106,10 +106,10 @@ def register(scheme: str, opener: Opener) -> None:
 
 
 def opener_of(scheme: str) -> Opener:
-    """Find what opens the URLs of a scheme: the last resort is fsspec, which refuses others.
+    """Return the opener of a scheme; unknown schemes go to fsspec, which may refuse them.
 
     Raises:
-        ConfigError: A library is not installed, or what a package adds cannot be used.
+        ConfigError: A library is not installed, or the opener of a package is unusable.
     """
     if scheme in _BUILT_IN:
         return _BUILT_IN[scheme].load(scheme)
@@ -122,15 +122,15 @@ def opener_of(scheme: str) -> Opener:
 
 
 def schemes() -> frozenset[str]:
-    """Return every scheme that has a store, but for those of fsspec."""
+    """Return all schemes with a store, except those of fsspec."""
     return frozenset({*_BUILT_IN, *_registered, *(found.name for found in _entry_points())})
 
 
 def _added(scheme: str) -> Opener | None:
-    """Load what another package adds for a scheme, if one does.
+    """Load the opener of another package for a scheme; return None if there is none.
 
     Raises:
-        ConfigError: Several do, or it cannot be imported.
+        ConfigError: Several packages have one, or it cannot be imported.
     """
     found = [entry for entry in _entry_points() if entry.name == scheme]
     names = sorted({entry.value for entry in found})
@@ -143,7 +143,7 @@ def _added(scheme: str) -> Opener | None:
         )
     try:
         return cast("Opener", found[0].load())
-    except Exception as exc:  # a module of others runs here
+    except Exception as exc:  # runs code of another package
         raise ConfigError(
             f"the store of {scheme}:// cannot be loaded from {names[0]}: "
             f"{type(exc).__name__}: {exc}",

@@ -1,4 +1,4 @@
-"""The methods of a store that follow from a few others, for stores without much of a network."""
+"""Base class of simple stores, which derives most methods from a few others."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from deltachain.store.base import (
 )
 
 Choose: TypeAlias = Callable[[int], tuple[int, int]]
-"""From the size of an object to the first byte to read, and how many; raises to read nothing."""
+"""Function from an object's size to the first byte and the length to read; raises to refuse."""
 
 
 class SimpleStore(Store):
-    """A store that reads a range of an object in one piece, and looks objects up one by one.
+    """A store that reads a range of an object at once, and looks up objects one by one.
 
-    A subclass has ``url``, ``capabilities``, ``put``, ``put_if_absent``, ``find``, ``list`` and
-    ``delete``, and reads in ``_read``.
+    A subclass implements ``url``, ``capabilities``, ``put``, ``put_if_absent``, ``find``, ``list``,
+    ``delete`` and ``_read``.
     """
 
     @abstractmethod
@@ -36,8 +36,8 @@ class SimpleStore(Store):
         """Read a range of an object.
 
         Args:
-            key: The object; a valid key.
-            choose: Called with the size of the object, before memory is taken for the range.
+            key: Key of the object, already checked.
+            choose: Called with the object's size, before memory is allocated for the range.
 
         Raises:
             ObjectNotFoundError: No object has this key.
@@ -83,4 +83,4 @@ class SimpleStore(Store):
 
     @override
     def close(self) -> None:
-        """Do nothing: no connection is kept between calls."""
+        """Do nothing: no connection stays open between calls."""

@@ -1,4 +1,4 @@
-"""Bits of every tensor on their way along a chain, and the proof of each edge that starts there."""
+"""Weights of a chain during verification, and the proof of each edge that starts from them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.documents import another
 
 _Row: TypeAlias = tuple[TensorRow | None, TensorDelta]
-"""A row of a part and its delta; a base checkpoint has no rows."""
+"""A row of a part and its delta; the row is ``None`` for a base checkpoint."""
 
 
 def matches(moved: Move[Any], row: TensorRow) -> bool:
-    """Whether a move has the digest that the writer of a row gave it."""
+    """Return whether a move has the digest in its row."""
     sparse = ENCODINGS.get(row.encoding).sparse
     return row.change == (moved.change if sparse else moved.added)
 
 
 @dataclass(slots=True)
 class Weights:
-    """Bits of every tensor, and what each contributes to the state.
+    """Bits of all tensors, and their contributions to the state digest.
 
     Attributes:
-        specs: Every tensor, by name.
-        bits: Flat, by name; written to.
-        digests: Contributions, by name.
+        specs: Specs of all tensors, by name.
+        bits: Flat bits by tensor name, updated in place.
+        digests: Contributions to the state digest, by tensor name.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -44,15 +44,15 @@ class Weights:
 
     @property
     def state(self) -> StateDigest:
-        """State digest of all of them."""
+        """State digest of all tensors."""
         return sum(self.digests.values(), StateDigest())
 
     def prove(self, fetched: Fetched, expected: StateDigest, *, write: bool) -> None:
-        """Show that an edge from these weights, or from nothing, leads to a state.
+        """Verify that an edge from these weights, or from nothing, leads to a state.
 
         Raises:
-            BrokenChainError: It starts from nothing and does not give every tensor whole.
-            DigestMismatchError: It leads elsewhere, or a row changes what its digest does not say.
+            BrokenChainError: The edge starts from nothing and does not contain every tensor whole.
+            DigestMismatchError: The edge leads to another state, or a row contradicts its digest.
         """
         edge = fetched.plan.edges[0]
         key = edge.record or keys.manifest_key(edge.version)
@@ -84,7 +84,7 @@ class Weights:
 
 
 def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move[Any]:
-    """Compute what an edge does to a tensor, and compare each row with what its writer saw."""
+    """Compute the effect of an edge on a tensor; compare each row with its digest."""
     moved = [move(old, given) for _, given in rows]
     for (row, _), one in zip(rows, moved, strict=True):
         if row is not None and not matches(one, row):
@@ -93,7 +93,7 @@ def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Mov
 
 
 def _rows(fetched: Fetched) -> Iterator[tuple[str, list[_Row]]]:
-    """Everything that one edge gives, by tensor: of one tensor, ranks give a window each."""
+    """Yield all rows of one edge by tensor; ranks may store windows of one tensor each."""
     if fetched.base is not None:
         for name, spec in fetched.specs.items():
             yield name, [(None, TensorDelta.dense(spec, fetched.base.bits(name)))]

@@ -1,7 +1,7 @@
-"""One class an encoding, and the registry that finds them by name.
+"""Encodings, one class each, and their registry by name.
 
-To write an encoding in a package of your own, subclass :class:`SparseEncoding` and name an instance
-in the entry point group ``deltachain.encodings``; see CONTRIBUTING.md.
+To add an encoding in a package of your own, subclass :class:`SparseEncoding` and register an
+instance in the entry point group ``deltachain.encodings``; see CONTRIBUTING.md.
 """
 
 from deltachain.codec.bucket_writer import BucketWriter

@@ -1,4 +1,4 @@
-"""What an encoding is: one way to store the changes of a tensor in a part (FORMAT.md 4)."""
+"""Interface of an encoding: one way to store the changes of a tensor in a part (FORMAT.md 4)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from deltachain.types import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class EncodedTensor:
-    """What :meth:`Encoding.encode` tells of a tensor for its row.
+    """Result of :meth:`Encoding.encode`, for the row of the tensor.
 
     Attributes:
-        gap: Bytes of a gap entry, 1 or 2; 0 without gaps.
-        segments: Its segments, in order.
+        gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps.
+        segments: Segments of the tensor, in order.
     """
 
     gap: int = 0
@@ -29,16 +29,16 @@ class EncodedTensor:
 
 
 class Encoding(ABC):
-    """One way to store a tensor's changes; instances have no state.
+    """One way to store a tensor's changes; instances are stateless.
 
-    A part without compression may store a tensor as safetensors *arrays of its own*. Every other
-    encoding cuts the tensor into segments and appends to the streams of a bucket.
+    A part without compression may store a tensor as separate safetensors *arrays of its own*. Every
+    other encoding divides the tensor into segments and appends to the streams of a bucket.
 
     Attributes:
-        name: In the ``encoding`` of a row and the ``encodings`` of an edge.
-        sparse: Whether it gives the changed elements. The digest of a row is then that of the new
-            elements less that of the old; else it is that of the new ones alone.
-        absolute: Whether it gives new bits, so that a reader needs no base; else it gives steps.
+        name: Name in the ``encoding`` of a row and the ``encodings`` of an edge.
+        sparse: Whether it stores changed elements only. The digest of a row is then that of the new
+            elements minus that of the old; otherwise that of the new elements alone.
+        absolute: Whether it stores new bits, so that a reader needs no base; otherwise steps.
         own_arrays: Whether a tensor has arrays of its own, and no segments.
     """
 
@@ -48,35 +48,35 @@ class Encoding(ABC):
     own_arrays: ClassVar[bool] = False
 
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
-        """About the bytes of a tensor's changes, before compression.
+        """Estimate the size of a tensor's changes before compression, in bytes.
 
-        A publisher compares it with the bytes of the whole tensor.
+        A publisher compares the estimate with the size of the whole tensor.
         """
         return int(changes.indices.size) * (1 + spec.itemsize)
 
     @abstractmethod
     def fits_row(self, row: TensorRow, numel: int) -> bool:
-        """Whether the counts in a row are possible, in a tensor of ``numel`` elements.
+        """Return whether the counts in a row are possible for a tensor of ``numel`` elements.
 
-        Its segments are not read yet.
+        Called before the segments are read.
         """
 
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
-        """Whether the counts of a segment are possible.
+        """Return whether the counts of a segment are possible.
 
-        That the segment lies inside its tensor, after the one before, is known.
+        The segment is known to lie inside its tensor, after the previous segment.
         """
         raise NotImplementedError(f"{self.name} has no segments, not {segment} of {row.name}")
 
     def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
-        """How far a tensor advances each stream of its bucket, in the stream's unit.
+        """Return a tensor's length in each stream of its bucket, in the stream's unit.
 
-        The unit is one bit for ``sign`` and ``exception``, and one byte for all others.
+        The unit is one bit for ``sign`` and ``exception``, and one byte for all other streams.
         """
         raise NotImplementedError(f"{self.name} has no streams, not {segments} of {row.name}")
 
     def arrays(self, row: TensorRow) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Dtype and shape of each array of the tensor's own, by name."""
+        """Return dtype and shape of each array of the tensor's own, by name."""
         raise NotImplementedError(f"{self.name} has no arrays, not of {row.name}")
 
     @abstractmethod
@@ -84,16 +84,16 @@ class Encoding(ABC):
         """Append the changes of one tensor.
 
         Raises:
-            ConfigError: The delta is not of the kind that this encoding stores.
+            ConfigError: This encoding cannot store deltas of this kind.
         """
 
     @abstractmethod
     def decode(self, tensor: TensorReader) -> TensorDelta:
-        """Read the changes of one tensor back.
+        """Decode the changes of one tensor.
 
-        Lengths of streams and arrays are checked before; every value in them may be anything.
-        :meth:`TensorDelta.validate` is called on the result.
+        Lengths of streams and arrays are already checked; their values are untrusted. The caller
+        calls :meth:`TensorDelta.validate` on the result.
 
         Raises:
-            MalformedError: The streams contradict the row, or are not written the one way.
+            MalformedError: The streams contradict the row, or are not in canonical form.
         """

@@ -1,4 +1,4 @@
-"""``dense``: all bits of a tensor, or of windows of it, in byte planes."""
+"""Encoding ``dense``: all bits of a tensor, or of windows of it, in byte planes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DenseEncoding(Encoding):
 
 
 def _runs(delta: TensorDelta) -> Iterator[tuple[int, int]]:
-    """Where consecutive elements begin and end."""
+    """Yield start and stop of each run of consecutive elements."""
     if delta.indices is None:
         yield 0, delta.spec.numel
     elif delta.nnz:

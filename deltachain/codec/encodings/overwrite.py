@@ -1,4 +1,4 @@
-"""``overwrite``: new bits of changed elements, in byte planes."""
+"""Encoding ``overwrite``: new bits of changed elements, in byte planes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltachain.types import Bits
 
 @dataclass(frozen=True, slots=True)
 class OverwriteEncoding(SparseEncoding):
-    """New bits in ``value.k``: larger than steps, and the reader needs no base."""
+    """New bits in ``value.k``: larger than steps, but the reader needs no base."""
 
     name: ClassVar[str] = "overwrite"
 

@@ -1,4 +1,4 @@
-"""``plain``: a whole tensor as the array that any safetensors reader opens."""
+"""Encoding ``plain``: a whole tensor as an array for any safetensors reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from deltachain.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PlainEncoding(Encoding):
-    """All bits of a tensor as an array of its own, under the tensor's name."""
+    """All bits of a tensor as one array with the tensor's name."""
 
     name: ClassVar[str] = "plain"
     sparse: ClassVar[bool] = False

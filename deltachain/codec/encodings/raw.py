@@ -1,4 +1,4 @@
-"""``raw``: indices and new bits as arrays that any safetensors reader opens."""
+"""Encoding ``raw``: indices and new bits as arrays for any safetensors reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deltachain.types import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class RawEncoding(Encoding):
-    """Changed elements as two arrays of the tensor's own, ``NAME.indices`` and ``NAME.values``."""
+    """Changed elements as two arrays of the tensor, ``NAME.indices`` and ``NAME.values``."""
 
     name: ClassVar[str] = "raw"
     sparse: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""The encodings of this process, by name: ours, and those of installed packages."""
+"""Registry of encodings by name: built-in ones, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GROUP: Final = "deltachain.encodings"
-"""Entry points of this group name an :class:`Encoding` instance each."""
+"""Entry point group of encodings; each object is an :class:`Encoding` instance."""
 
 _OTHERS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)+")
 _SHOWN: Final = 80
-"""Characters of an unknown name that an error shows."""
+"""Largest number of characters of an unknown name in an error."""
 
 
 class EncodingRegistry(Set[str]):
     """Encodings by name; as a set, the names that this process can read and write.
 
     An unknown name is looked up once among the entry points of installed packages. Only the entry
-    point of exactly that name is imported, so that a name in hostile bytes imports nothing that
-    nobody installed for it.
+    point of exactly that name is imported, so that a name in untrusted bytes cannot import anything
+    not installed as that encoding.
 
     Args:
-        encodings: Those that are always there.
+        encodings: Built-in encodings.
     """
 
     def __init__(self, encodings: Iterable[Encoding]) -> None:
@@ -60,10 +60,10 @@ class EncodingRegistry(Set[str]):
         return sum(1 for _ in self)
 
     def register(self, encoding: Encoding) -> None:
-        """Add an encoding of another package, for this process.
+        """Register an encoding of another package in this process.
 
         Raises:
-            ConfigError: Its name is taken, or has no dot: such names are those of FORMAT.md.
+            ConfigError: The name is taken, or has no dot: such names are reserved for FORMAT.md.
         """
         name = encoding.name
         if len(name) > _SHOWN or not _OTHERS_NAME.fullmatch(name):
@@ -75,14 +75,14 @@ class EncodingRegistry(Set[str]):
             raise ConfigError(f"encoding {name!r} is registered already")
 
     def get(self, name: str, *, key: str = "") -> Encoding:
-        """The encoding of a name.
+        """Return the encoding of a name.
 
         Args:
-            name: From a document or a part.
-            key: Names that object in errors.
+            name: Name in a document or a part.
+            key: Key of that object, for errors.
 
         Raises:
-            UnsupportedFormatError: No installed package provides it, or it does not load.
+            UnsupportedFormatError: No installed package provides it, or it cannot be loaded.
         """
         found = self._find(name)
         if found is not None:
@@ -98,10 +98,10 @@ class EncodingRegistry(Set[str]):
         )
 
     def chosen(self, name: str) -> Encoding:
-        """The encoding that a user chose for changed elements.
+        """Return the encoding chosen by a user for changed elements.
 
         Raises:
-            ConfigError: It is unknown, or gives whole tensors.
+            ConfigError: The encoding is unknown, or stores whole tensors.
         """
         found = self._find(name)
         if found is not None and found.sparse:
@@ -114,7 +114,7 @@ class EncodingRegistry(Set[str]):
         )
 
     def _find(self, name: str) -> Encoding | None:
-        """The encoding of a name, imported if an installed package provides it."""
+        """Return the encoding of a name, imported if an installed package provides it."""
         found = self._known.get(name)
         if found is not None or name in self._failures:
             return found
@@ -131,7 +131,7 @@ class EncodingRegistry(Set[str]):
         return self._known.get(name)
 
     def _installed(self) -> Mapping[str, tuple[EntryPoint, ...]]:
-        """Entry points of installed packages, by name; read once, imported by nobody here."""
+        """Return entry points of installed packages by name, read once and not imported."""
         if self._found is None:
             from importlib.metadata import entry_points  # noqa: PLC0415 - 30 ms, seldom needed
 
@@ -158,4 +158,4 @@ def _package(entry_point: EntryPoint) -> str:
 ENCODINGS: Final = EncodingRegistry(
     (StepEncoding(), OverwriteEncoding(), DenseEncoding(), RawEncoding(), PlainEncoding())
 )
-"""Every encoding that this process reads and writes."""
+"""All encodings that this process can read and write."""

@@ -1,4 +1,4 @@
-"""Changed elements by their gaps: what ``step`` and ``overwrite`` have in common."""
+"""Base class of ``step`` and ``overwrite``: changed elements located by gaps."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from deltachain.kernels import host
 from deltachain.types import Bits, Indices
 
 WIDE_GAPS_BELOW: Final = 0.003
-"""Density below which 2-byte gaps in planes are smaller than 1-byte gaps (codec study 3d)."""
+"""Density below which 2-byte gaps in byte planes are smaller than 1-byte gaps (codec study 3d)."""
 
 
 class SparseEncoding(Encoding):
-    """Stores indices as gaps; a subclass stores the values.
+    """An encoding with indices stored as gaps; a subclass stores the values.
 
-    ``gap8``, or ``gap16.0`` and ``gap16.1``, hold the distances between changed elements.
+    Streams ``gap8``, or ``gap16.0`` and ``gap16.1``: the distances between changed elements.
 
     Attributes:
-        has_exceptions: Whether a segment counts ``exceptions`` and ``wide``; else both are 0.
+        has_exceptions: Whether segments have the counts ``exceptions`` and ``wide``; otherwise both
+            are 0.
     """
 
     sparse: ClassVar[bool] = True
@@ -36,14 +37,14 @@ class SparseEncoding(Encoding):
 
     @abstractmethod
     def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
-        """How far the values advance each stream; see :meth:`Encoding.streams`."""
+        """Return the length of the values in each stream; see :meth:`Encoding.streams`."""
 
     @abstractmethod
     def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:
         """Append the values of one segment.
 
         Returns:
-            ``exceptions`` and ``wide`` of the segment; 0 and 0 without such things.
+            The counts ``exceptions`` and ``wide`` of the segment; 0 and 0 if not applicable.
         """
 
     @abstractmethod
@@ -51,7 +52,7 @@ class SparseEncoding(Encoding):
         """Read the values of all segments.
 
         Raises:
-            MalformedError: They contradict the row, or are not written the one way.
+            MalformedError: The values contradict the row, or are not in canonical form.
         """
 
     @override
@@ -103,7 +104,7 @@ class SparseEncoding(Encoding):
 
 
 def _put_gaps(offsets: Indices, width: int, out: BucketWriter) -> int:
-    """Append the gaps of one segment; how many there are."""
+    """Append the gaps of one segment; return the number of gap entries."""
     gaps = host.encode_gaps(offsets, width)
     if width == 1:
         out.put("gap8", gaps)

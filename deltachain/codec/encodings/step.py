@@ -1,4 +1,4 @@
-"""``step``: changed elements as differences of bits, split into sign and magnitude."""
+"""Encoding ``step``: changed elements as differences of bits, split into sign and magnitude."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from deltachain.types import Bits, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class StepEncoding(SparseEncoding):
-    """Steps ``new - old``: the smallest, and the reader needs the base bits.
+    """Steps ``new - old``: the smallest encoding, but the reader needs the base bits.
 
-    Streams: ``sign`` and ``exception``, a bit a step; ``magnitude``, a byte where it is not 1;
-    ``wide.k``, the whole step where that byte does not hold its magnitude.
+    Streams: ``sign`` and ``exception``, one bit a step; ``magnitude``, one byte for each step with
+    a magnitude other than 1; ``wide.k``, the whole step if its magnitude is 255 or more.
     """
 
     name: ClassVar[str] = "step"
@@ -33,7 +33,7 @@ class StepEncoding(SparseEncoding):
     @override
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         nnz = int(changes.indices.size)
-        if 4 * nnz < spec.numel:  # even if every step were wide, the tensor would be larger
+        if 4 * nnz < spec.numel:  # smaller than the tensor even if every step were wide
             return nnz
         steps = changes.new - changes.old
         magnitude = np.minimum(steps, -steps)
@@ -71,7 +71,7 @@ class StepEncoding(SparseEncoding):
 
 
 def _add_up(split: SplitSteps, segments: tuple[Segment, ...]) -> bool:
-    """Whether each segment has as many exceptions and wide steps as it says."""
+    """Return whether the counts of exceptions and wide steps of each segment are right."""
     escaped = split.magnitude == 255
     at = short = 0
     for s in segments:
@@ -84,14 +84,14 @@ def _add_up(split: SplitSteps, segments: tuple[Segment, ...]) -> bool:
 
 
 def _is_canonical(split: SplitSteps) -> bool:
-    """Whether there is exactly one way to write these steps, and this is it."""
+    """Return whether steps are in canonical form."""
     escaped = split.magnitude == 255
     if bool(np.any(split.magnitude < 2)):
         return False
     if not split.wide.size and split.wide.itemsize > 1:
         return True
     negative = split.negative[split.exception]
-    if split.wide.itemsize == 1:  # a magnitude beyond the sign's range is a step of the other sign
+    if split.wide.itemsize == 1:  # larger magnitudes belong to the other sign
         return not bool(np.any(split.magnitude > negative + np.uint8(127)))
     again = host.split_steps(split.wide)
     if again.magnitude.size != split.wide.size or bool(np.any(again.magnitude != 255)):

@@ -1,1 +1,1 @@
-"""Publishing from trainers of other libraries."""
+"""Integrations with trainers of other libraries."""

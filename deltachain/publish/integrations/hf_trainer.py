@@ -1,4 +1,4 @@
-"""A callback for the Hugging Face Trainer and every TRL trainer."""
+"""Callback for the Hugging Face Trainer and every TRL trainer."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from deltachain.publish.receipt import PublishReceipt
 
 
 class DeltaChainCallback(TrainerCallback):
-    """Publishes the policy after every step: ``Trainer(..., callbacks=[DeltaChainCallback(url)])``.
+    """Publisher of the model at every step: ``Trainer(..., callbacks=[DeltaChainCallback(url)])``.
 
-    The chain begins, or is continued, at train begin; the last version is committed before training
-    ends. Metrics go into ``state.log_history``; after ``bind(trainer)`` to its reporters too. With
-    several ranks each publishes a part.
+    The chain is created or continued at the start of training; the last version is committed before
+    training ends. Metrics are logged in ``state.log_history`` and, after ``bind(trainer)``, to the
+    trainer's reporters. With several ranks, each publishes a part.
 
     Args:
-        url: Where the chain lies.
-        every_steps: Optimizer steps a version.
-        config: All settings at once; ``url`` replaces the one in it.
+        url: Location of the chain.
+        every_steps: Number of optimizer steps for each version.
+        config: All settings; ``url`` replaces the one in it.
         settings: Single settings, as fields of :class:`PublishConfig`.
 
     Attributes:
-        receipts: What was published, oldest first.
-        publisher: While the trainer trains.
+        receipts: Receipts of the published versions, oldest first.
+        publisher: The publisher during training; otherwise ``None``.
 
     Example:
         >>> callback = deltachain.DeltaChainCallback(new_url, every_steps=4)
@@ -54,7 +54,7 @@ class DeltaChainCallback(TrainerCallback):
         self._futures: list[Published] = []
 
     def bind(self, trainer: Trainer) -> Self:
-        """Send metrics through the trainer, to wherever it reports."""
+        """Send metrics to the reporters of a trainer."""
         self._trainer = trainer
         return self
 
@@ -67,7 +67,7 @@ class DeltaChainCallback(TrainerCallback):
         processing_class: object = None,
         **_: object,
     ) -> None:
-        """Begin or continue the chain; the model is wrapped by now, and its weights are final."""
+        """Create or continue the chain; the model is wrapped and its weights are loaded by now."""
         del args, state, control
         if model is None:
             return
@@ -78,7 +78,7 @@ class DeltaChainCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Publish; the global step counts this one by now, and a skipped one changes nothing."""
+        """Publish; the global step includes this step, and a skipped step changes nothing."""
         del control
         if self.publisher is None or state.global_step % self.every_steps:
             return
@@ -88,7 +88,7 @@ class DeltaChainCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Commit the last version, and close."""
+        """Commit the last version, and close the publisher."""
         del control
         if self.publisher is None:
             return
@@ -97,7 +97,7 @@ class DeltaChainCallback(TrainerCallback):
         self.publisher = None
 
     def _report(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Log the receipts that have come in since the last step."""
+        """Log the receipts since the last step."""
         arrived = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if not future.done()]
         for future in arrived:
@@ -109,8 +109,8 @@ class DeltaChainCallback(TrainerCallback):
                 self._log(receipt.metrics(), args, state)
 
     def _log(self, metrics: dict[str, float], args: TrainingArguments, state: TrainerState) -> None:
-        # TRL averages these into its next log line. A plain Trainer has no such place, and a line
-        # of our own for each version would drown its loss unless it logs each step.
+        # TRL averages these into its next log entry. A plain Trainer has no such buffer, and an
+        # entry for each version would outnumber its losses unless it logs each step.
         pending = getattr(self._trainer, "_metrics", None)
         if isinstance(pending, dict) and "train" in pending:
             for name, value in metrics.items():

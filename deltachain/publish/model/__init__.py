@@ -1,1 +1,1 @@
-"""The model that is published: its weights, shards and layout."""
+"""The published model: its weights, shards and layout."""

@@ -1,4 +1,4 @@
-"""Small files that make pulled weights a checkpoint: configuration and tokenizer."""
+"""Small files of a checkpoint besides its weights: configuration and tokenizer."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class SavesItself(Protocol):
 def collect_assets(
     model: nn.Module | TensorSource, config: PublishConfig, *others: object
 ) -> dict[str, bytes]:
-    """The files of the checkpoint at hand; else what model and tokenizer write themselves.
+    """Return the files of the configured checkpoint, else those written by model and tokenizer.
 
-    The checkpoint's own are preferred: a model that was loaded as fp32 masters would write a
-    configuration that says fp32.
+    The checkpoint's own files are preferred: a model loaded with fp32 master weights would write a
+    configuration with dtype fp32.
 
     Args:
         model: The model; an export has no files of its own.
-        config: ``assets`` or ``base`` may name the checkpoint.
-        others: A tokenizer or processor.
+        config: Settings; ``assets`` or ``base`` may name the checkpoint.
+        others: Tokenizer or processor of the model.
     """
     trusted = config.trust_remote_code
     folder = config.assets or config.base
@@ -52,7 +52,7 @@ def collect_assets(
 
 
 def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, bytes]:
-    """Files that a caller gave, with references to remote code removed unless trusted."""
+    """Return a caller's files, with references to remote code removed unless trusted."""
     trusted = config.trust_remote_code
     return {
         name: without_remote_code(name, data, trusted=trusted, where=config.url)

@@ -1,8 +1,8 @@
-"""Conversion of a model's tensors to those of its checkpoint, found by converting their indices.
+"""Conversion of a model's tensors to those of its checkpoint, found by converting indices.
 
-Models of transformers keep experts fused and some layers split or transposed, and undo that when
-they are saved. The conversion is found once, by running their own code on numbered elements
-in place of weights.
+Models of transformers keep experts fused and some layers split or transposed, and undo this when
+saved. The conversion is determined once, by running the model's own code on element numbers instead
+of weights.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Destination(NamedTuple):
-    """Elements of a live tensor that go to one checkpoint tensor; see :class:`ElementRun`."""
+    """Elements of a live tensor with one checkpoint tensor; see :class:`ElementRun`."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Where the elements of a live tensor go; see :class:`Route`.
+    """Mapping of a live tensor's elements to the checkpoint; see :class:`Route`.
 
     Attributes:
-        targets: The tensors of the checkpoint.
-        table: Position of every element, where the conversion separates neighbours.
+        targets: Destination tensors in the checkpoint.
+        table: Position of every element, if the conversion separates neighbours.
     """
 
     targets: tuple[Destination, ...]
@@ -54,14 +54,14 @@ class Conversion:
 
 
 def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
-    """Conversions of the tensors that are not in the checkpoint as the model has them.
+    """Find the conversions of all tensors that differ between model and checkpoint.
 
     Args:
-        model: Wrapped or not. Only models of transformers convert anything.
-        shapes: Of all live tensors, whole ones.
+        model: Model, wrapped or not; only models of transformers have conversions.
+        shapes: Full shapes of all live tensors.
 
     Raises:
-        ConfigError: The checkpoint has values that are computed, not moved.
+        ConfigError: The checkpoint has values that are computed instead of moved.
     """
     saved = _saved_by_transformers(model)
     if saved is None:
@@ -88,10 +88,10 @@ def as_saved(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str,
 
 
 def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
-    """The model of transformers inside its wrappers, if there is one."""
+    """Return the transformers model inside the wrappers, if there is one."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
-        return None  # a model of it would have imported it
+        return None  # not imported, so there is no such model
     while not isinstance(model, transformers.PreTrainedModel):
         inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
         if not isinstance(inner, nn.Module):
@@ -107,9 +107,9 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model without weights, with the classes that its modules had before FSDP2.
+    """Return the model without weights, with the module classes it had before FSDP2.
 
-    transformers finds the conversion of a model that was not loaded by the names of its classes.
+    transformers finds the conversion of a model that was not loaded by its class names.
     """
     if model not in _twins:
         kinds = type(model).__mro__
@@ -131,7 +131,7 @@ def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _groups(model: PreTrainedModel, shapes: Shapes) -> Iterator[list[str]]:
-    """Live tensors that are converted, grouped by the checkpoint tensors that they share."""
+    """Yield converted live tensors, grouped by shared checkpoint tensors."""
     groups: list[tuple[list[str], set[str]]] = []
     stubborn: list[str] = []
     for name, shape in shapes.items():
@@ -139,7 +139,7 @@ def _groups(model: PreTrainedModel, shapes: Shapes) -> Iterator[list[str]]:
         try:
             there = _convert(model, {name: meta})
         except (ValueError, RuntimeError, KeyError, IndexError):
-            stubborn.append(name)  # it takes several to convert
+            stubborn.append(name)  # converted only together with others
             continue
         if there.get(name) is meta:
             continue
@@ -154,7 +154,7 @@ def _groups(model: PreTrainedModel, shapes: Shapes) -> Iterator[list[str]]:
 
 
 def _numbered(model: PreTrainedModel, shapes: Shapes) -> list[Conversion]:
-    """Convert numbered elements in place of weights; name targets by their position."""
+    """Convert element numbers instead of weights; name targets by their position."""
     numbered = {
         name: (torch.arange(_numel(shape)) + (number << NUMBER_BIT)).view(shape)
         for number, (name, shape) in enumerate(shapes.items())
@@ -201,7 +201,7 @@ def _consecutive(indices: Indices) -> bool:
 
 
 def _renamed(conversion: Conversion, names: Sequence[str]) -> Conversion:
-    """This conversion with the tensor names of another layer."""
+    """Return the conversion with the tensor names of another layer."""
     targets = tuple(t._replace(name=names[int(t.name)]) for t in conversion.targets)
     return Conversion(targets, conversion.table)
 

@@ -1,8 +1,8 @@
 """Positions of a live tensor's elements in the checkpoint: pure index arithmetic.
 
 A rank of a sharded trainer holds a *box* of each tensor, and the checkpoint may have several
-tensors where the model has one (fused experts), or the same one in another order. A route leads
-from flat indices into what a rank holds to names and flat indices of the checkpoint.
+tensors for one of the model (fused experts), or the same tensor in another order. A route maps flat
+indices into a rank's box to names and flat indices of the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import numpy as np
 from deltachain.types import Indices, TensorSpec
 
 NUMBER_BIT: Final = 48
-"""In a route's table, the number of the slot lies above this bit, the element's index below: no
-tensor has 2**48 elements."""
+"""Bit that separates the slot number (above) from the element's index (below) in a route's table:
+no tensor has 2**48 elements."""
 PLACE: Final = (1 << NUMBER_BIT) - 1
 
 RUNS: Final = 1 << 18
-"""Most pieces that a window of an anchor may be in: each is a row of a part's directory."""
+"""Largest number of pieces of an anchor's window: each is a row of a part's directory."""
 
 Selection: TypeAlias = slice | Indices
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The block of a tensor that one rank holds, in row-major order.
+    """A rank's block of a tensor, in row-major order.
 
     Attributes:
         full: Shape of the whole tensor.
-        offset: Where the box begins in it.
-        shape: Of the box.
+        offset: Start of the box in each dimension of the tensor.
+        shape: Shape of the box.
     """
 
     full: tuple[int, ...]
@@ -44,22 +44,22 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """All of a tensor."""
+        """Return the box of a whole tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
-        """Elements held."""
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
     @property
     def is_rows(self) -> bool:
-        """Whether its elements are neighbours in the whole tensor too."""
+        """Whether the elements are also contiguous in the whole tensor."""
         return self.shape[1:] == self.full[1:]
 
     @property
     def run(self) -> int:
-        """Least number of consecutive elements that are consecutive in the whole tensor."""
+        """Shortest run of elements that are also consecutive in the whole tensor."""
         run = 1
         for full, held in zip(reversed(self.full), reversed(self.shape), strict=True):
             run *= held
@@ -68,7 +68,7 @@ class Box:
         return run
 
     def flat(self, local: Indices) -> Indices:
-        """Indices into the whole tensor, for ascending ones into the box; they ascend too."""
+        """Convert ascending indices into the box to ascending indices into the whole tensor."""
         if self.is_rows:
             first = self.offset[0] * math.prod(self.full[1:]) if self.full else 0
             return local + first if first else local
@@ -79,7 +79,7 @@ class Box:
         return at
 
     def before(self, index: int) -> int:
-        """Number of elements of the box before an index into the whole tensor."""
+        """Return the number of elements of the box before an index into the whole tensor."""
         if not self.numel:
             return 0
         count, stride, held = 0, math.prod(self.full), self.numel
@@ -89,16 +89,16 @@ class Box:
             if not offset <= at < offset + shape:
                 return count + held * min(max(at - offset, 0), shape)
             count += (at - offset) * held
-        return count + index  # of a tensor without dimensions
+        return count + index  # a tensor without dimensions
 
 
 class ElementRun(NamedTuple):
     """Consecutive elements of a live tensor that are consecutive in the checkpoint.
 
     Attributes:
-        spec: The checkpoint's tensor.
-        start: Flat index of the first in the live tensor; of no meaning where there is a table.
-        at: Flat index of the first in the checkpoint's; of no meaning where there is a table.
+        spec: Spec of the checkpoint tensor.
+        start: Flat index of the first element in the live tensor; unused if there is a table.
+        at: Flat index of the first element in the checkpoint tensor; unused if there is a table.
         numel: Number of elements.
     """
 
@@ -109,12 +109,12 @@ class ElementRun(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Some elements that a rank holds, all in one tensor of the checkpoint.
+    """Some elements of a rank, all in one checkpoint tensor.
 
     Attributes:
-        spec: That tensor.
-        select: Their positions among the elements that were routed.
-        indices: Flat indices into that tensor, ascending.
+        spec: Spec of the checkpoint tensor.
+        select: Positions of the elements among those routed.
+        indices: Ascending flat indices into the checkpoint tensor.
     """
 
     spec: TensorSpec
@@ -135,10 +135,10 @@ class Route:
     """Mapping from the elements of one live tensor on a rank to those of the checkpoint.
 
     Attributes:
-        box: The elements on the rank.
+        box: Box of the rank.
         slots: Runs of elements, ascending by ``start``; they cover the live tensor.
-        table: Where neighbours are separated: number of the slot and index in its tensor, for
-            every element of the whole live tensor. Shared by all tensors of one shape.
+        table: Slot number and index in its tensor for every element of the whole live tensor, if
+            neighbours are separated. Shared by all tensors of one shape.
     """
 
     box: Box
@@ -147,11 +147,11 @@ class Route:
 
     @classmethod
     def straight(cls, spec: TensorSpec, box: Box | None = None) -> Route:
-        """Route to the checkpoint's tensor of the same name and shape."""
+        """Return the route to the checkpoint tensor of the same name and shape."""
         return cls(box or Box.whole(spec.shape), (ElementRun(spec, 0, 0, spec.numel),))
 
     def all_of(self, spec: TensorSpec) -> slice | None:
-        """The slice of the box that is one whole checkpoint tensor, in order; else ``None``."""
+        """Return the slice of the box that is one whole checkpoint tensor, in order, if any."""
         for slot in self.slots if self.table is None else ():
             if slot.spec == spec and slot.numel == spec.numel:
                 low = self.box.before(slot.start)
@@ -160,7 +160,7 @@ class Route:
         return None
 
     def split(self, local: Indices) -> Iterator[Piece]:
-        """Split indices by tensor of the checkpoint.
+        """Split indices by checkpoint tensor.
 
         Args:
             local: Ascending flat indices into the box.
@@ -191,7 +191,7 @@ class Route:
                 yield slot.spec, order[low:high], codes[low:high] & PLACE
 
     def windows(self, limit: int) -> Iterator[AdjacentRuns]:
-        """All elements of the box, in pieces of at most ``limit`` elements."""
+        """Yield all elements of the box, in windows of at most ``limit`` elements."""
         if self.table is not None:
             at = self.box.flat(np.arange(self.box.numel))
             for spec, select, indices in self._look_up(self.table, at):
@@ -215,6 +215,6 @@ class Route:
 
 
 def _cuts(indices: Indices, limit: int) -> list[int]:
-    """Bounds of windows of at most ``limit`` elements and ``RUNS`` consecutive pieces."""
+    """Return bounds of windows of at most ``limit`` elements and ``RUNS`` consecutive pieces."""
     gaps = np.flatnonzero(np.diff(indices) != 1) + 1
     return sorted({indices.size, *range(0, indices.size, limit), *gaps[RUNS - 1 :: RUNS].tolist()})

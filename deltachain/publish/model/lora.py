@@ -1,7 +1,7 @@
-"""Exports of a model with LoRA adapters: the adapter alone, or the base with it merged.
+"""Exports of a model with LoRA adapters: the adapter alone, or merged into the base.
 
-Both are exports (see :meth:`Publisher.attach`) and leave the live model as it is: merging into live
-bf16 weights and taking that back changes most of them.
+Both are exports (see :meth:`Publisher.attach`) and leave the live model unchanged: merging into
+live bf16 weights and reverting would change most of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def adapter_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an adapter, by the names of ``adapter_model.safetensors``.
+    """Yield the tensors of an adapter, with the names of ``adapter_model.safetensors``.
 
     Raises:
         ConfigError: The model has no such adapter.
@@ -36,7 +36,7 @@ def adapter_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tupl
 
 
 def adapter_assets(model: PeftModel, adapter: str = "default") -> dict[str, bytes]:
-    """The configuration files of an adapter.
+    """Return the configuration files of an adapter.
 
     Raises:
         ConfigError: The model has no such adapter.
@@ -47,10 +47,10 @@ def adapter_assets(model: PeftModel, adapter: str = "default") -> dict[str, byte
 
 
 def merged_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the base model's checkpoint with one adapter added: ``W + s B A``.
+    """Yield the tensors of the base model's checkpoint with one adapter merged: ``W + s B A``.
 
-    The sum is taken in fp32 and rounded once, to the dtype of ``W``, into a tensor of its own.
-    Where layers are sharded, their low-rank factors are gathered, one layer at a time.
+    The sum is computed in fp32 and rounded once, to the dtype of ``W``, into a new tensor. Low-rank
+    factors of sharded layers are gathered, one layer at a time.
 
     Raises:
         ConfigError: The model has no such adapter, or it does more than add to linear layers.
@@ -89,7 +89,7 @@ def _added(layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401 
 
 
 def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
-    """Refuse adapters that do more than ``W + s B A`` of linear layers."""
+    """Refuse adapters other than ``W + s B A`` of linear layers."""
     wanted = (
         "use_dora",
         "lora_bias",

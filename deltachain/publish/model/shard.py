@@ -1,4 +1,4 @@
-"""The local shard of a live tensor."""
+"""Local shard of a live tensor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box
 
 INSTEAD: Final = "publish checkpoints with `deltachain push`, or an iterator of whole tensors"
-"""Hint for trainers whose shards do not say where they belong."""
+"""Hint for trainers with shards of unknown position."""
 
 
 def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
-    """The local part of a tensor, and its box in the whole. Communicates nothing.
+    """Return the local part of a tensor and its box, without communication.
 
     Args:
-        name: For errors.
+        name: Name of the tensor, for errors.
         tensor: A parameter or a buffer; a ``DTensor`` under FSDP2, tensor or expert parallelism.
 
     Raises:
-        ConfigError: Its sharding cannot be described by a box; the hint says what to do instead.
+        ConfigError: The shard is not a box; the hint names an alternative.
     """
     if not is_sharded(tensor):
         return tensor, Box.whole(tuple(tensor.shape))
@@ -33,7 +33,7 @@ def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
             hint="redistribute it before attaching",
         )
     full, local = tuple(sharded.shape), sharded.to_local()
-    if sharded.device_mesh.get_coordinate() is None:  # a tensor of other ranks
+    if sharded.device_mesh.get_coordinate() is None:  # the tensor is on other ranks
         return local, Box(full, (0,) * len(full), (0,) * len(full))
     rows = [_rows(sharded, dim) for dim in range(len(full))]
     offset = tuple(int(kept[0]) if len(kept) else 0 for kept in rows)
@@ -52,30 +52,30 @@ def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether it is a ``DTensor``; found without importing its slow module."""
+    """Return whether a tensor is a ``DTensor``, without importing its slow module."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local part of a tensor."""
+    """Return the local part of a tensor."""
     sharded: Any = tensor
     local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
     return local
 
 
 def _rows(sharded: Any, dim: int) -> Tensor:  # noqa: ANN401 - a DTensor
-    """Indices along one dimension that this rank keeps, found by sharding an ``arange`` alike."""
+    """Return this rank's indices along one dimension, by sharding an ``arange`` equally."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415
 
     def alike(placement: Any) -> Any:  # noqa: ANN401 - a placement
         if placement.is_replicate() or placement.dim != dim:
             return Replicate()
-        factor = getattr(placement, "split_factor", None)  # of FSDP on top of tensor parallelism
+        factor = getattr(placement, "split_factor", None)  # set by FSDP over tensor parallelism
         return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
 
     indices = torch.arange(sharded.shape[dim])
     placements = [alike(placement) for placement in sharded.placements]
-    # Without a rank to take data from, every rank splits its own copy.
+    # Without a source rank, every rank splits its own copy.
     split = distribute_tensor(indices, sharded.device_mesh, placements, src_data_rank=None)
     return split.to_local().cpu()
 
@@ -84,7 +84,7 @@ def refuse_foreign(model: nn.Module) -> None:
     """Refuse models sharded by FSDP1 or DeepSpeed.
 
     Raises:
-        ConfigError: The model is; the hint says what to do instead.
+        ConfigError: The model is sharded so; the hint names an alternative.
     """
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):

@@ -1,4 +1,4 @@
-"""The weights of a live model, under the names and dtypes of its checkpoint."""
+"""Weights of a live model, with the names and dtypes of its checkpoint."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The shard of one tensor of the model on this rank.
+    """Shard of one model tensor on this rank.
 
     Attributes:
-        spec: The model's name for it, wire dtype, shape of the whole tensor.
-        tensor: The local part of the parameter or buffer, as it was when weights were collected.
-        frozen: Whether it is not trained: then it is in anchors and digests only.
-        route: From its elements to those of the checkpoint.
-        is_buffer: Whether it is a buffer: then its values may differ between ranks.
+        spec: Name in the model, wire dtype, and shape of the whole tensor.
+        tensor: Local part of the parameter or buffer when the weights were collected.
+        frozen: Whether it is not trained; it is then part of anchors and digests only.
+        route: Mapping from its elements to those of the checkpoint.
+        is_buffer: Whether it is a buffer, whose values may differ between ranks.
     """
 
     spec: TensorSpec
@@ -44,23 +44,23 @@ class Weight:
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
-        """A whole tensor that is in the checkpoint under the same name and shape."""
+        """Return the weight of a whole tensor with equal name and shape in the checkpoint."""
         return cls(spec, tensor, frozen, Route.straight(spec))
 
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
-"""A function that yields every tensor under a unique name; called again for every version."""
+"""Function that yields all tensors with unique names, called again for every version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """Every tensor that a checkpoint of the model holds, once.
+    """All tensors of a model's checkpoint, tied ones once.
 
     Attributes:
-        weights: What this rank publishes, sorted by name.
-        specs: The tensors of the checkpoint, those of other ranks included, sorted by name.
-        aliases: Further names of tied weights, and the name each is published under.
-        live: Yields the live tensors.
+        weights: Weights published by this rank, sorted by name.
+        specs: Specs of all checkpoint tensors, also of other ranks, sorted by name.
+        aliases: Published name by further name of a tied weight.
+        live: Function that yields the live tensors.
     """
 
     weights: tuple[Weight, ...]
@@ -71,11 +71,11 @@ class ModelTensors:
     def live_weights(self) -> Iterator[Weight]:
         """Yield the weights with their current tensors, in the order of ``live``.
 
-        Loading a state may have replaced tensors, and an export makes new ones each time: no
-        reference is kept to any of them.
+        No references to tensors are kept, since loading a state may replace them, and an export
+        creates new ones each time.
 
         Raises:
-            ConfigError: A weight is gone, has another shape or dtype, or is no longer frozen.
+            ConfigError: A weight is missing, has another shape or dtype, or is no longer frozen.
         """
         missing = {weight.spec.name: weight for weight in self.weights}
         for name, tensor in self.live():
@@ -87,22 +87,22 @@ class ModelTensors:
 
     @property
     def numel(self) -> int:
-        """Elements of the checkpoint."""
+        """Number of elements of the checkpoint."""
         return sum(spec.numel for spec in self.specs)
 
     @property
     def held_numel(self) -> int:
-        """Elements that this rank publishes."""
+        """Number of elements published by this rank."""
         return sum(weight.route.box.numel for weight in self.weights)
 
     def table(self) -> Table:
-        """The chain's tensor table."""
+        """Return the chain's tensor table."""
         rows = tuple((spec.name, spec.dtype, spec.shape) for spec in self.specs)
         return Table(tensors=rows, aliases=dict(sorted(self.aliases.items())))
 
 
 def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
-    """The local part of a tensor, checked against the one that was attached."""
+    """Return the local part of a tensor; check that it matches the attached one."""
     name, then = weight.spec.name, weight.tensor
     local = local_of(tensor)
     if (local.shape, local.dtype) != (then.shape, then.dtype):
@@ -122,17 +122,17 @@ def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
 def collect_weights(
     model: nn.Module | TensorSource, *, dtype: str | None = None, checkpoint: Path | None = None
 ) -> ModelTensors:
-    """Collect the parameters and buffers of a model on this process, tied ones once.
+    """Collect the parameters and buffers of a model in this process, tied ones once.
 
     Args:
-        model: Wrapped or not; on any device; whole, or sharded as DTensors. Or an export, which
-            yields the tensors of a checkpoint in the dtypes to publish.
+        model: Model on any device, wrapped or not, whole or sharded as DTensors; or an export,
+            which yields the tensors of a checkpoint in the dtypes to publish.
         dtype: Wire dtype of every floating point weight.
-        checkpoint: Where the model's checkpoint lies, for the wire dtypes. Not given: where the
-            model says that it was loaded from, if that is a folder.
+        checkpoint: Folder of the model's checkpoint, for the wire dtypes; by default the folder
+            that the model was loaded from, if any.
 
     Raises:
-        ConfigError: The model cannot be published as it is; the hint says what to do instead.
+        ConfigError: The model cannot be published as it is; the hint names an alternative.
     """
     if not isinstance(model, nn.Module):
         return _collect_export(model, dtype)
@@ -163,7 +163,7 @@ def collect_weights(
 
 
 def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
-    """Collect the tensors of an export, without keeping them."""
+    """Collect the tensors of an export, without keeping references."""
     weights: dict[str, Weight] = {}
     for name, tensor in live():
         if name in weights:
@@ -199,10 +199,10 @@ def _weight(
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """The distinct specs, sorted by name.
+    """Return the distinct specs, sorted by name.
 
     Raises:
-        ConfigError: Two of them differ and have one name.
+        ConfigError: Two different specs have the same name.
     """
     found: dict[str, TensorSpec] = {}
     for spec in specs:
@@ -213,7 +213,7 @@ def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors by their first name, and the other names of tied ones."""
+    """Return tensors by their first name, and the other names of tied ones."""
     names: dict[int, str] = {}
     live: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -239,7 +239,7 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _refuse(name: str, tensor: Tensor) -> None:
-    """Refuse weights without bits of their own on the wire."""
+    """Refuse weights that have no bits of their own on the wire."""
     if tensor.is_meta:
         raise ConfigError(f"{name!r} has no data yet (meta device)", hint="attach after loading")
     if tensor.dtype not in WIRE_NAMES or not tensor.is_contiguous():
@@ -251,7 +251,7 @@ def _refuse(name: str, tensor: Tensor) -> None:
 
 
 def origin(model: nn.Module) -> Path | None:
-    """The folder that the model was loaded from: a path, or the Hub's cache of its repository."""
+    """Return the folder the model was loaded from: a path, or the cache of its Hub repository."""
     config = getattr(unwrapped(model), "config", None)
     name = getattr(config, "_name_or_path", "")
     if not name or Path(name).is_dir():
@@ -264,7 +264,7 @@ def origin(model: nn.Module) -> Path | None:
     try:
         commit = getattr(config, "_commit_hash", None)
         cached = try_to_load_from_cache(name, "config.json", revision=commit)
-    except HFValidationError:  # a name that is neither a folder nor a repository
+    except HFValidationError:  # neither a folder nor a repository
         return None
     return Path(cached).parent if isinstance(cached, str) else None
 
@@ -274,7 +274,7 @@ def _checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
         return {}
     try:
         checkpoint = Checkpoint(folder)
-    except (ConfigError, FormatError):  # a folder of other files says nothing about dtypes
+    except (ConfigError, FormatError):  # a folder without usable dtypes
         return {}
     return {name: spec.dtype for name, spec in checkpoint.specs.items()}
 
@@ -282,7 +282,7 @@ def _checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
 def _wire_dtype(
     targets: Sequence[Destination], tensor: Tensor, dtype: str | None, wire: Mapping[str, str]
 ) -> str:
-    """Wire dtype of all checkpoint tensors that a live tensor becomes."""
+    """Return the wire dtype of all checkpoint tensors of a live tensor."""
     own, name = WIRE_NAMES[tensor.dtype], targets[0].name
     found = {wire.get(target.name, own) for target in targets}
     if len(found) > 1:

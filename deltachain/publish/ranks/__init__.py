@@ -1,1 +1,1 @@
-"""What the ranks of a trainer do together: rendezvous, collectives, ownership of shards."""
+"""Coordination of a trainer's ranks: rendezvous, collectives, ownership of shards."""

@@ -1,4 +1,4 @@
-"""The barrier at every call of ``publish``: all ranks take a diff now, or none does."""
+"""Barrier at every call of ``publish``: all ranks take a diff at that step, or none does."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from deltachain.types import Version
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The decision for all ranks: take a diff now or not, and the newest committed version."""
+    """Decision for all ranks: whether to take a diff now, and the newest committed version."""
 
     go: bool
     head: Version = -1
 
 
 class PublishBarrier:
-    """A barrier for each call of ``publish``. A rank that misses one takes part in the next.
+    """Barrier for each call of ``publish``; a rank that misses one can join the next.
 
-    A call is identified by the trainer's step, so only ranks at the same step meet. Where steps
-    have no number, calls are counted: a rank that misses one then never meets the others again.
+    A call is identified by the trainer's step, so only ranks at the same step meet. Without step
+    numbers, calls are counted: a rank that misses one then never meets the others again.
 
     Args:
-        ranks: All ranks that publish.
+        ranks: All publishing ranks.
 
     Attributes:
-        topic: Of the last barrier; unique.
+        topic: Unique topic of the last barrier.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -48,12 +48,12 @@ class PublishBarrier:
 
     @contextmanager
     def meet(self) -> Iterator[Collective]:
-        """The collective in which the ranks decide at this call.
+        """Yield the collective in which the ranks decide at this call.
 
         Raises:
             RankError: A rank did not arrive in time.
         """
-        # Named by the call: a rank that missed a flush is in step at the next one.
+        # Named after the call: a rank that missed a flush can join the next one.
         self.topic = f"{self._call}.{self._again}"
         self._again += 1
         try:

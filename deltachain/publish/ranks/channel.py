@@ -1,8 +1,8 @@
-"""Small messages between the ranks of a trainer that publish one chain together; never weights.
+"""Small messages between the publishing ranks of a trainer; never weights.
 
-They go through the key-value store of ``torch.distributed``, not through its collectives: a
-collective that times out leaves its process group unusable, whereas a rank that is late here reads
-the decision made without it and is back in step.
+Messages use the key-value store of ``torch.distributed`` instead of its collectives: a collective
+that times out leaves its process group unusable, whereas a late rank here reads the decision made
+without it and continues.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ EVERY_RANK: Final = "every rank makes a publisher and attaches it, whatever it h
 
 
 class Ranks:
-    """The ranks of a trainer, or the single process of one.
+    """Group of a trainer's ranks, or a single process.
 
     Every rank calls the same methods, with the same topics, in the same order in each thread.
 
     Args:
         number: Rank of this process.
         count: Number of ranks.
-        deadline_s: Seconds that a rank may be behind the others.
-        store: Key-value store that they share; ``None`` for a single process.
+        deadline_s: Longest delay of a rank behind the others, in seconds.
+        store: Shared key-value store; ``None`` for a single process.
 
     Attributes:
-        number: As given.
-        count: As given.
-        deadline_s: As given.
+        number: Rank of this process.
+        count: Number of ranks.
+        deadline_s: Longest delay of a rank behind the others, in seconds.
     """
 
     def __init__(self, number: int, count: int, deadline_s: float, store: Any = None) -> None:  # noqa: ANN401
@@ -43,19 +43,19 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """A single process."""
+        """Return the group of a single process."""
         return cls(0, 1, 0.0)
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> Ranks:
-        """The ranks of a group of ``torch.distributed``, all of them by default.
+        """Join the ranks of a ``torch.distributed`` group, all ranks by default.
 
         Args:
-            group: This rank is in it.
-            deadline_s: Seconds that a rank may be behind the others.
+            group: Process group that contains this rank.
+            deadline_s: Longest delay of a rank behind the others, in seconds.
 
         Raises:
-            RankError: A rank did not join in time. Ranks that join again meet those that wait.
+            RankError: A rank did not join in time. Ranks that join again meet waiting ones.
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return cls.alone()
@@ -68,7 +68,7 @@ class Ranks:
         return cls(number, count, deadline_s, c10d.PrefixStore(f"{place}/{name}", shared))
 
     def _rendezvous(self) -> str:
-        """Meet all ranks on rank 0; a group name that no earlier attempt of them has."""
+        """Meet all ranks on rank 0; return a group name not used by any earlier attempt."""
         mine = uuid.uuid4().hex
         join_key = f"join/{self.number}"
         self._call(lambda: self._store.set(join_key, mine))
@@ -84,7 +84,7 @@ class Ranks:
         return name
 
     def _answer_joins(self, name: str) -> str:
-        """Wait for the join key of every rank; send each the group name, or which are missing."""
+        """Wait for the join key of every rank; send the group name, or the missing ranks."""
         join_keys = [f"join/{number}" for number in range(self.count)]
         refusal = None
         try:
@@ -103,7 +103,7 @@ class Ranks:
         return name
 
     def clone(self) -> Ranks:
-        """A copy for another thread; a thread that waits would block the others."""
+        """Return a copy for another thread, since a waiting thread would block others."""
         store = None if self._store is None else self._store.clone()
         return Ranks(self.number, self.count, self.deadline_s, store)
 
@@ -127,7 +127,7 @@ class Ranks:
         if not self.leads:
             return []
         messages = self._wait(self._keys(topic), self.deadline_s)
-        self._clean_up()  # every sender has read the messages before this one
+        self._clean_up()  # every sender has read all earlier messages
         return messages
 
     def broadcast(self, topic: str, message: bytes | None) -> bytes:
@@ -144,13 +144,13 @@ class Ranks:
             if self.count > 1:
                 self._post(topic, message)
             return message
-        # Rank 0 may itself have waited for others, and then for its store.
+        # Rank 0 may itself wait for other ranks, and then for its store.
         message = self._wait([topic], 3 * self.deadline_s)[0]
         self._clean_up()
         return message
 
     def all_gather(self, topic: str, message: bytes) -> list[bytes]:
-        """The messages of all ranks in their order, on every rank.
+        """Exchange a message with all ranks; return the messages in the order of ranks.
 
         Raises:
             RankError: A rank sent nothing in time.
@@ -164,7 +164,7 @@ class Ranks:
         return [f"{topic}/{number}" for number in range(self.count)]
 
     def _clean_up(self) -> None:
-        """Delete the messages of this rank that all others are known to have read."""
+        """Delete messages of this rank that all other ranks have certainly read."""
         posted, self._posted = self._posted, []
         for key in posted:
             self._call(lambda key=key: self._store.delete_key(key))

@@ -1,4 +1,4 @@
-"""A collective over JSON values of the ranks of a trainer; errors reach every rank."""
+"""Collectives over JSON values of a trainer's ranks; errors are raised on every rank."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHARED: Final = (
     errors.StoreWentBackError,
     errors.ConfigError,
 )
-"""Errors of rank 0 that every rank raises as they are; others become a ``RankError``."""
+"""Errors of rank 0 raised unchanged on every rank; others become a ``RankError``."""
 
 
 FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
-"""Errors of a rank that are sent to the others, a full disk and a full GPU among them."""
+"""Errors of a rank that are sent to the others, such as a full disk or GPU."""
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """An error on a rank, as it is sent."""
+    """Serialised error of a rank."""
 
     kind: str
     message: str
@@ -37,7 +37,7 @@ class RankFailure(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """The value of a rank, or its error."""
+    """Value or error of a rank."""
 
     value: msgspec.Raw = msgspec.Raw(b"null")
     failure: RankFailure | None = None
@@ -46,8 +46,8 @@ class Message(msgspec.Struct, frozen=True):
 class Collective:
     """One collective of all ranks, as a ``with`` block: gather and broadcast, or all-gather.
 
-    An error in the block is sent in place of the value that the other ranks wait for, so that it is
-    raised on all of them. A single rank gets its own values back; nothing is encoded.
+    An error in the block is sent instead of the value awaited by the other ranks, so that it is
+    raised on all of them. A single rank gets its own values back, without encoding.
 
     ::
 
@@ -57,7 +57,7 @@ class Collective:
 
     Args:
         ranks: All ranks.
-        topic: Name of this collective, unique among those of these ranks.
+        topic: Name of this collective, unique for these ranks.
     """
 
     def __init__(self, ranks: Ranks, topic: str) -> None:
@@ -84,7 +84,7 @@ class Collective:
 
         Args:
             value: On rank 0; ignored on the others.
-            kind: Its type.
+            kind: Type of the value.
 
         Raises:
             DeltaChainError: Rank 0 failed, or sent nothing in time.
@@ -127,7 +127,7 @@ class Collective:
         message = msgspec.json.encode(Message(failure=_failure(error)))
         try:
             if not self._has_sent:
-                # Whether others gather or all-gather: rank 0 waits for all of them, and leaves its
+                # Correct for gather and all-gather: rank 0 waits for all ranks, and leaves its
                 # message for them to read.
                 send = self._ranks.all_gather if self._ranks.leads else self._ranks.gather
                 send(self._parts, message)

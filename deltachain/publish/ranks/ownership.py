@@ -1,4 +1,4 @@
-"""Assignment of shards to the ranks that publish them: pure functions of what every rank holds."""
+"""Assignment of shards to publishing ranks: pure functions of the shards on every rank."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box
 
 HeldBoxes: TypeAlias = Mapping[str, Box]
-"""Boxes that one rank holds, by name of the live tensor."""
+"""Boxes on one rank, by name of the live tensor."""
 
 
 def assign_shards(
     holdings: Sequence[HeldBoxes], *, of_the_first: Collection[str] = ()
 ) -> list[frozenset[str]]:
-    """Assign every box to one of the ranks that hold it, with about equal elements for each rank.
+    """Assign every box to one rank that has it, with about equal numbers of elements a rank.
 
-    Every rank computes the same assignment from the same holdings. Coordinate 0 of all mesh
-    dimensions that replicate would not do: a tensor outside of a plan has a mesh of its own.
+    Every rank computes the same assignment from the same input. Coordinate 0 of all replicating
+    mesh dimensions would not work: a tensor outside a parallelism plan has a mesh of its own.
 
     Args:
-        holdings: Of every rank.
-        of_the_first: Names that the first rank holding them publishes: buffers, whose values may
-            differ between ranks, are then all from one rank.
+        holdings: Boxes on each rank.
+        of_the_first: Names published by the first rank that has them: buffers, whose values may
+            differ between ranks, then all come from one rank.
 
     Returns:
-        The names that each rank publishes.
+        Names published by each rank.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, holding in enumerate(holdings):
@@ -46,10 +46,10 @@ def assign_shards(
 
 
 def check_cover(name: str, boxes: Sequence[Box]) -> None:
-    """Check that the boxes of all ranks, each counted once, cover the tensor.
+    """Check that the distinct boxes of all ranks cover the tensor.
 
     Raises:
-        ConfigError: Elements are missing, or are in several boxes that are not the same.
+        ConfigError: Elements are missing, or are in several different boxes.
     """
     full = boxes[0].full
     if any(box.full != full for box in boxes):
@@ -72,7 +72,7 @@ def check_cover(name: str, boxes: Sequence[Box]) -> None:
 
 
 def _tile(part: Sequence[tuple[int, int]], size: int) -> bool:
-    """Whether intervals follow one another from 0 to a size."""
+    """Return whether intervals are contiguous from 0 to a size."""
     at = 0
     for start, length in part:
         if start != at:

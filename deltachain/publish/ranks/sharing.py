@@ -1,4 +1,4 @@
-"""Ranks exchange what each holds, and divide it: every element is published by one of them."""
+"""Division of the weights between ranks, so that each element is published by one rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from deltachain.types import TensorSpec
 
 
 class HeldShard(msgspec.Struct, frozen=True):
-    """The shard of one live tensor on one rank, as it is sent to the others.
+    """Serialised description of one rank's shard of a live tensor.
 
     Attributes:
         full: Shape of the whole tensor.
-        offset: Where the shard begins in it.
-        shape: Of the shard.
+        offset: Start of the shard in each dimension of the tensor.
+        shape: Shape of the shard.
         frozen: Whether it is not trained.
-        is_buffer: Whether it is a buffer: the first rank that holds one publishes it.
+        is_buffer: Whether it is a buffer, published by the first rank that has it.
         bits: Digest of the shard: copies on several ranks must be equal.
     """
 
@@ -44,7 +44,7 @@ class HeldShard(msgspec.Struct, frozen=True):
 
 
 class HeldShards(msgspec.Struct, frozen=True):
-    """All shards on one rank, and the tensors of the checkpoint that they are part of."""
+    """All shards on one rank, and their checkpoint tensors."""
 
     held: dict[str, HeldShard]
     specs: tuple[tuple[str, str, tuple[int, ...]], ...]
@@ -52,15 +52,15 @@ class HeldShards(msgspec.Struct, frozen=True):
 
 
 def divide(collect: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
-    """Collect the weights on every rank, and divide them; returns those that this rank publishes.
+    """Collect the weights on every rank, and divide them; return those published by this rank.
 
     Args:
-        collect: Collects the weights on this rank.
-        ranks: All ranks that publish.
+        collect: Function that collects the weights on this rank.
+        ranks: All publishing ranks.
 
     Raises:
-        ConfigError: A rank's model cannot be published, the ranks' parts are not a whole model, or
-            copies of one piece differ.
+        ConfigError: A rank's model cannot be published, the ranks' shards are not a whole model,
+            or copies of a shard differ.
         RankError: Another rank failed, or did not answer in time.
     """
     with Collective(ranks, "held") as collective:
@@ -91,7 +91,7 @@ def _held(weight: Weight, *, alone: bool) -> HeldShard:
 
 
 def _check(holdings: Sequence[HeldShards]) -> None:
-    """Raise unless the ranks together hold one model."""
+    """Check that the ranks together have one whole model."""
     if not any(holding.held for holding in holdings):
         raise ConfigError("there are no weights", hint="no rank has any part of a model")
     for name in sorted({name for holding in holdings for name in holding.held}):

@@ -1,1 +1,1 @@
-"""The store of folders of a file system."""
+"""Store in a folder of a file system."""

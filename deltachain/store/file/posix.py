@@ -1,7 +1,7 @@
-"""Steps on a POSIX file system that ``FileStore`` is made of.
+"""POSIX file operations of ``FileStore``.
 
-Folders are file descriptors and names are relative to them, so that nothing which is renamed or
-replaced by a symbolic link meanwhile leads a step to another place.
+Folders are file descriptors and names are relative to them, so that a concurrent rename or
+replacement by a symbolic link cannot redirect an operation elsewhere.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from deltachain.errors import ConfigError
 from deltachain.store.base import is_segment
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
-# Without O_NONBLOCK, opening a FIFO that somebody left here would wait for its writer.
+# Without O_NONBLOCK, opening a FIFO in the folder would wait for its writer.
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _CREATE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 _LEFTOVER: Final = re.compile(r"\.tmp-[0-9a-f]{16}")
@@ -30,12 +30,12 @@ _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.E
 
 @contextmanager
 def open_folder(root: Path, folders: Sequence[str], *, create: bool = False) -> Iterator[int]:
-    """Walk from ``root`` down to a folder, through no symbolic link below the root.
+    """Open a folder below ``root`` without following symbolic links below the root.
 
     Raises:
-        FileNotFoundError: A folder is absent, and was not made or was removed at once.
-        NotADirectoryError: Something else is in the place of a folder.
-        OSError: ELOOP for a symbolic link; whatever else the file system says.
+        FileNotFoundError: A folder does not exist, or was removed immediately after its creation.
+        NotADirectoryError: A path component is not a folder.
+        OSError: ELOOP for a symbolic link; any other error of the file system.
         ConfigError: The root is not a folder.
     """
     descriptor = _open_root(root, create=create)
@@ -53,8 +53,8 @@ def open_file(name: str, folder: int) -> tuple[int, os.stat_result]:
     """Open a regular file for reading; the caller closes the descriptor.
 
     Raises:
-        FileNotFoundError: The name is absent, or something that is not a file has it.
-        OSError: ELOOP for a symbolic link; whatever else the file system says.
+        FileNotFoundError: The name does not exist or is not a regular file.
+        OSError: ELOOP for a symbolic link; any other error of the file system.
     """
     file = os.open(name, _READ, dir_fd=folder)
     status = os.fstat(file)
@@ -65,7 +65,7 @@ def open_file(name: str, folder: int) -> tuple[int, os.stat_result]:
 
 
 def stat_file(name: str, folder: int) -> os.stat_result:
-    """Look a regular file up; raises as ``open_file``."""
+    """Return the status of a regular file; raises as ``open_file``."""
     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(status.st_mode):
         raise _link_refused(name)
@@ -75,7 +75,7 @@ def stat_file(name: str, folder: int) -> os.stat_result:
 
 
 def is_same_file(name: str, other: str, folder: int) -> bool:
-    """Whether two names in a folder are links to one file; not if either is absent."""
+    """Return whether two names in a folder are links to one file; false if either is absent."""
     try:
         return os.path.samestat(
             os.stat(name, dir_fd=folder, follow_symlinks=False),
@@ -86,7 +86,7 @@ def is_same_file(name: str, other: str, folder: int) -> bool:
 
 
 def _open_root(root: Path, *, create: bool) -> int:
-    """Open the root, which may itself be a symbolic link: whoever named it chose it."""
+    """Open the root, which may itself be a symbolic link, as chosen by the user."""
     try:
         return os.open(root, _FOLDER)
     except FileNotFoundError:
@@ -107,13 +107,13 @@ def _link_refused(name: str) -> OSError:
 
 
 def _enter(name: str, parent: int, *, create: bool) -> int:
-    """Open a folder in a folder; make it where it is absent and ``create`` is set."""
+    """Open a subfolder; create it if it is absent and ``create`` is set."""
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
     except FileNotFoundError:
         if not create:
             raise
-    except NotADirectoryError as exc:  # what Linux says to a symbolic link as well
+    except NotADirectoryError as exc:  # Linux raises this for a symbolic link as well
         if stat.S_ISLNK(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
             raise _link_refused(name) from exc
         raise
@@ -125,9 +125,13 @@ def _enter(name: str, parent: int, *, create: bool) -> int:
 
 @contextmanager
 def temporary_file(data: memoryview, folder: int) -> Iterator[str]:
-    """A file on disk with these bytes, under a name that no key has, until the block ends."""
+    """Write the bytes to a temporary file, durably; yield its name, and remove it at the end.
+
+    No key can have this name.
+    """
     name = f".tmp-{secrets.token_hex(8)}"
-    # Not mkstemp, which lets nobody else read: followers may run as other users. The umask decides.
+    # Not mkstemp, whose files only their owner can read: followers may run as other users, so the
+    # umask decides.
     file = os.open(name, _CREATE, 0o666, dir_fd=folder)
     try:
         try:
@@ -138,16 +142,17 @@ def temporary_file(data: memoryview, folder: int) -> Iterator[str]:
             os.close(file)
         yield name
     finally:
-        # Absent after a rename. If it stays, nobody sees it; what counts is how the write ended.
+        # Absent after a rename. A leftover file is invisible; only the result of the write counts.
         with suppress(OSError):
             os.unlink(name, dir_fd=folder)
 
 
 def sweep(folder: int) -> None:
-    """Remove the temporary files of writers that were killed more than a day ago.
+    """Remove temporary files of writers that were killed more than a day ago.
 
-    Call it after a change to the folder, whose time then tells what time it is on the file system:
-    the clock of this machine may be another. A failure to remove them is none: nobody sees them.
+    Call this after a change to the folder: its modification time is then the current time of the
+    file system, whose clock may differ from this machine's. Failures are ignored, since no reader
+    sees these files.
     """
     with suppress(OSError):
         now = os.fstat(folder).st_mtime
@@ -161,25 +166,25 @@ def sweep(folder: int) -> None:
 
 
 def scan(folder: int) -> list[tuple[str, os.stat_result]]:
-    """Files and folders in a folder that a key can name, in the order of the keys below them."""
+    """List files and folders whose names are valid in keys, in the order of the keys below them."""
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if not is_segment(entry.name):
                 continue
-            with suppress(FileNotFoundError):  # deleted since
+            with suppress(FileNotFoundError):  # deleted meanwhile
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISDIR(status.st_mode):
                     found.append((f"{entry.name}/", entry.name, status))
                 elif stat.S_ISREG(status.st_mode):
                     found.append((entry.name, entry.name, status))
-    # "a.b" sorts before "a/b": a folder stands where its slash puts it, not where its name ends.
+    # "a.b" sorts before "a/b": the trailing slash of a folder counts in the order.
     found.sort(key=lambda item: item[0])
     return [(name, status) for _, name, status in found]
 
 
 def fsync_folder(folder: int) -> None:
-    """Make the entries of a folder durable, where the file system has a notion of it."""
+    """Make the entries of a folder durable, if the file system supports it."""
     try:
         os.fsync(folder)
     except OSError as exc:

@@ -1,8 +1,8 @@
 """Objects as files below one folder, on a local disk or a shared file system such as NFS.
 
 A write goes to a hidden temporary file in the folder of its object and becomes visible by one
-``rename`` or ``link``, so that a killed writer leaves nothing that anybody reads. Symbolic links
-below the root are refused, so that a key never leads out of it.
+``rename`` or ``link``, so that a killed writer leaves no visible object. Symbolic links below the
+root are refused, so that a key never leads out of it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from deltachain.types import Buffer
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
 
 _MAX_PRUNE_RACES: Final = 32
-"""Attempts of one write whose folder others keep removing; each of them takes a delete to fail."""
+"""Attempts of one write whose folder other processes remove; each failure needs a delete."""
 
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -66,20 +66,20 @@ _HINTS: Final = {
 }
 
 _Commit: TypeAlias = Callable[[str, int], None]
-"""Makes the temporary file of this name visible, in the folder of this descriptor."""
+"""Function that makes a temporary file visible; arguments: its name, descriptor of its folder."""
 
 
 @guarded
 class FileStore(SimpleStore):
-    """Objects as files below ``root``, shared by every process and machine that sees the folder.
+    """Objects as files below ``root``, shared by all processes and machines with access to it.
 
-    The root is made by the first write. A writer that was killed leaves a file ``.tmp-*`` behind
-    that no method shows. Once it is a day old it is removed by the first write of another store
-    into the same folder, or by a delete in it.
+    The first write creates the root. A killed writer leaves a file ``.tmp-*`` behind that no method
+    shows. Once it is a day old, the first write of another store into the same folder, or a delete
+    in it, removes it.
 
-    On NFS other machines see a new object, and a listing shows it, up to the attribute cache time
-    of their mount later (``actimeo``). ``put_if_absent`` is decided by the server: it has one
-    winner there too.
+    On NFS, other machines see a new object, also in listings, with a delay of up to the attribute
+    cache time of their mount (``actimeo``). ``put_if_absent`` is decided by the server, so it has
+    exactly one winner there too.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -89,13 +89,13 @@ class FileStore(SimpleStore):
     @property
     @override
     def url(self) -> str:
-        """``file://`` and the absolute path of the root."""
+        """URL of the store: ``file://`` and the absolute path of the root."""
         return self._root.as_uri()
 
     @property
     @override
     def capabilities(self) -> Capabilities:
-        """Everything; see the class about NFS."""
+        """All guarantees; see the class for NFS."""
         return _CAPABILITIES
 
     @override
@@ -109,10 +109,10 @@ class FileStore(SimpleStore):
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object under a key that has none; see ``Store``.
+        """Write an object if the key has none; see ``Store``.
 
         Raises:
-            ConfigError: The file system has no hard links. Looking first and writing then would let
+            ConfigError: The file system has no hard links. A check followed by a write would let
                 two publishers win, so it is not done.
         """
 
@@ -139,9 +139,9 @@ class FileStore(SimpleStore):
 
     @override
     def delete(self, key: str) -> None:
-        """Remove an object if there is one, and the folders that this leaves empty; see ``Store``.
+        """Delete an object and the folders that become empty; see ``Store``.
 
-        A deleted object may be back after a power cut.
+        A deleted object may reappear after a power failure.
         """
         folders, leaf = _split(check_key(key))
         with self._errors_named(key):
@@ -184,9 +184,9 @@ class FileStore(SimpleStore):
         try:
             os.link(temporary, _leaf(key), src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as exc:
-            # A file server may make the link and lose the reply; the repeated request then finds
-            # the name taken, by us. Not asked of the link count: a backup may have linked it too,
-            # and an NFS client looks the new name up afresh but may have the old count cached.
+            # A file server may create the link and lose the reply; the repeated request then finds
+            # our own link. The link count cannot tell: a backup may have linked the file too, and
+            # an NFS client looks up the new name afresh but may have the old count cached.
             if is_same_file(temporary, _leaf(key), folder):
                 return
             if exc.errno == errno.EEXIST:
@@ -215,7 +215,7 @@ class FileStore(SimpleStore):
 
     @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
-        """Open an object for reading, and say how many bytes it has."""
+        """Open an object for reading; yield its descriptor and its size in bytes."""
         folders, leaf = _split(key)
         try:
             with open_folder(self._root, folders) as folder:
@@ -228,7 +228,7 @@ class FileStore(SimpleStore):
             os.close(file)
 
     def _pread(self, key: str, file: int, start: int, length: int) -> bytes:
-        """Read ``length`` bytes, in as many calls as it takes: one returns 2 GiB at most."""
+        """Read ``length`` bytes, in several calls if needed: one call returns 2 GiB at most."""
         parts: list[bytes] = []
         end = start + length
         while start < end:
@@ -256,8 +256,8 @@ class FileStore(SimpleStore):
                 yield ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
 
     def _prune(self, folders: Sequence[str]) -> None:
-        """Remove a folder and its parents as far as they are empty."""
-        # Any failure means that a folder is in use or not ours to remove; empty ones do no harm.
+        """Remove a folder and its parents while they are empty."""
+        # A failure means that a folder is in use or cannot be removed; an empty folder is harmless.
         with suppress(OSError):
             for depth in range(len(folders) - 1, -1, -1):
                 with open_folder(self._root, folders[:depth]) as parent:
@@ -265,10 +265,10 @@ class FileStore(SimpleStore):
 
     @contextmanager
     def _errors_named(self, key: str) -> Iterator[None]:
-        """Turn what the operating system says into what a caller does next."""
+        """Turn errors of the operating system into errors of deltachain."""
         try:
             yield
-        except DeltaChainError:  # some of ours are an OSError too
+        except DeltaChainError:  # some of them are an OSError too
             raise
         except OSError as exc:
             message = f"object {key!r} in {self.url}: {exc.strerror or exc}"

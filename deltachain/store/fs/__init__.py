@@ -1,1 +1,1 @@
-"""Stores of fsspec."""
+"""Stores through fsspec."""

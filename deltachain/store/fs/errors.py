@@ -1,7 +1,7 @@
-"""From the errors and metadata of fsspec to those of deltachain.
+"""Conversion of fsspec's errors and metadata to those of deltachain.
 
-Most raise an ``OSError``. Some let through what the library below them raises; such classes are
-looked up among the modules that are loaded, because none of these libraries need be installed.
+Most file systems raise an ``OSError``. Some pass on errors of the library below them; such classes
+are looked up in the loaded modules, because none of these libraries needs to be installed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _CREDENTIALS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """Every class that the file systems loaded by now raise when a storage fails."""
+    """Return all error classes by which the loaded file systems report storage failures."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _FOREIGN)
     return (OSError, *(kind for kind in found if kind is not None))
 
 
 def store_error(error: BaseException, key: str, url: str) -> StoreError:
-    """Build the error for a failure: refused, or not answered. No credentials are in it."""
+    """Build the error for a failure, access denied or unavailable, without credentials in it."""
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     words = _CREDENTIALS.sub("", str(words).partition("\n")[0])
     message = f"object {key!r} in {url}: {words}" if key else f"{url}: {words}"
@@ -53,12 +53,12 @@ def _is_refusal(error: BaseException) -> bool:
         isinstance(error, PermissionError)
         or type(error).__name__ in _REFUSALS
         or not codes.isdisjoint({"401", "403"})
-        or str(error).startswith("Forbidden: ")  # all that gcsfs says of a 403
+        or str(error).startswith("Forbidden: ")  # the only sign of a 403 from gcsfs
     )
 
 
 def modified(info: Mapping[str, Any]) -> float | None:
-    """When an object was written, under whichever name and in whichever form it is told."""
+    """Return the time of an object's write, from any field and format that fsspec uses."""
     value = next((info[name] for name in _TIMES if info.get(name) is not None), None)
     if isinstance(value, str):
         try:

@@ -1,8 +1,8 @@
-"""What the file systems of fsspec promise: a table, by protocol, and why.
+"""Guarantees of the file systems of fsspec: a table by protocol, with reasons.
 
-fsspec gives every storage the same methods, not the same guarantees, and does not say which one
-gives what. Each line here is what the source of the file system and the documentation of the
-storage behind it say. A protocol that has no line is read, and not written.
+fsspec gives every storage the same methods, but not the same guarantees, and does not declare them.
+Each row follows the source of the file system and the documentation of its storage. A protocol
+without a row can be read but not written.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Final, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promises:
-    """What one file system promises.
+    """Guarantees of one file system.
 
     Attributes:
-        writes: How an object becomes visible whole: ``put`` where ``pipe_file`` does that by
-            itself, ``rename`` where a file must be written under another name and renamed over the
-            old one, ``swap`` where a rename refuses a name that is taken, so that the old object is
-            removed first and readers may for a moment find none. ``none``: nobody knows how.
-        create: Arguments that make ``pipe_file`` fail, by a decision of the storage itself, where
-            the object exists; None where nothing does. The default of fsspec looks first and
-            writes then, which is not this.
-        list_consistent: A listing shows every object whose write returned before it began.
-        threads: The file system may be used by several threads at once, or has a loop of its own.
-        package: What to install for it, as pip takes it.
+        writes: Method that makes an object visible whole: ``put`` if ``pipe_file`` does so by
+            itself, ``rename`` if a file must be written under another name and renamed over the
+            old one, ``swap`` if a rename refuses an existing name, so that the old object is
+            removed first and readers may find none for a moment, ``none`` if no method is known.
+        create: Arguments that make ``pipe_file`` fail if the object exists, by a decision of the
+            storage itself; None if there are none. The default of fsspec checks first and then
+            writes, which does not count.
+        list_consistent: Whether a listing shows every object whose write returned before it began.
+        threads: Whether several threads may use the file system at once, or it has its own loop.
+        package: Package to install for it, as pip takes it.
     """
 
     writes: Literal["put", "rename", "swap", "none"] = "none"
@@ -37,21 +37,21 @@ class Promises:
 
 
 UNKNOWN: Final = Promises(threads=False)
-"""Of a protocol that has no line."""
+"""Guarantees of a protocol without a row."""
 
 # ifGenerationMatch=0 on single and resumable uploads. Zonal buckets ignore it, and are refused.
 _GCS: Final = Promises(
     writes="put", create={"mode": "create"}, list_consistent=True, package="deltachain[gcs]"
 )
-# If-None-Match: * on Put Blob and Put Block List. Not mode="create": older releases pass it on.
+# If-None-Match: * on Put Blob and Put Block List. Not mode="create": old releases pass it through.
 _AZURE: Final = Promises(
     writes="put", create={"overwrite": False}, list_consistent=True, package="deltachain[azure]"
 )
-# s3fs sends If-None-Match and says that only AWS is known to heed it; s3:// finds out by itself.
+# s3fs sends If-None-Match, documented as known to work on AWS only; s3:// tests the server itself.
 _S3: Final = Promises(writes="put", list_consistent=True, package="s3fs")
-# Opening with "xb" would claim the name before the bytes are there, and be no whole object.
+# Opening with "xb" would create the name before its bytes: not a whole object.
 _LOCAL: Final = Promises(writes="rename", list_consistent=True)
-# posix-rename@openssh.com replaces in one step; two clients that look first may both find nothing.
+# posix-rename@openssh.com replaces atomically; two clients that check first may both find nothing.
 _SFTP: Final = Promises(writes="rename", list_consistent=True, threads=False, package="paramiko")
 
 PROMISES: Final[Mapping[str, Promises]] = {
@@ -61,12 +61,12 @@ PROMISES: Final[Mapping[str, Promises]] = {
     "file": _LOCAL,
     "gcs": _GCS,
     "gs": _GCS,
-    # HDFS and Windows shares refuse to rename onto a name that is taken.
+    # HDFS and Windows shares refuse to rename onto an existing name.
     "hdfs": Promises(writes="swap", list_consistent=True, package="pyarrow"),
     "local": _LOCAL,
-    # "create" looks into a dict and writes then, with no lock around both.
+    # "create" checks a dict and then writes, without a lock around both.
     "memory": Promises(writes="put", list_consistent=True),
-    # Object stores whose file systems have no exclusive create; nothing was read about listings.
+    # Object stores whose file systems have no exclusive create; listing guarantees are unknown.
     "oci": Promises(writes="put", package="ocifs"),
     "oss": Promises(writes="put", package="ossfs"),
     "s3a": _S3,
@@ -75,7 +75,7 @@ PROMISES: Final[Mapping[str, Promises]] = {
     "ssh": _SFTP,
     "tos": Promises(writes="put", package="tosfs"),
 }
-"""What is known, by protocol."""
+"""Known guarantees, by protocol."""
 
 WRAPPERS: Final = frozenset(
     {
@@ -95,10 +95,10 @@ WRAPPERS: Final = frozenset(
         "zip",
     }
 )
-"""Protocols that show another file system, through a cache or as one file."""
+"""Protocols that wrap another file system, through a cache or as one file."""
 
 
 def promises_of(protocol: str | Sequence[str]) -> Promises:
-    """What is known of a file system that goes by one or more names."""
+    """Return the known guarantees of a file system with one or more protocol names."""
     names = (protocol,) if isinstance(protocol, str) else protocol
     return next((PROMISES[name] for name in names if name in PROMISES), UNKNOWN)

@@ -1,8 +1,8 @@
-"""Objects wherever fsspec reaches: Google and Azure buckets, SFTP, Windows shares and others.
+"""Objects in any storage of fsspec: Google and Azure buckets, SFTP, Windows shares and others.
 
-fsspec hides what a storage guarantees, so that is looked up by protocol; see ``PROMISES``. Nothing
-is claimed that the storage does not decide by itself: where two writers race for a key, looking
-first and writing then lets both win.
+fsspec does not declare a storage's guarantees, so they are looked up by protocol; see ``PROMISES``.
+Only guarantees of the storage itself count: if two writers race for a key, a check followed by a
+write lets both win.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _PIECE: Final = 16 << 20
-"""Bytes of one ranged read of a large object."""
+"""Size of one ranged read of a large object, in bytes."""
 
 _TOGETHER: Final = 8
-"""Ranged reads at once: what they hold is copied into the result before the next ones begin."""
+"""Concurrent ranged reads; their bytes are copied into the result before the next ones begin."""
 
 _NO_OBJECT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)
@@ -64,19 +64,19 @@ _IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)
 class FsspecStore(Store):
     """Objects below one path of an fsspec file system.
 
-    What it promises depends on the protocol. Where nobody knows how to write an object whole, it
-    can be read and not written. ``put`` is as durable as the storage makes it: object stores are
-    when they answer, others are not synced. Temporary files are hidden ``.tmp-*`` files; those of a
-    killed writer stay. Requests that fail are repeated by the file systems of object stores, by
-    others not.
+    Its guarantees depend on the protocol. If no atomic write is known for a protocol, the store can
+    be read but not written. Durability of ``put`` depends on the storage: object stores are durable
+    once they answer, others are not synced. Temporary files are hidden ``.tmp-*`` files; those of a
+    killed writer stay. File systems of object stores repeat failed requests, others do not.
 
-    Listings are not cached: keep no other use of the same file system object that relies on it.
+    Listing caches are turned off in the file system object: do not share it with code that needs
+    them.
 
     Args:
-        filesystem: Any fsspec file system that is not asynchronous for its caller.
-        root: The path that objects lie below, as the file system takes it.
-        promises: What it promises, if not what is known of its protocol.
-        url: How ``open_store`` takes it, without credentials, if not what the file system says.
+        filesystem: Any fsspec file system that is synchronous for its caller.
+        root: Path of the folder of all objects, as the file system takes it.
+        promises: Guarantees of the file system; by default those known of its protocol.
+        url: URL for ``open_store``, without credentials; by default from the file system.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class FsspecStore(Store):
     @property
     @override
     def capabilities(self) -> Capabilities:
-        """What is known of the protocol."""
+        """Known guarantees of the protocol."""
         return Capabilities(
             conditional_put=self._promises.create is not None,
             list_consistent=self._promises.list_consistent,
@@ -119,7 +119,7 @@ class FsspecStore(Store):
     @property
     @override
     def requests(self) -> int:
-        """Calls into the file system, which does not tell how many requests it makes of one."""
+        """Number of calls to the file system, which does not report the requests of a call."""
         return self._requests
 
     @override
@@ -128,7 +128,7 @@ class FsspecStore(Store):
         with self._reading(key):
             check_limit(key, self.url, nbytes=self._nbytes(key, path), limit=limit)
             data = bytes(self._call(self._fs.cat_file, path))
-        check_limit(key, self.url, nbytes=len(data), limit=limit)  # it may be another one by now
+        check_limit(key, self.url, nbytes=len(data), limit=limit)  # possibly replaced
         return data
 
     @override
@@ -166,9 +166,10 @@ class FsspecStore(Store):
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object under a key that has none; see ``Store``.
+        """Write an object if the key has none; see ``Store``.
 
-        Without ``capabilities.conditional_put`` this looks first: of two racers both may return.
+        Without ``capabilities.conditional_put`` this checks first: two concurrent callers may both
+        return.
         """
         path = self._path(key)
         if self._create is None:
@@ -199,7 +200,7 @@ class FsspecStore(Store):
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix).rpartition("/")[0]
-        # Walking a tree leaves out what it cannot list, unless it is told what to do then.
+        # By default, a walk silently omits folders that it cannot list.
         walks = {} if self._promises.writes == "put" else {"on_error": _raise_unless_gone}
         try:
             with self._reading(folder):
@@ -229,7 +230,7 @@ class FsspecStore(Store):
 
     @override
     def close(self) -> None:
-        """Do nothing: the file system closes its connections when nobody holds it."""
+        """Do nothing: the file system closes its connections when it is garbage-collected."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -280,7 +281,7 @@ class FsspecStore(Store):
                 self._write_beside(path, data)
 
     def _write_beside(self, path: str, data: bytes) -> None:
-        """Write under a name that no key has, then rename."""
+        """Write under a temporary name that no key can have, then rename."""
         folder = path.rpartition("/")[0]
         temporary = f"{folder}/.tmp-{secrets.token_hex(8)}"
         self._call(self._fs.makedirs, folder, exist_ok=True)
@@ -294,11 +295,11 @@ class FsspecStore(Store):
             unless_moved.pop_all()
 
     def _remove_quietly(self, path: str) -> None:
-        with suppress(*self._failures):  # what counts is how the write ended
+        with suppress(*self._failures):  # only the result of the write counts
             self._call(self._fs.rm_file, path)
 
     def _refuse_folder(self, path: str) -> None:
-        # Some file systems move a file into a folder that has the name which it shall get.
+        # Some file systems move a file into an existing folder of the target name.
         if self._call(self._fs.isdir, path):
             raise IsADirectoryError(path)
 
@@ -308,7 +309,7 @@ class FsspecStore(Store):
                 f"{self.url}: deltachain does not know how to write an object whole here",
                 hint="follow from here, and publish where it knows: " + ", ".join(PROMISES),
             )
-        # Asked of gcsfs, which keeps the answer: such buckets overwrite where they should create.
+        # gcsfs caches the bucket's type. Zonal buckets overwrite instead of failing to create.
         ask = getattr(self._fs, "_is_zonal_bucket", None)
         if ask is not None:
             from fsspec.asyn import sync  # noqa: PLC0415 - gcsfs has imported it
@@ -322,7 +323,7 @@ class FsspecStore(Store):
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[None]:
-        """Turn what the file system says about a read into what a caller does next."""
+        """Turn errors of the file system during a read into errors of deltachain."""
         try:
             yield
         except DeltaChainError:
@@ -334,7 +335,7 @@ class FsspecStore(Store):
 
     @contextmanager
     def _writing(self, key: str) -> Iterator[None]:
-        """Turn what the file system says about a write into what a caller does next."""
+        """Turn errors of the file system during a write into errors of deltachain."""
         try:
             yield
         except DeltaChainError:
@@ -356,12 +357,12 @@ class FsspecStore(Store):
 
 
 def _as_bytes(data: Buffer) -> bytes:
-    # Not a view: some libraries take anything but bytes for a sequence of numbers.
+    # Not a view: some libraries treat anything but bytes as a sequence of numbers.
     return data if isinstance(data, bytes) else bytes(bytes_view(data))
 
 
 def _raise_unless_gone(error: Exception) -> None:
-    if not isinstance(error, FileNotFoundError):  # removed since its folder was listed
+    if not isinstance(error, FileNotFoundError):  # deleted after its folder was listed
         raise error
 
 
@@ -371,17 +372,17 @@ def open_fsspec(
     *,
     writer: bool = False,  # noqa: ARG001 - as every opener
 ) -> FsspecStore:
-    """Open the store at a URL that fsspec knows.
+    """Open the store at a URL supported by fsspec.
 
     Args:
-        url: Where, as fsspec takes it.
-        options: What fsspec calls ``storage_options``; credentials are better left to what the
-            library of the storage finds by itself.
-        writer: Makes no difference.
+        url: URL, as fsspec takes it.
+        options: The ``storage_options`` of fsspec; prefer credentials that the storage's library
+            finds by itself.
+        writer: Ignored.
 
     Raises:
         ConfigError: The scheme is unknown, its package is not installed, or the URL or the options
-            are not what it takes.
+            are invalid.
         StoreError: The storage could not be reached.
     """
     filesystem, path, shown = locate(url, options)

@@ -1,4 +1,4 @@
-"""From a URL to an fsspec file system and a path on it."""
+"""Conversion of a URL to an fsspec file system and a path on it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS
 from deltachain.store.registry import schemes
 
 _PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"})
-"""Schemes whose URLs name a container or a login, neither of them secret, before an ``@``."""
+"""Schemes with a container or a user name before an ``@`` in the URL, neither of them secret."""
 
 
 def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str, str]:
-    """Make the file system of a URL.
+    """Create the file system of a URL.
 
     Args:
-        url: As fsspec takes it: nothing in it is unquoted.
-        options: What fsspec calls ``storage_options``.
+        url: URL, as fsspec takes it; percent-encoding is not decoded.
+        options: The ``storage_options`` of fsspec.
 
     Returns:
-        A file system that nobody else uses, the path, and the URL without credentials.
+        A new, unshared file system, the path, and the URL without credentials.
 
     Raises:
         ConfigError: The scheme is unknown, its package is not installed, or the URL or the options
-            are not what it takes.
+            are invalid.
         StoreError: The storage could not be reached.
     """
     scheme = url.partition(":")[0].lower()
@@ -89,7 +89,7 @@ def _known(protocols: Iterable[str]) -> str:
 
 
 def _extra(scheme: str) -> str:
-    """The extra that brings fsspec, and with it what the scheme needs where there is one."""
+    """Return the extra that installs fsspec, and the scheme's library if an extra exists for it."""
     package = PROMISES.get(scheme, UNKNOWN).package
     return package if package.startswith("deltachain[") else "deltachain[fsspec]"
 

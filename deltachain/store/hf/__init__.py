@@ -1,1 +1,1 @@
-"""The store of Hugging Face buckets."""
+"""Store in Hugging Face buckets."""

@@ -1,7 +1,7 @@
 """Client of the Hugging Face Hub's API: every request is counted, rate-limited and retried.
 
-Requests go through the session of ``huggingface_hub``, with its proxies and certificates, and with
-its token: ``HF_TOKEN``, or the one that ``hf auth login`` saved. Its errors end here.
+Requests go through the session of ``huggingface_hub``, with its proxies, certificates and token:
+``HF_TOKEN``, or the one saved by ``hf auth login``. Its errors are converted here.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from deltachain.store.hf.reply import (
 )
 
 _TRY_S: Final = 20.0
-"""Timeout of one attempt."""
+"""Timeout of one attempt, in seconds."""
 
 _REDIRECTS: Final = 4
-"""Redirects that are followed, at most, counting the first request."""
+"""Largest number of requests in a chain of redirects, the first one included."""
 
 PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
-"""Between tries: the Hub counts them, so none follows at once."""
+"""Pauses between attempts: the Hub counts attempts, so none follows immediately."""
 
 _SPENT: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(?P<reset>\d+)")
-"""In a RateLimit header: no requests left, and seconds until there are."""
+"""Match in a RateLimit header: no requests left, and seconds until the reset."""
 
 _LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
 _READ_ONLY: Final = (
@@ -63,10 +63,10 @@ class BucketLocation:
     """Address of a bucket, and the token for it.
 
     Attributes:
-        endpoint: Of the Hub.
-        bucket: Namespace and name.
-        url: How messages name the store.
-        token: None for the one that ``huggingface_hub`` finds.
+        endpoint: URL of the Hub.
+        bucket: Namespace and name of the bucket.
+        url: URL of the store, for messages.
+        token: Access token; None for the default of ``huggingface_hub``.
     """
 
     endpoint: str
@@ -86,7 +86,7 @@ class _Trouble:
 
 
 class Hub:
-    """Requests to the API of one bucket. Safe to use from any thread."""
+    """Client of the API of one bucket; thread-safe."""
 
     def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
         try:
@@ -104,7 +104,7 @@ class Hub:
 
     @property
     def requests(self) -> int:
-        """Requests sent so far, each try of each call among them."""
+        """Number of requests so far, retries included."""
         return self._requests
 
     def deadline(self, key: str = "") -> Deadline:
@@ -112,10 +112,10 @@ class Hub:
         return Deadline(key, self.place.url, self.deadline_s)
 
     def admit(self, deadline: Deadline, key: str = "") -> None:
-        """Wait until the budget has room for one more request, and count it.
+        """Wait until the rate limit allows one more request, and count it.
 
         Raises:
-            StoreUnavailableError: It has none before the deadline.
+            StoreUnavailableError: The limit allows none before the deadline.
         """
         wait_s = self._budget.take(deadline.left_s)
         if wait_s:
@@ -130,7 +130,7 @@ class Hub:
             self._requests += 1
 
     def _charge(self, redirects: int) -> None:
-        """Count requests that a redirect took beyond the one that was admitted."""
+        """Count the requests of redirects beyond the admitted one."""
         self._budget.charge(redirects)
         with self._lock:
             self._requests += redirects
@@ -145,26 +145,26 @@ class Hub:
         body: bytes | None = None,
         media: str = "application/json",
     ) -> Reply:
-        """Send a request, with retries; a status that refuses it is raised.
+        """Send a request with retries; raise for an error status.
 
-        Every request has to be idempotent: an answer may be lost after the request was served.
+        Every request must be idempotent: a response may be lost after the request was served.
 
         Args:
-            method: Of HTTP.
-            route: Behind the name of the bucket, or a whole URL as a listing names its next page.
-            wanted: What the document of a success must be: ``dict`` or ``list``. Anything else is
-                the answer of a proxy or a portal.
-            key: What errors name.
-            body: What is sent.
-            media: Type of that.
+            method: HTTP method.
+            route: Path after the bucket's name, or the full URL of a listing's next page.
+            wanted: Expected JSON type of a successful response, ``dict`` or ``list``. Any other
+                document comes from a proxy or a captive portal.
+            key: Key of the object, for errors.
+            body: Body of the request.
+            media: Media type of the body.
 
         Returns:
-            A reply that is not an error, or has status 422, or 404 for an entry.
+            A successful reply, one with status 422, or one with 404 for an entry.
 
         Raises:
-            ConfigError: There is no such bucket, or the Hub did not understand.
-            StorePermissionError: The token does not allow it.
-            StoreUnavailableError: Nothing worked before the deadline.
+            ConfigError: The bucket does not exist, or the Hub rejected the request as invalid.
+            StorePermissionError: The token does not permit the request.
+            StoreUnavailableError: No attempt succeeded before the deadline.
         """
         url = route if "://" in route else f"{self._root}/{route}"
         deadline = self.deadline(key)
@@ -186,12 +186,12 @@ class Hub:
             tries += 1
 
     def ask(self, url: str, token: str) -> tuple[int, Any]:
-        """Ask the Xet storage once, and return its status and document.
+        """Send one request to the Xet storage; return its status and document.
 
-        It is not counted against the request budget.
+        The request does not count towards the rate limit.
 
         Raises:
-            StoreUnavailableError: It did not answer.
+            StoreUnavailableError: The storage did not answer.
         """
         headers = {"Authorization": f"Bearer {token}"}
         try:
@@ -223,23 +223,23 @@ class Hub:
         except RedirectedError as exc:
             return None, _Trouble(str(exc), hint=exc.hint, cause=exc)
         except Exception as exc:  # noqa: BLE001
-            # No answer, or none that can be read. huggingface_hub left httpx for another library
-            # with 2.0, and closes the session of all threads when one of them cannot connect.
+            # No answer, or an unreadable one. Since 2.0, huggingface_hub uses another library than
+            # httpx, and closes the session of all threads when one of them cannot connect.
             return None, _Trouble(_named(exc), cause=exc)
 
     def _send(
         self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
     ) -> Reply:
-        """Send a request, and again where it is redirected to another path of the same server.
+        """Send a request; follow redirects to other paths of the same server.
 
         Raises:
-            RedirectedError: It is redirected elsewhere, or too often.
+            RedirectedError: The request is redirected to another server, or too often.
         """
         from huggingface_hub.utils import get_session  # noqa: PLC0415
 
         session: Any = get_session()
         until = Until(timeout_s)
-        # Not a number: see Until. Before there is a connection, it has nothing that could be slow.
+        # Not a number: see Until. Connecting has a plain timeout, as it reads no bytes.
         timeouts = {"connect": timeout_s, "pool": timeout_s, "read": until, "write": until}
         request = session.build_request(
             method,
@@ -262,7 +262,7 @@ class Hub:
         """Find a reason to retry in a reply; empty if it is a valid answer.
 
         Raises:
-            DeltaChainError: A retry would not change it.
+            DeltaChainError: A retry would not help.
         """
         if self._is_answer(reply):
             return _Trouble()
@@ -286,14 +286,14 @@ class Hub:
         return reply.status == 422
 
     def _refusal(self, reply: Reply, key: str) -> DeltaChainError:
-        """Build the error for an answer that a retry would not change."""
+        """Build the error for a reply that a retry would not change."""
         url, words = self.place.url, reply.words
         if reply.status == 401:
             return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
         if reply.status == 403:
             return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
         if reply.status == 404:
-            # Not ObjectNotFoundError: a chain that nobody has begun yet is something to wait for.
+            # Not ObjectNotFoundError: followers wait for a chain that does not exist yet.
             return ConfigError(
                 f"{url}: there is no bucket {self.place.bucket}, or the token may not see it",
                 hint=f"make it: hf buckets create {self.place.bucket}",
@@ -306,7 +306,7 @@ def _may_pass(status: int) -> bool:
 
 
 def _told_to_wait(headers: Mapping[str, str]) -> float:
-    """Seconds that a reply asks to wait: by Retry-After, else by the limit that it tells of."""
+    """Return the seconds to wait by Retry-After, else by the RateLimit header."""
     after = headers.get("Retry-After", "").strip()
     if after.isdigit():
         return shortly_after(float(after))
@@ -315,16 +315,16 @@ def _told_to_wait(headers: Mapping[str, str]) -> float:
 
 
 def _named(error: Exception) -> str:
-    """What went wrong, in a line; of a header that cannot be sent, without the token in it."""
+    """Describe an error in one line; hide the token in an error about an invalid header."""
     words = str(error).partition("\n")[0]
     return type(error).__name__ if "Bearer" in words else f"{type(error).__name__}: {words}"
 
 
 def parse_reply(reply: Reply, url: str) -> Any:  # noqa: ANN401 - JSON
-    """The document in a reply.
+    """Return the document in a reply.
 
     Raises:
-        StoreUnavailableError: It is none: a proxy or a portal answered in the Hub's place.
+        StoreUnavailableError: It is not JSON: a proxy or a captive portal answered instead.
     """
     try:
         return reply.document()

@@ -1,6 +1,6 @@
-"""Objects of a bucket through the Hub's S3 gateway, whose PUT can be conditional.
+"""Conditional writes to a bucket through the Hub's S3 gateway.
 
-Only ``put_if_absent`` goes this way: the gateway passes every byte through one region.
+Only ``put_if_absent`` uses the gateway, since it routes every byte through one region.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class GatewayKey:
 
 
 class Maybe(Exception):  # noqa: N818
-    """The object exists, and an earlier attempt of the same call may have written it."""
+    """The object exists; an earlier attempt of the same call may have written it."""
 
 
 class Gateway:
-    """Conditional writes to one bucket. Safe to use from any thread."""
+    """Conditional writes to one bucket; thread-safe."""
 
     def __init__(self, hub: Hub, key: GatewayKey) -> None:
         try:
@@ -54,12 +54,12 @@ class Gateway:
             aws_secret_access_key=key.secret,
             region_name="us-east-1",
             config=botocore.config.Config(
-                # One attempt: a second one must know that it is not the first.
+                # One attempt only: the caller must know whether an attempt is a retry.
                 retries={"total_max_attempts": 1, "mode": "standard"},
                 connect_timeout=timeout,
                 read_timeout=timeout,
                 s3={"addressing_style": "path"},
-                # The gateway cannot read the trailers that newer checksums come in.
+                # The gateway does not support checksums in trailers, the newer default.
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
             ),
@@ -71,13 +71,13 @@ class Gateway:
         refuse_redirects(self._client)
 
     def put_if_absent(self, path: str, data: bytes, *, key: str) -> None:
-        """Write an object at a path of the bucket that has none; of racing callers one returns.
+        """Write an object if the path has none; exactly one of all concurrent callers returns.
 
         Raises:
-            AlreadyExistsError: Another call wrote one.
-            Maybe: This call may have; only reading it tells.
-            StorePermissionError: The key does not allow it.
-            StoreUnavailableError: Nothing worked before the deadline.
+            AlreadyExistsError: Another call wrote an object there.
+            Maybe: The object exists, possibly written by this call; only a read can tell.
+            StorePermissionError: The access key does not permit the write.
+            StoreUnavailableError: No attempt succeeded before the deadline.
         """
         from deltachain.store.s3.calls import once  # noqa: PLC0415
         from deltachain.store.s3.errors import status_of  # noqa: PLC0415
@@ -93,7 +93,7 @@ class Gateway:
             try:
                 once(put, deadline)
             except Exception as exc:
-                status = status_of(exc)  # 0 where there was no answer, or none of the gateway
+                status = status_of(exc)  # 0 without an answer of the gateway
                 if status == 412:
                     raise (Maybe() if unsure else already_exists(key, self._hub.place.url)) from exc
                 if 400 <= status < 500 and status not in (408, 409, 429):
@@ -110,7 +110,7 @@ class Gateway:
             tries += 1
 
     def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""
         self._client.close()
 
     def _refusal(self, status: int, exc: Exception, key: str) -> DeltaChainError:

@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 
 class Budget:
-    """At most ``calls`` requests in any stretch of ``window_s`` seconds, from any threads.
+    """Limit of ``calls`` requests in any period of ``window_s`` seconds, over all threads.
 
-    The stretch slides, so the limit also holds in every fixed window of the same length, wherever
-    that begins: but for what requests are late by on their way, a server that allows as much as
-    this budget refuses none of them.
+    The period slides, so the limit also holds in every fixed window of the same length, wherever it
+    begins: apart from network delays, a server with the same limit refuses no request.
     """
 
     def __init__(
@@ -32,13 +31,13 @@ class Budget:
         self._sent: deque[float] = deque()
 
     def take(self, within_s: float) -> float:
-        """Wait until one more request may leave, and account for it.
+        """Wait until one more request is allowed, and count it.
 
         Args:
-            within_s: How long to wait at most.
+            within_s: Longest wait, in seconds.
 
         Returns:
-            0, or the seconds until one may leave where that is longer; nothing was accounted for.
+            0, or the seconds until a request is allowed if that is longer; then none was counted.
         """
         deadline = self._clock() + within_s
         while True:
@@ -50,12 +49,12 @@ class Budget:
             self._sleep(wait_s)
 
     def charge(self, requests: int) -> None:
-        """Count requests that were sent without ``take``; later ones wait for them."""
+        """Count requests sent without ``take``; later requests wait for them."""
         with self._lock:
             self._sent.extend([self._clock()] * requests)
 
     def _try_take(self) -> float:
-        """Account for a request, or say how long the oldest one still counts."""
+        """Count a request and return 0, or return the seconds until the oldest one expires."""
         with self._lock:
             now = self._clock()
             while self._sent and self._sent[0] + self.window_s <= now:

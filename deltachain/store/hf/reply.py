@@ -1,4 +1,4 @@
-"""An answer of the Hub, read in bounded time and into bounded memory."""
+"""Replies of the Hub, read in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, Final
 from deltachain.store.base import MAX_DOCUMENT
 
 _CODINGS: Final = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-"""How zlib is told to undo what a server was not asked to do."""
+"""The ``wbits`` of zlib for each content encoding that a server may apply without request."""
 
 
 class ReplyError(Exception):
-    """A reply that did not come from the Hub; the request is retried."""
+    """A reply from another server than the Hub; the request is retried."""
 
 
 class RedirectedError(Exception):
     """A redirect to another server, by a captive portal or a proxy.
 
     Args:
-        status: Of the answer.
-        target: Where it is sent.
+        status: HTTP status of the redirect.
+        target: Destination of the redirect.
     """
 
     def __init__(self, status: int, target: str) -> None:
@@ -38,14 +38,14 @@ class RedirectedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One answer.
+    """One reply.
 
     Attributes:
-        status: Of HTTP.
-        headers: By name, whose case does not count.
-        words: What the Hub says, in its own words and never with the token in it.
-        body: All of it.
-        following: Where the next page of a listing is; empty on the last one.
+        status: HTTP status.
+        headers: Headers by case-insensitive name.
+        words: Error message of the Hub, verbatim; never contains the token.
+        body: The whole body.
+        following: URL of a listing's next page; empty on the last page.
     """
 
     status: int
@@ -55,10 +55,10 @@ class Reply:
     following: str = ""
 
     def document(self) -> Any:  # noqa: ANN401 - JSON
-        """The document in it.
+        """Parse the body as JSON.
 
         Raises:
-            ReplyError: There is none: a proxy or a portal answered in the Hub's place.
+            ReplyError: It is not JSON: a proxy or a captive portal answered instead.
         """
         try:
             return json.loads(self.body)
@@ -67,20 +67,20 @@ class Reply:
 
 
 class Until:
-    """Seconds until a moment, as a socket takes its timeout: counted anew before each read.
+    """Socket timeout that ends at a fixed time: evaluated anew before each read.
 
-    A timeout that is a number begins anew with every byte, so that a server which sends one a
-    second is never given up.
+    A plain number restarts with every byte, so that a request to a server that sends one byte a
+    second would never time out.
     """
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
 
     def __float__(self) -> float:
-        """Seconds until then.
+        """Return the remaining seconds.
 
         Raises:
-            TimeoutError: It has come.
+            TimeoutError: No time is left.
         """
         left_s = self._at - time.monotonic()
         if left_s <= 0:
@@ -88,21 +88,21 @@ class Until:
         return left_s
 
     def __index__(self) -> int:
-        """The same in whole seconds: sockets ask numbers that are no ``float`` for these."""
+        """Return the remaining whole seconds: sockets ask objects other than ``float`` for them."""
         return math.ceil(float(self))
 
 
 def read_reply(response: Any, until: Until, limit: int = MAX_DOCUMENT) -> Reply:  # noqa: ANN401
-    """Read an answer whose head is here.
+    """Read the body of a response whose headers were received.
 
     Args:
-        response: Of ``httpx`` or ``httpx2``, of whose body nothing was read.
-        until: When to give up.
-        limit: Bytes of the longest body, as it was before a server compressed it.
+        response: Response of ``httpx`` or ``httpx2`` with an unread body.
+        until: Deadline of the read.
+        limit: Largest body, in bytes after decompression.
 
     Raises:
-        ReplyError: Its body is longer, or of an encoding that nobody asked for.
-        TimeoutError: It took too long.
+        ReplyError: The body is longer, or has an unsupported content encoding.
+        TimeoutError: The deadline passed.
     """
     reason = response.headers.get("X-Error-Message") or response.reason_phrase
     return Reply(
@@ -116,12 +116,12 @@ def read_reply(response: Any, until: Until, limit: int = MAX_DOCUMENT) -> Reply:
 
 
 def check_redirect(response: Any) -> None:  # noqa: ANN401 - as above
-    """Let a redirect pass that repeats the request at the same server, as for a renamed bucket.
+    """Accept only a redirect that repeats the request at the same server, as for a renamed bucket.
 
-    Any other would drop what is sent, or carry it to somebody else.
+    Any other redirect would drop the body, or send it to another server.
 
     Raises:
-        RedirectedError: It is another one.
+        RedirectedError: The redirect is of another kind.
     """
     following, url = response.next_request, response.request.url
     if following is None:

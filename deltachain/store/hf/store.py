@@ -1,9 +1,9 @@
 """Objects in a bucket of the Hugging Face Hub: ``hf://buckets/namespace/name/prefix``.
 
-The Hub's API maps paths to hashes; the content lies in Xet storage, from where it is read by hash.
-So a ``read`` that is pinned to a hash costs no request to the API, and sees that content whatever
-the path has become. What requests each call costs, beside a token for reading and one for writing
-the storage about once an hour:
+The Hub's API maps paths to hashes; the content is in Xet storage and is read by hash. A ``read``
+pinned to a hash therefore costs no API request, and returns that content even if the path has other
+content by now. Number of API requests of each call, in addition to a read token and a write token
+for the storage about once an hour:
 
 =================  ===========================================================
 ``read`` (pinned)  0
@@ -12,7 +12,7 @@ the storage about once an hour:
 ``put``            1
 ``put_if_absent``  2; 1 through the S3 gateway
 ``list``           1 for each 1,000 objects below the folder of the prefix
-``delete``         1; 2 where there was nothing
+``delete``         1; 2 if no object exists
 =================  ===========================================================
 """
 
@@ -50,7 +50,7 @@ from deltachain.store.hf.xet import Xet
 from deltachain.types import Buffer
 
 _PROBES: Final = 1000
-"""Paths in one look-up, as ``huggingface_hub`` sends them."""
+"""Number of paths in one lookup request, as in ``huggingface_hub``."""
 
 _POLL_S: Final = 5.0
 
@@ -59,20 +59,20 @@ _POLL_S: Final = 5.0
 class HfStore(Store):
     """Objects below a prefix of one bucket.
 
-    *Single writer.* The Hub's API has no conditional write, so ``put_if_absent`` looks first: of
-    two racing callers both may return, and the object is the later one's. With a ``gateway`` it is
-    decided by the Hub's S3 gateway, and one returns.
+    *Single writer.* The Hub's API has no conditional write, so ``put_if_absent`` checks first: two
+    concurrent callers may both return, and the later object stays. With a ``gateway``, the Hub's S3
+    gateway decides, and exactly one returns.
 
-    *Consistency.* The Hub documents none. Nothing is remembered between calls: every ``find`` and
-    every unpinned read asks anew.
+    *Consistency.* The Hub documents none. Nothing is cached between calls: every ``find`` and every
+    unpinned read sends a request.
 
-    *Integrity.* The length of what was read is checked, its bytes are not: a bit that flipped in
-    the storage or on the way arrives. Callers compare digests.
+    *Integrity.* The length of an object is checked, its bytes are not: a bit flipped in the storage
+    or in transit is not detected. Callers compare digests.
 
-    A failed request is tried again, and a limit that the Hub names is waited for, for as long as
-    ``deadline_s`` of the ``Hub`` allows; transfers, for as long as they stood still no longer.
-    Redirects are followed to the same server only. A write is believed if the answer tells of no
-    failure in the Hub's words; else the path is looked up.
+    Failed requests are retried, and rate limits of the Hub waited for, within ``deadline_s`` of the
+    ``Hub``. Transfers are given up only if no byte moves for that long. Redirects are followed to
+    the same server only. A write counts as done if the reply reports no failure in the Hub's
+    format; otherwise the path is looked up.
     """
 
     def __init__(self, hub: Hub, prefix: str = "", *, gateway: GatewayKey | None = None) -> None:
@@ -90,7 +90,7 @@ class HfStore(Store):
     @property
     @override
     def url(self) -> str:
-        """``hf://buckets/``, the bucket and the prefix."""
+        """URL of the store: ``hf://buckets/``, the bucket and the prefix."""
         return self._hub.place.url
 
     @property
@@ -101,7 +101,7 @@ class HfStore(Store):
     @property
     @override
     def requests(self) -> int:
-        """Requests to the Hub, which has a rate limit for them; none of those to its storage."""
+        """Number of requests to the Hub's rate-limited API; storage requests are not counted."""
         return self._hub.requests
 
     @override
@@ -112,7 +112,7 @@ class HfStore(Store):
 
     @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """Read a whole object of known size, by its hash if that is known too; see ``Store``."""
+        """Read a whole object of known size, by its hash if known; see ``Store``."""
         check_range(0, nbytes)
         check_key(key)
         if not pin:
@@ -131,9 +131,9 @@ class HfStore(Store):
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object, in place of any other, and name its content; see ``Store``.
+        """Write an object, replace an existing one, and return its content hash; see ``Store``.
 
-        The content is in the storage before the path is given to it, so nobody sees a part.
+        The content is uploaded before the path refers to it, so partial objects are never visible.
         """
         check_key(key)
         content = self._xet.write(data, key=key)
@@ -154,7 +154,7 @@ class HfStore(Store):
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object under a key that has none; see ``Store`` and the class."""
+        """Write an object if the key has none; see ``Store`` and the class."""
         check_key(key)
         if self._gateway is None:
             if self.find(key) is not None:
@@ -165,7 +165,7 @@ class HfStore(Store):
         try:
             self._gateway.put_if_absent(self._path(key), ours, key=key)
         except Maybe:
-            # An earlier try may have written it and lost the reply: then these are our bytes.
+            # An earlier attempt may have written it and lost the reply: then the bytes are equal.
             if not self._holds(key, ours):
                 raise already_exists(key, self.url) from None
 
@@ -175,7 +175,7 @@ class HfStore(Store):
 
     @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look several objects up, 1,000 in a request; see ``Store``."""
+        """Look up several objects, 1,000 in a request; see ``Store``."""
         asked = [check_key(key) for key in keys]
         found: dict[str, ObjectInfo] = {}
         for first in range(0, len(asked), _PROBES):
@@ -187,18 +187,18 @@ class HfStore(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with ``prefix``, in order; see ``Store``.
+        """Iterate over objects whose key begins with ``prefix``, in order; see ``Store``.
 
-        The Hub promises no order, so all are known before the first is given.
+        The Hub guarantees no order, so the whole listing is read before the first object.
         """
         return self._list(check_prefix(prefix))
 
     @override
     def delete(self, key: str) -> None:
-        """Remove an object if there is one; see ``Store``. Its content stays in the storage."""
+        """Delete an object if it exists; see ``Store``. Its content stays in the storage."""
         check_key(key)
         failed = self._batch({"type": "deleteFile", "path": self._path(key)}, key)
-        # The Hub calls it a failure that there was nothing, in words that it does not document.
+        # The Hub reports an absent object as a failure, with an undocumented message.
         if failed != "" and self.find(key) is not None:
             raise StoreUnavailableError(
                 f"object {key!r} in {self.url}: {failed or 'it was not deleted'}",
@@ -208,7 +208,7 @@ class HfStore(Store):
 
     @override
     def close(self) -> None:
-        """Give the gateway's connections back; ``huggingface_hub`` shares its own."""
+        """Close the gateway's connections; those of ``huggingface_hub`` are shared."""
         if self._gateway is not None:
             self._gateway.close()
 
@@ -237,7 +237,7 @@ class HfStore(Store):
             yield found[key]
 
     def _batch(self, operation: Mapping[str, Any], key: str) -> str | None:
-        """Do one thing to the bucket; why it was refused, if it was; None if nothing tells."""
+        """Send one operation; return the reason of a refusal, empty on success, None if unknown."""
         body = json.dumps(operation).encode() + b"\n"
         reply = self._hub.call(
             "POST", "batch", dict, body=body, media="application/x-ndjson", key=key
@@ -249,14 +249,14 @@ class HfStore(Store):
         return "" if document.get("success") is True else None
 
     def _names(self, key: str, content: str) -> bool:
-        """Whether a path has this content."""
+        """Return whether a path has this content."""
         found = self.find(key)
         return found is not None and found.pin == content
 
     def _parse(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
-        """The objects below the prefix among the rows of a reply."""
+        """Yield the objects below the prefix among the rows of a reply."""
         for row in rows:
-            path = row["path"]  # what is no text fails here, which the boundary of the store types
+            path = row["path"]  # fails unless a string; the store's boundary converts the error
             if row["type"] == "file" and path.startswith(self._folder):
                 yield ObjectInfo(
                     key=path.removeprefix(self._folder),
@@ -266,7 +266,7 @@ class HfStore(Store):
                 )
 
     def _holds(self, key: str, data: bytes) -> bool:
-        """Whether an object that the gateway knows of has these bytes."""
+        """Return whether the existing object has these bytes."""
         found = self.find(key)
         if found is None:
             raise StoreUnavailableError(

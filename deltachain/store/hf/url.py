@@ -32,21 +32,22 @@ _NUMBERS: Final = frozenset({"calls", "window_s", "deadline_s"})
 
 
 def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool = False) -> HfStore:
-    """Open the store at ``hf://buckets/namespace/name/prefix``. Sends nothing.
+    """Open the store at ``hf://buckets/namespace/name/prefix``; send no request.
 
-    A free account has 1,000 requests to the API in each 5 minutes, for all that share its tokens.
-    A writer takes at most 200 of them and a reader at most 100, so that a publisher and eight
-    followers on one account never meet that limit: 200 + 8 x 100 = 1,000. A follower that polls
-    every 5 seconds uses 60.
+    A free account has 1,000 API requests in 5 minutes, shared by all its tokens. A writer uses at
+    most 200 of them and a reader at most 100, so that a publisher and eight followers on one
+    account never exceed the limit: 200 + 8 x 100 = 1,000. A follower that polls every 5 seconds
+    uses 60.
 
     Args:
-        url: Where.
-        options: ``token`` (else ``HF_TOKEN``, else the one that ``hf auth login`` saved),
+        url: URL of the store.
+        options: ``token`` (else ``HF_TOKEN``, else the one saved by ``hf auth login``),
             ``endpoint`` (else ``HF_ENDPOINT``), ``calls`` (else ``DELTACHAIN_HF_CALLS``) in
-            ``window_s`` seconds, ``deadline_s`` for one call to work; and for conditional writes
-            ``s3_key`` and ``s3_secret`` of the Hub's S3 gateway (else ``HF_S3_ACCESS_KEY_ID`` and
-            ``HF_S3_SECRET_ACCESS_KEY``) at ``s3_endpoint`` (else ``HF_S3_ENDPOINT``).
-        writer: Whether a publisher asks.
+            ``window_s`` seconds, ``deadline_s`` as the time limit of one call; and for conditional
+            writes ``s3_key`` and ``s3_secret`` of the Hub's S3 gateway (else
+            ``HF_S3_ACCESS_KEY_ID`` and ``HF_S3_SECRET_ACCESS_KEY``) at ``s3_endpoint`` (else
+            ``HF_S3_ENDPOINT``).
+        writer: Whether a publisher opens the store.
 
     Raises:
         ConfigError: The URL or an option is wrong, or an extra is not installed.

@@ -1,8 +1,8 @@
-"""Content of a bucket by hash, through ``hf_xet``. Its errors end here.
+"""Content of a bucket by hash, through ``hf_xet``, whose errors are converted here.
 
-What ``hf_xet`` says is not trusted. A stream that failed may just end early, so the bytes are
-counted, and where some are missing the storage itself is asked how large the content is. A bit that
-flipped on the way is not noticed at all: whoever reads has a digest to compare.
+Results of ``hf_xet`` are not trusted. A failed stream may simply end early, so the bytes are
+counted, and if some are missing, the storage itself is asked for the size of the content. A bit
+flipped in transit is not detected here: readers compare digests.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from deltachain.types import Buffer
 _Kind: TypeAlias = Literal["read", "write"]
 
 EMPTY: Final = "0" * 64
-"""Hash of the content without bytes, which no storage is asked for."""
+"""Hash of the empty content, which is never requested from the storage."""
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
 _BLOCK: Final = 8 << 20
-"""Bytes that are handed to ``hf_xet`` at once: it takes whole buffers of many gigabytes badly."""
+"""Bytes passed to ``hf_xet`` at once: it handles single buffers of many gigabytes poorly."""
 
 _SPARE_S: Final = 60.0
-"""Seconds before its end from which on a token is not used for anything new; ``hf_xet`` refuses
-one that is about to end, too."""
+"""Seconds before expiry from which a token is not used for new work; ``hf_xet`` also refuses a
+token about to expire."""
 
 _ERRORS: Final = (OSError, RuntimeError, ValueError)
-"""All that ``hf_xet`` raises: its own two classes are a PermissionError and a FileNotFoundError."""
+"""All errors of ``hf_xet``: its own classes derive from PermissionError and FileNotFoundError."""
 
 _sessions: dict[tuple[int, _Kind, float], Any] = {}
 _sessions_lock = threading.Lock()
@@ -55,7 +55,7 @@ class _Access:
     def arguments(self) -> dict[str, Any]:
         """Return arguments for ``hf_xet``.
 
-        Without an address to renew the token at: that would be a request that nobody counts.
+        They contain no address to renew the token, since such requests would not be counted.
         """
         return {
             "endpoint": self.endpoint,
@@ -65,7 +65,7 @@ class _Access:
 
 
 class Xet:
-    """The content of one bucket. Safe to use from any thread, and after a fork."""
+    """Content of one bucket; thread-safe, and usable after a fork."""
 
     def __init__(self, hub: Hub) -> None:
         try:
@@ -82,18 +82,18 @@ class Xet:
         self._held: dict[_Kind, _Access] = {}
 
     def read(self, content: str, *, nbytes: int, key: str) -> bytearray:
-        """All of a content that must have ``nbytes`` bytes. What arrived is kept when a try fails.
+        """Read a whole content of ``nbytes`` bytes; keep received bytes when an attempt fails.
 
         Raises:
             ObjectNotFoundError: The storage has no such content.
-            MalformedError: It has another size (no memory was taken but for what there is), or this
-                is no hash.
-            StoreUnavailableError: Nothing more arrived for as long as the deadline allows.
+            MalformedError: The content has another size (memory was allocated for received bytes
+                only), or ``content`` is not a hash.
+            StoreUnavailableError: No further byte arrived within the deadline.
         """
         if _HASH.fullmatch(content) is None:
             raise MalformedError(f"object {key!r}: {content[:80]!r} is not a Xet hash", key=key)
-        # One byte more than expected is asked for, to notice if there is one. A stream of none
-        # would prove nothing: one that failed looks the same.
+        # One byte more than expected is requested, to detect longer content. A separate stream
+        # for that byte would prove nothing if empty: a failed stream looks the same.
         data = self._collect(content, 0, nbytes + 1, nbytes, key) if nbytes else bytearray()
         if len(data) != nbytes or (not nbytes and content != EMPTY):
             check_nbytes(key, self._url, expected=nbytes, actual=self._measure(content, key))
@@ -101,17 +101,17 @@ class Xet:
         return data
 
     def read_range(self, content: str, start: int, length: int, *, key: str) -> bytearray:
-        """Bytes of a content that is known to have them; errors as of ``read``."""
+        """Read a range that is known to exist; raises as ``read``."""
         return self._collect(content, start, start + length, length, key)
 
     def write(self, data: Buffer, *, key: str) -> str:
-        """Put content into the storage, where it stays invisible until a path is given to it.
+        """Upload content, which stays invisible until a path refers to it.
 
         Returns:
-            Its hash.
+            Hash of the content.
 
         Raises:
-            StoreUnavailableError: It could not be done before the deadline.
+            StoreUnavailableError: The upload did not finish before the deadline.
         """
         view = bytes_view(data)
         deadline, tries = self._hub.deadline(key), 0
@@ -125,7 +125,7 @@ class Xet:
                 self._pause(deadline, tries, exc, key)
 
     def _collect(self, content: str, start: int, end: int, expected: int, key: str) -> bytearray:
-        """Bytes ``start`` to ``end``, or ``expected`` of them where the content ends there."""
+        """Read bytes ``start`` to ``end``, or ``expected`` of them if the content ends there."""
         data = bytearray()
         if content == EMPTY or start == end:
             return data
@@ -133,14 +133,14 @@ class Xet:
         while True:
             before = len(data)
             trouble: Exception | None = None
-            access = self._access("read")  # out of the try: some of our errors are an OSError too
+            access = self._access("read")  # outside the try: may be an OSError
             try:
                 self._stream(access, content, (start, end), data)
             except _ERRORS as exc:
                 trouble = exc
             if len(data) >= expected:
                 return data
-            if len(data) > before:  # it is alive: the deadline is for standing still
+            if len(data) > before:  # progress: the deadline limits stalls only
                 deadline, tries = self._hub.deadline(key), 0
             if not self._has_more(content, start + len(data), key):
                 return data
@@ -150,7 +150,7 @@ class Xet:
     def _stream(
         self, access: _Access, content: str, span: tuple[int, int], data: bytearray
     ) -> None:
-        """Append to ``data`` what it lacks of a span."""
+        """Append the missing bytes of a span to ``data``."""
         start, end = span
         group = self._session("read").new_download_stream_group(**access.arguments())
         info = self._lib.XetFileInfo(content, end)
@@ -159,14 +159,14 @@ class Xet:
             data += chunk
 
     def _has_more(self, content: str, position: int, key: str) -> bool:
-        """Whether a stream that ended at ``position`` should not have; True where nobody knows."""
+        """Return whether content continues after ``position``; True if unknown."""
         try:
             return self._measure(content, key) > position
         except StoreUnavailableError:
             return True
 
     def _measure(self, content: str, key: str) -> int:
-        """How large a content is, by the storage's own account: one request, not to the Hub."""
+        """Return the size of a content, by one request to the storage, not to the Hub."""
         if content == EMPTY:
             return 0
         access = self._access("read")
@@ -215,7 +215,7 @@ class Xet:
         ) from trouble
 
     def _access(self, kind: _Kind) -> _Access:
-        """Return a token for reading or writing: the cached one, or a new one from the Hub."""
+        """Return a token for reading or writing, cached or new from the Hub."""
         with self._locks[kind]:
             held = self._held.get(kind)
             if held is None or time.time() >= held.good_until:
@@ -229,7 +229,7 @@ class Xet:
                 del self._held[kind]
 
     def _session(self, kind: _Kind) -> Any:  # noqa: ANN401 - hf_xet has no types
-        """The session of this process: a fork takes none of its threads along."""
+        """Return the session of this process: threads of a session do not survive a fork."""
         which = (os.getpid(), kind, self._hub.deadline_s)
         with _sessions_lock:
             if which not in _sessions:
@@ -237,7 +237,7 @@ class Xet:
             return _sessions[which]
 
     def _config(self, kind: _Kind) -> Any:  # noqa: ANN401
-        """Few retries of its own, so that ours know of them; what the user set stays."""
+        """Return settings with few internal retries, since ours follow; the user's settings win."""
         deadline_ms = round(self._hub.deadline_s * 1000)
         ours: dict[str, Any] = {
             "client.retry_max_attempts": 1,
@@ -245,9 +245,9 @@ class Xet:
             "client.retry_max_duration": f"{deadline_ms}ms",
         }
         if kind == "read":
-            # A download cannot be aborted from outside. This bounds the pause between two reads: a
-            # storage that drips holds one for longer than the deadline. For an upload it would be
-            # too short: the time until the answer to 64 MiB counts, over however slow a line.
+            # A download cannot be aborted from outside. This limits the pause between two reads; a
+            # server that trickles bytes can still exceed the deadline. It is too short for an
+            # upload, where it would include the whole transfer of 64 MiB over a slow network.
             ours["client.read_timeout"] = f"{max(500, deadline_ms // 2)}ms"
         unset = {
             name: value
@@ -274,7 +274,7 @@ def _parse_access(document: Any, url: str) -> _Access:  # noqa: ANN401 - JSON
 def _watched(
     progress: Callable[[], int], abort: Callable[[], None], patience_s: float
 ) -> Iterator[None]:
-    """Abort an upload that stands still for too long: ``hf_xet`` itself waits for many minutes."""
+    """Abort an upload that stalls for too long: ``hf_xet`` itself waits for many minutes."""
     done = threading.Event()
 
     def watch() -> None:

@@ -1,1 +1,1 @@
-"""The store of S3 buckets."""
+"""Store in S3 buckets."""

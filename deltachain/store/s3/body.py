@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from typing_extensions import override
+
 from deltachain.errors import DeltaChainError
 from deltachain.retry import Deadline
 from deltachain.store.ranges import CutError
 
 
 class Download:
-    """The body of an answer, whose failures are all a ``CutError``.
+    """Body of a response, all of whose failures become a ``CutError``.
 
     Args:
         body: A ``StreamingBody`` of botocore.
@@ -24,28 +26,28 @@ class Download:
         """Read into ``buffer`` and return the number of bytes; 0 at the end.
 
         Raises:
-            CutError: The rest will not come.
+            CutError: The remaining bytes cannot be read.
         """
         try:
             return int(self._body.readinto(buffer))
         except DeltaChainError:
             raise
-        except Exception as exc:  # some of what a broken body raises is of no documented class
+        except Exception as exc:  # errors of a broken body have no documented class
             raise CutError from exc
 
     def close(self) -> None:
-        """Leave the rest, and the connection with it unless all was read."""
+        """Discard the remaining bytes, and with them the connection, unless all were read."""
         self._body.close()
 
 
 class Upload(io.RawIOBase):
-    """A view as a file, of which only the pieces asked for are copied.
+    """A memory view as a file, copied piece by piece.
 
-    Bytes would be sent in one call of the socket, whose timeout a slow network cannot keep.
+    A ``bytes`` object would be sent in one socket call, which times out on a slow network.
 
     Args:
         view: Flat bytes.
-        deadline: Ends a request that goes on for too long, by raising from ``read``.
+        deadline: Time limit of the request, enforced by ``read``.
     """
 
     def __init__(self, view: memoryview, deadline: Deadline) -> None:
@@ -54,31 +56,31 @@ class Upload(io.RawIOBase):
         self._deadline = deadline
         self._at = 0
 
+    @override
     def readable(self) -> bool:
-        """It is."""
         return True
 
+    @override
     def seekable(self) -> bool:
-        """It is, so that a request can be repeated."""
         return True
 
+    @override
     def tell(self) -> int:
-        """Where the next read begins."""
         return self._at
 
+    @override
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        """Let the next read begin elsewhere."""
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
         self._at = max(0, start + offset)
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Read up to ``size`` bytes, all that are left by default.
+        """Read up to ``size`` bytes; all remaining ones by default.
 
         Raises:
-            StoreUnavailableError: The time is over.
+            StoreUnavailableError: The deadline passed.
         """
-        self._deadline.moved()  # what was read before has left
+        self._deadline.moved()  # the bytes of earlier reads were sent
         stop = len(self._view) if size is None or size < 0 else self._at + size
         data = bytes(self._view[self._at : stop])
         self._at += len(data)

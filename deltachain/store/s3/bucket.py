@@ -17,25 +17,25 @@ from deltachain.store.s3.replies import ETags, object_nbytes, whole, wrote_nothi
 from deltachain.store.s3.upload import PART_NBYTES, Uploader
 
 _SMALL: Final = 1 << 20
-"""Bytes that a socket takes in one call on the slowest network."""
+"""Largest body that can be sent in one socket call on the slowest network, in bytes."""
 
 _Body: TypeAlias = bytes | Upload
 _T = TypeVar("_T")
 
 Holds: TypeAlias = Callable[[], bool]
-"""Whether the object under the key that is being written is there with these very bytes."""
+"""Function that returns whether the written key has an object with exactly these bytes."""
 
 
 class Bucket:
-    """The objects below a prefix of a bucket; thread-safe.
+    """Objects below a prefix of a bucket; thread-safe.
 
     Args:
-        name: The bucket.
-        prefix: Of every key; empty, or with a slash at its end.
-        options: See ``open_s3``.
+        name: Name of the bucket.
+        prefix: Prefix of every key; empty, or ends in a slash.
+        options: Options of ``open_s3``.
 
     Raises:
-        ConfigError: The options, the environment or the profile do not make a client.
+        ConfigError: The options, the environment or the profile are invalid.
     """
 
     def __init__(self, name: str, prefix: str, options: Mapping[str, Any]) -> None:
@@ -51,20 +51,20 @@ class Bucket:
 
     @property
     def url(self) -> str:
-        """``s3://``, the bucket and the prefix."""
+        """URL of the store: ``s3://``, the bucket and the prefix."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
     def requests(self) -> int:
-        """Every HTTP request that was sent, those that were repeated too."""
+        """Number of HTTP requests so far, retries included."""
         return self._calls.requests
 
     def deadline(self, key: str, nbytes: int = 0) -> Deadline:
-        """How long a call on this object may take from now on."""
+        """Return the deadline of a call on an object, starting now."""
         return Deadline(key, self.url, self._stall_s, nbytes)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close connections."""
         self._client.close()
 
     def open(
@@ -76,19 +76,19 @@ class Bucket:
         span: tuple[int, int] | None = None,
         nbytes: int = 0,
     ) -> Opened:
-        """Open an object, or some of its bytes.
+        """Open an object, or a range of it.
 
         Args:
-            key: The object.
-            deadline: When to give up.
-            pin: Names the content that it must have, where one is known.
-            span: The first byte, and the one behind the last.
-            nbytes: How many bytes the answer may bring beyond those of a document.
+            key: Key of the object.
+            deadline: Deadline of the call.
+            pin: Required content identifier, if known.
+            span: First byte of the range, and the end, exclusive.
+            nbytes: Bytes that the response may have in addition to the size of a document.
 
         Raises:
             ObjectNotFoundError: No object has this key.
-            ReplacedError: It is not the one that ``pin`` names.
-            StatusError: 416, where it has no byte of the span.
+            ReplacedError: The object does not have the content of ``pin``.
+            StatusError: Status 416: the object has no byte of the range.
         """
         pinned = {"IfMatch": pin} if pin else {}
         ranged = {"Range": f"bytes={span[0]}-{span[1] - 1}"} if span else {}
@@ -103,7 +103,7 @@ class Bucket:
         except StatusError as exc:
             if exc.status == 404:
                 raise not_found(key, self.url) from exc
-            if exc.status == 412 or pin:  # a range of the object that was pinned is inside it
+            if exc.status == 412 or pin:  # a range of the pinned content exists
                 raise ReplacedError from exc
             raise
 
@@ -114,8 +114,8 @@ class Bucket:
 
         Raises:
             ObjectNotFoundError: No object has this key.
-            MalformedError: It has no byte ``start``.
-            ReplacedError: It is not the one that ``pin`` names.
+            MalformedError: The object has no byte ``start``.
+            ReplacedError: The object does not have the content of ``pin``.
         """
         try:
             return self.open(key, deadline, pin=pin, span=(start, stop), nbytes=stop - start)
@@ -124,7 +124,7 @@ class Bucket:
             raise too_short(key, self.url, nbytes=nbytes, end=stop) from exc
 
     def find(self, key: str, deadline: Deadline) -> ObjectInfo | None:
-        """Look an object up.
+        """Look up an object.
 
         Raises:
             ConfigError: The bucket does not exist.
@@ -143,10 +143,10 @@ class Bucket:
         return ObjectInfo(key=key, nbytes=reply["ContentLength"], modified=modified)
 
     def head(self, key: str, deadline: Deadline) -> ObjectInfo:
-        """Look up an object that must be there.
+        """Look up an object that must exist.
 
         Raises:
-            ObjectNotFoundError: It is not.
+            ObjectNotFoundError: No object has this key.
         """
         found = self.find(key, deadline)
         if found is None:
@@ -157,10 +157,10 @@ class Bucket:
         """Write an object, in parts if it is large.
 
         Args:
-            key: The object.
-            view: Its bytes.
-            deadline: When to give up.
-            holds: Asked where the answer does not prove that the server has it.
+            key: Key of the object.
+            view: Bytes of the object.
+            deadline: Deadline of the call.
+            holds: Check of the stored bytes, for responses that do not prove the write.
         """
 
         def put() -> None:
@@ -174,17 +174,17 @@ class Bucket:
             self._repeat(put, deadline, key)
 
     def put_if_absent(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> None:
-        """Write an object under a key that has none.
+        """Write an object if the key has none.
 
         Args:
-            key: The object.
-            view: Its bytes.
-            deadline: When to give up.
-            holds: Asked where an attempt may have written it that was not answered, or whose answer
-                does not prove it.
+            key: Key of the object.
+            view: Bytes of the object.
+            deadline: Deadline of the call.
+            holds: Check of the stored bytes, for attempts without a response, or whose response
+                does not prove the write.
 
         Raises:
-            AlreadyExistsError: The key has an object, and it is not known to be ours.
+            AlreadyExistsError: The key has an object not known to be written by this call.
             ConfigError: The server ignores the condition.
         """
         if self._create(key, view, deadline, holds):
@@ -193,11 +193,11 @@ class Bucket:
                 self._try_condition(key, view, deadline)
 
     def delete(self, key: str, deadline: Deadline) -> None:
-        """Remove an object if there is one."""
+        """Delete an object if it exists."""
         self._repeat(lambda: self._client.delete_object(**self._at(key)), deadline, key)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object whose name begins with ``prefix``, in the order and names of the server."""
+        """Iterate over objects by prefix, with the server's names and in its order."""
         page = {"Bucket": self._bucket, "Prefix": f"{self._prefix}{prefix}"}
 
         def get() -> Any:  # noqa: ANN401
@@ -221,17 +221,17 @@ class Bucket:
     def _repeat(
         self, call: Callable[[], _T], deadline: Deadline, key: str, *answers: int, nbytes: int = 0
     ) -> _T:
-        """See ``Calls.repeat``; what succeeds shows that the bucket exists."""
+        """Send a request through ``Calls.repeat``; a success shows that the bucket exists."""
         reply = self._calls.repeat(call, deadline, key, *answers, nbytes=nbytes)
         self._exists = True
         return reply
 
     def _check_exists(self, deadline: Deadline) -> None:
-        """Tell an absent object from an absent bucket, of which a HEAD says the same."""
+        """Raise if the bucket is absent: HEAD answers the same for an absent object and bucket."""
         if self._exists:
             return
         try:
-            # 403 is an answer too: of a bucket that is there, and may not be looked up.
+            # 403 also means that the bucket exists, without permission to look it up.
             self._repeat(
                 lambda: self._client.head_bucket(Bucket=self._bucket), deadline, "", 403, 404
             )
@@ -241,10 +241,10 @@ class Bucket:
         self._exists = True
 
     def _prove(self, etag: str, view: memoryview, holds: Holds) -> None:
-        """Believe that the server has the object which it says it wrote.
+        """Verify that the server has the object that it reported as written.
 
         Raises:
-            AnswerError: It has not.
+            AnswerError: The server does not have it.
         """
         if self._etags.show(etag, view):
             return
@@ -253,7 +253,7 @@ class Bucket:
         self._etags.learn(etag, view)
 
     def _put_absent(self, key: str, view: memoryview, deadline: Deadline) -> str:
-        """Try to write an object under a key that has none; the ETag that it was given."""
+        """Try to write an object if the key has none; return its ETag."""
 
         def put() -> Any:  # noqa: ANN401
             body = _body(view, deadline)
@@ -262,7 +262,7 @@ class Bucket:
         return str(once(put, deadline).get("ETag", ""))
 
     def _create(self, key: str, view: memoryview, deadline: Deadline, holds: Holds) -> bool:
-        """See ``put_if_absent``; whether the last attempt was the one that wrote the object."""
+        """Write as ``put_if_absent``; return whether the last attempt wrote the object."""
         attempt, unanswered = 0, False
         while True:
             try:
@@ -275,7 +275,7 @@ class Bucket:
                     if unanswered and holds():
                         return False
                     raise already_exists(key, self.url) from exc
-                # A conflict or a refusal wrote nothing; after all else the object may be there.
+                # A conflict or refusal wrote nothing; after any other error the object may exist.
                 unanswered |= not is_conflict(exc) and not 400 <= status_of(exc) < 500
                 if not is_transient(exc) or not deadline.pause(attempt):
                     raise typed(exc, key, self.url) from exc
@@ -284,17 +284,17 @@ class Bucket:
                 return True
 
     def _try_condition(self, key: str, view: memoryview, deadline: Deadline) -> None:
-        """Write an object once more that was just written; a server that takes it is refused."""
+        """Repeat a conditional write that succeeded; refuse a server that accepts it again."""
         try:
             etag = self._put_absent(key, view, deadline)
         except DeltaChainError:
             raise
         except Exception as exc:  # noqa: BLE001 - see Calls.repeat
-            # After another answer, or none, the next object is tried instead.
+            # After another response, or none, the check is repeated with the next object.
             self._conditions_hold = status_of(exc) == 412
             return
         if not self._etags.show(etag, view):
-            return  # not the server's answer
+            return  # not a response of the server
         raise ConfigError(
             f"the server of {self.url} ignores If-None-Match, so that two publishers can both win",
             hint="keep the chain on a server that has conditional writes",

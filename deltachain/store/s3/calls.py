@@ -1,4 +1,4 @@
-"""Requests to an S3 server, one at a time: in bounded time, repeated while that may help."""
+"""Requests to an S3 server, in bounded time and with retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from deltachain.store.s3.replies import AnswerError, redirects, target_of
 _T = TypeVar("_T")
 
 _body: Final[ContextVar[Any]] = ContextVar("deltachain_s3_body", default=None)
-"""That of the answer to the request which this thread has under way."""
+"""Response body of the thread's current request."""
 
 _REDIRECT: Final = (
     "the endpoint redirects to {}: check the endpoint URL, its scheme too, and what is in between"
@@ -25,7 +25,7 @@ _REDIRECT: Final = (
 
 
 class StatusError(Exception):
-    """A status that the caller handles."""
+    """An HTTP status handled by the caller."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status)
@@ -33,11 +33,11 @@ class StatusError(Exception):
 
 
 class Calls:
-    """Sends requests of a client, with retries; thread-safe.
+    """Sender of a client's requests, with retries; thread-safe.
 
     Args:
-        client: A client that does not repeat requests itself.
-        url: How errors name the store.
+        client: Client without retries of its own.
+        url: URL of the store, for errors.
     """
 
     def __init__(self, client: Client, url: str) -> None:
@@ -49,7 +49,7 @@ class Calls:
 
     @property
     def requests(self) -> int:
-        """Every HTTP request that was sent, those that were repeated too."""
+        """Number of HTTP requests so far, retries included."""
         return self._requests
 
     def repeat(
@@ -60,14 +60,14 @@ class Calls:
         *answers: int,
         nbytes: int = 0,
     ) -> _T:
-        """Send one request, again and again while it fails for reasons that pass.
+        """Send one request; retry after transient failures.
 
         Args:
-            call: Sends it.
-            deadline: When to give up.
-            key: The object that it is about.
-            answers: Statuses that the caller wants to be told of.
-            nbytes: Bytes of the object that the answer brings.
+            call: Function that sends the request.
+            deadline: Deadline of the call.
+            key: Key of the object, for errors.
+            answers: Statuses handled by the caller.
+            nbytes: Size of the object in the response, in bytes.
 
         Raises:
             StatusError: The status is one of ``answers``.
@@ -79,13 +79,13 @@ class Calls:
                 return once(call, deadline, nbytes=nbytes)
             except DeltaChainError:
                 raise
-            except Exception as exc:  # what an answer makes of its parser is not foreseeable
+            except Exception as exc:  # a response may cause any error in its parser
                 if status_of(exc) in answers and code_of(exc) != "NoSuchBucket":
                     raise StatusError(status_of(exc)) from exc
                 if is_answer(exc):
-                    answer = exc.with_traceback(None)  # which would hold this frame, and so itself
+                    answer = exc.with_traceback(None)  # a reference cycle with this frame otherwise
                 if not is_transient(exc) or not deadline.pause(attempt):
-                    # That the last attempt came too late says less than the answer before it.
+                    # A timeout of the last attempt says less than the response before it.
                     raise typed(answer or exc, key, self._url) from (answer or exc)
                 attempt += 1
 
@@ -95,13 +95,13 @@ class Calls:
 
 
 def once(call: Callable[[], _T], deadline: Deadline, *, nbytes: int = 0) -> _T:
-    """Send one request, which ends with the deadline whatever the server does."""
+    """Send one request, which ends by the deadline whatever the server does."""
     token = _body.set(None)
     with bounded(deadline, nbytes):
         try:
             return call()
         except Exception:
-            # Of an answer that botocore cannot parse nobody else has the body to close.
+            # The body of a response that botocore cannot parse has no other owner to close it.
             body: Any = _body.get()
             if hasattr(body, "close"):
                 body.close()
@@ -111,15 +111,15 @@ def once(call: Callable[[], _T], deadline: Deadline, *, nbytes: int = 0) -> _T:
 
 
 def refuse_redirects(client: Client) -> None:
-    """Let requests of a client that are redirected end with an ``AnswerError``."""
+    """Make redirected requests of a client fail with an ``AnswerError``."""
     client.meta.events.register("before-parse.s3", _see_answer)
 
 
 def _see_answer(*, response_dict: dict[str, Any], **_: object) -> None:
-    """End a request that is redirected, before botocore goes after it.
+    """Fail a redirected request before botocore follows the redirect.
 
     Raises:
-        AnswerError: It is.
+        AnswerError: The response is a redirect.
     """
     _body.set(response_dict.get("body"))
     if redirects(response_dict):

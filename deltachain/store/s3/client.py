@@ -1,4 +1,4 @@
-"""A client of boto3 from a user's options, environment and profile."""
+"""Construction of a boto3 client from options, environment and profile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deltachain.errors import ConfigError
 from deltachain.store.bounds import BoundedSocket
 
 Client: TypeAlias = Any
-"""A client of boto3 for S3, whose methods are made at run time."""
+"""An S3 client of boto3, whose methods are created at run time."""
 
 _TEXTS: Final = ("key", "secret", "token", "profile", "region", "endpoint_url")
 _TABLES: Final = ("client_kwargs", "config_kwargs")
@@ -38,10 +38,10 @@ _CHECKSUMS: Final = ("request_checksum_calculation", "response_checksum_validati
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that are unknown or of the wrong type; their values are never shown.
+    """Refuse unknown options and values of a wrong type, which are never shown.
 
     Raises:
-        ConfigError: Some are.
+        ConfigError: An option is unknown or of a wrong type.
     """
     unknown = sorted(options.keys() - set(_KNOWN))
     if unknown:
@@ -60,10 +60,10 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Client, bool]:
-    """Make a client that never retries, and say whether it talks to an endpoint of the user's.
+    """Create a client without retries; return it and whether its endpoint is the user's own.
 
     Raises:
-        ConfigError: The options, the environment or the profile do not make a client.
+        ConfigError: The options, the environment or the profile are invalid.
     """
     check_options(options)
     given = {
@@ -92,7 +92,7 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
             hint="check AWS_PROFILE, AWS_* and the store options",
         ) from exc
     except (TypeError, ValueError) as exc:
-        # From what the user gave; not shown, since an endpoint or a token may be in it.
+        # Caused by the user's settings; not shown, as it may contain an endpoint or a token.
         raise ConfigError(
             "boto3 does not take these options",
             hint="check endpoint_url, region, client_kwargs and config_kwargs",
@@ -102,7 +102,7 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
     return client, own_endpoint
 
 
-# botocore has no types, so the classes that these are made from have none.
+# botocore is untyped, so these base classes are too.
 class _Connection(AWSHTTPConnection):  # type: ignore[misc]
     sock: Any
 
@@ -134,10 +134,11 @@ class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
 
 
 def bound_sockets(client: Client) -> None:
-    """Let what a client's connections do end with the call that it is for, and follow no redirect.
+    """Bind a client's connections to the deadlines of their calls; refuse redirects.
 
-    botocore has no way to say which connections to use; where it no longer keeps them here, each
-    read still has a timeout, and a server that sends a byte now and then holds a call for longer.
+    botocore has no setting for connection classes. If a later version keeps its connections
+    elsewhere, each read still has a timeout, but a server that trickles bytes can exceed a call's
+    deadline.
     """
     session = getattr(getattr(client, "_endpoint", None), "http_session", None)
     pools = getattr(session, "_pool_classes_by_scheme", None)
@@ -147,7 +148,7 @@ def bound_sockets(client: Client) -> None:
 
 @cache
 def _loader() -> Any:  # noqa: ANN401 - untyped
-    """What boto3 knows of S3: a third of a second to parse, so it is done once."""
+    """Return boto3's model of S3, loaded once, as parsing takes a third of a second."""
     return botocore.session.Session().get_component("data_loader")
 
 
@@ -155,7 +156,7 @@ def _config_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     arguments = dict(options.get("config_kwargs", {}))
     if options.get("anon"):
         arguments["signature_version"] = UNSIGNED
-    # A conditional write needs to know how often it was sent, so nobody but the store retries.
+    # A conditional write must know how often it was sent, so only the store retries.
     arguments["retries"] = {"total_max_attempts": 1, "mode": "standard"}
     return arguments
 
@@ -170,8 +171,8 @@ def _config(core: botocore.session.Session, *, own_endpoint: bool, deadline_s: f
     )
     if not own_endpoint:
         return config
-    # Many servers that speak S3 reject the checksums that boto3 adds by default, or answer ranges
-    # with the checksum of the whole object. Objects are proven by their own digests anyway.
+    # Many S3-compatible servers reject boto3's default checksums, or answer a range with the
+    # checksum of the whole object. Objects are verified by their own digests anyway.
     profile = core.get_scoped_config()
     asked: dict[str, Any] = {
         name: "when_required"
@@ -182,7 +183,7 @@ def _config(core: botocore.session.Session, *, own_endpoint: bool, deadline_s: f
 
 
 def _configures_endpoint(core: botocore.session.Session) -> bool:
-    """Whether the environment or the profile has another endpoint than AWS."""
+    """Return whether the environment or the profile sets an endpoint other than AWS."""
     if core.get_config_variable("ignore_configured_endpoint_urls"):
         return False
     profile = core.get_scoped_config()
@@ -196,7 +197,7 @@ def _configures_endpoint(core: botocore.session.Session) -> bool:
 
 
 def _check_endpoint(url: str | None) -> None:
-    """Refuse credentials in a URL, which would end up in logs."""
+    """Refuse an endpoint URL with credentials, which would end up in logs."""
     if url and "@" in urlsplit(url).netloc:
         raise ConfigError(
             "the endpoint of an s3:// store must not have a user or a password in it",

@@ -1,4 +1,4 @@
-"""From boto3's errors to those of deltachain."""
+"""Conversion of boto3's errors to those of deltachain."""
 
 from __future__ import annotations
 
@@ -65,39 +65,39 @@ _HINT_REGION: Final = "the bucket is in the region {}: set AWS_REGION or the sto
 
 
 def status_of(failure: Exception) -> int:
-    """The HTTP status of the server's answer; 0 where it gave none."""
+    """Return the HTTP status of the response; 0 without a response."""
     if isinstance(failure, ClientError):
         return int(failure.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     return 0
 
 
 def code_of(failure: Exception) -> str:
-    """What S3 calls the error; for a lost answer, what kind of failure it was."""
+    """Return the S3 error code; without a response, the kind of failure."""
     if isinstance(failure, ClientError):
         return str(failure.response.get("Error", {}).get("Code", ""))
     return type(failure).__name__
 
 
 def is_answer(failure: Exception) -> bool:
-    """Whether somebody answered the request."""
+    """Return whether the request got a response."""
     return isinstance(failure, ClientError | AnswerError)
 
 
 def is_conflict(failure: Exception) -> bool:
-    """Whether another write of the same key was under way: nothing was written, try again."""
+    """Return whether a concurrent write of the key caused the failure: none was done, retry."""
     return code_of(failure) in _CONFLICT
 
 
 def given_up(failure: Exception) -> StoreUnavailableError | None:
-    """Our own error, where a request was ended by it and boto3 wrapped it as a failure to send."""
+    """Return our own error if it ended the request and boto3 wrapped it as a send failure."""
     error = failure.kwargs.get("error") if isinstance(failure, HTTPClientError) else None
     return error if isinstance(error, StoreUnavailableError) else None
 
 
 def is_transient(failure: Exception) -> bool:
-    """Whether the same request may well succeed a moment later.
+    """Return whether a retry of the request may succeed.
 
-    So may one whose answer was read by no parser, whatever it raised.
+    An unparsable response counts as transient, whatever its parser raised.
     """
     if isinstance(failure, ClientError):
         if code_of(failure) in _FULL:
@@ -105,17 +105,17 @@ def is_transient(failure: Exception) -> bool:
         known = code_of(failure) in _RETRIED_CODE or is_conflict(failure)
         return known or status_of(failure) in _RETRIED_STATUS
     if given_up(failure) or isinstance(failure, SSLError):
-        return False  # a certificate does not get better
+        return False  # an invalid certificate stays invalid
     if isinstance(failure, BotoCoreError):
         return isinstance(failure, ConnectionError | HTTPClientError | IncompleteReadError)
     return not isinstance(failure, RecursionError | MemoryError)
 
 
 def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
-    """Build the error of deltachain that says what to do now.
+    """Convert a failure to an error of deltachain, with a hint.
 
-    Nothing that the server or boto3 wrote is repeated but the name of the error: it may hold parts
-    of a request, and so of its credentials.
+    It repeats only the error's code: messages of the server or boto3 may contain parts of a
+    request, and so credentials.
     """
     ours = given_up(failure)
     if ours is not None:
@@ -137,7 +137,7 @@ def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
 
 
 def _refused(failure: Exception) -> str:
-    """What to do about the credentials; empty where they are not what is wrong."""
+    """Return the hint about credentials; empty for other failures."""
     if isinstance(failure, _NO_CREDENTIALS):
         return _HINT_CREDENTIALS
     code = code_of(failure)
@@ -147,7 +147,7 @@ def _refused(failure: Exception) -> str:
 
 
 def _unavailable(failure: Exception) -> str | None:
-    """What to do where the server cannot do it now; None where it never will."""
+    """Return the hint for a temporary failure; None for a permanent one."""
     if isinstance(failure, AnswerError):
         return failure.hint
     if code_of(failure) in _FULL or status_of(failure) == 507:
@@ -162,7 +162,7 @@ def _unavailable(failure: Exception) -> str | None:
 
 
 def no_bucket(url: str) -> ConfigError:
-    """Build the error for a bucket that does not exist."""
+    """Build the error for an absent bucket."""
     return ConfigError(
         f"the bucket of {url} does not exist",
         hint=f"create it (aws s3 mb s3://{url.split('/')[2]}), or correct the URL, the endpoint or "

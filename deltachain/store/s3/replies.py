@@ -14,11 +14,11 @@ _PLAIN: Final = frozenset({"", "identity", "aws-chunked"})
 
 
 class AnswerError(Exception):
-    """An answer that cannot be that of the server, or was cut: it counts as lost.
+    """A response that was cut or does not come from the server; treated as lost.
 
     Args:
-        reason: What is wrong with it.
-        hint: What to do if it stays so.
+        reason: Defect of the response.
+        hint: Remedy if the error persists.
     """
 
     def __init__(self, reason: str, hint: str = "") -> None:
@@ -28,10 +28,10 @@ class AnswerError(Exception):
 
 
 def whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
-    """Return a response that has all of some fields; one without was cut in its headers.
+    """Return a response if it has all given fields; otherwise its headers were cut.
 
     Raises:
-        AnswerError: It was.
+        AnswerError: A field is missing.
     """
     missing = [field for field in fields if field not in reply]
     if missing:
@@ -40,14 +40,14 @@ def whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
 
 
 def object_nbytes(reply: dict[str, Any], span: tuple[int, int] | None) -> int:
-    """How many bytes the object has that an answer brings, or brings a part of.
+    """Return the size of the whole object of a response, in bytes.
 
     Args:
-        reply: The answer to a GET.
-        span: The first byte that was asked for and the one behind the last; None for the object.
+        reply: Response to a GET.
+        span: First requested byte, and the end, exclusive; None for the whole object.
 
     Raises:
-        AnswerError: It brings something else.
+        AnswerError: The response has another range.
     """
     whole(reply, "ContentLength", "LastModified")
     encoding = str(reply.get("ContentEncoding", "")).lower()
@@ -68,26 +68,26 @@ def object_nbytes(reply: dict[str, Any], span: tuple[int, int] | None) -> int:
             "a whole object, where a part of it was asked for",
             "keep the chain on a server, and behind proxies, that heed Range",
         )
-    return nbytes  # the bytes asked for are its first ones
+    return nbytes  # the range is at the start of the object
 
 
 def redirects(reply: dict[str, Any]) -> bool:
-    """Whether an answer sends the client elsewhere, of which botocore makes nothing by itself.
+    """Return whether a response is a redirect that botocore must not follow.
 
-    Of a bucket in another region S3 names that, and botocore asks there, once. Without a name it
-    would look the bucket up by a request that is redirected as well, without end.
+    For a bucket in another region, S3 names the region, and botocore retries there once. Without
+    that name, botocore would look up the bucket by a request that is redirected too, endlessly.
     """
     return 300 <= reply["status_code"] < 400 and not region_of(reply["headers"])
 
 
 def region_of(headers: Any) -> str:  # noqa: ANN401 - botocore has several
-    """The region that an answer says a bucket is in; empty if it says none."""
+    """Return the bucket's region by the headers of a response; empty if absent."""
     said = str(headers.get("x-amz-bucket-region", ""))
     return said if _REGION.fullmatch(said) else ""
 
 
 def target_of(location: str) -> str:
-    """Where a redirect leads: without its path, which may have parts of a signature in it."""
+    """Return the target of a redirect without its path, which may contain a signature."""
     try:
         parts = urlsplit(location)
     except ValueError:
@@ -98,7 +98,7 @@ def target_of(location: str) -> str:
 
 
 def wrote_nothing() -> AnswerError:
-    """Build the error for a write that was answered, and whose object is not there."""
+    """Build the error for a write with a successful response but without an object."""
     return AnswerError(
         "a success that wrote nothing",
         "something between here and the server answers in its place: a portal, a proxy, a cache",
@@ -106,23 +106,23 @@ def wrote_nothing() -> AnswerError:
 
 
 class ETags:
-    """Whether the answer to a write shows that the server has the bytes.
+    """Check of the ETag in the response to a write.
 
-    An ETag is the MD5 of the object on most servers, and always on some. Something in between that
-    answers 200 by itself gives none, or one of its own.
+    On most servers, an ETag is the MD5 of the object, on some always. A proxy that answers 200
+    itself sends no ETag, or one of its own.
     """
 
     def __init__(self) -> None:
         self._others = False
 
     def show(self, etag: str, view: memoryview) -> bool:
-        """Whether an ETag is proof enough; else only reading the object is."""
+        """Return whether an ETag proves the write; otherwise the object must be read back."""
         if not etag:
             return False
         return self._others or etag.strip('"') == _md5(view)
 
     def learn(self, etag: str, view: memoryview) -> None:
-        """Note that the server has the object which it gave this ETag to."""
+        """Record the ETag of a stored object: kinds other than MD5 then count as proof too."""
         self._others = self._others or (bool(etag) and etag.strip('"') != _md5(view))
 
 

@@ -1,4 +1,4 @@
-"""Objects in an S3 bucket: of AWS, or of any server that speaks S3, through boto3."""
+"""Objects in an S3 bucket of AWS or any S3-compatible server, through boto3."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from deltachain.threads import Pool
 from deltachain.types import Buffer
 
 _THREADS: Final = 16
-"""Requests of one store that are under way at a time, beside those of its callers' threads."""
+"""Concurrent requests of one store, in addition to those of its callers' threads."""
 
 _MAX_PREFIX: Final = 1024 - 1 - MAX_KEY_LENGTH
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
@@ -52,29 +52,29 @@ _T = TypeVar("_T")
 
 @guarded
 class S3Store(Store):
-    """Objects below a prefix of a bucket, shared by all who may reach it.
+    """Objects below a prefix of a bucket.
 
-    Of racing ``put_if_absent`` the server lets one win (``If-None-Match: *``). A server that is not
-    AWS is tried, once, right after the first one that succeeds: one that ignores the condition, as
-    some do, is refused. Every object is seen by all as soon as its ``put`` returned.
+    The server lets exactly one concurrent ``put_if_absent`` win (``If-None-Match: *``). A server
+    other than AWS is tested once, right after the first success: servers that ignore the condition,
+    as some do, are refused. Every object is visible to all readers once its ``put`` has returned.
 
-    Every request is repeated while it fails for reasons that pass, until nothing moved for
-    ``deadline_s``; it ends then, however slowly the server goes on. A request of a large upload may
-    take as long once more. Redirects are not followed, but to the region that AWS names. A write is
-    believed if its answer has an ETag that is the MD5 of the bytes, or any other that was seen to
-    be the server's; else the object is read back.
+    Requests are retried after transient failures until no byte has moved for ``deadline_s``, and
+    then end, however slowly the server continues. A request of a large upload may take that long
+    once more. Redirects are not followed, except to the region named by AWS. A write counts as done
+    if the ETag of its response is the MD5 of the bytes, or of a kind known to come from the server;
+    otherwise the object is read back.
 
-    A large upload that was given up is aborted. Where the server is gone for that too, or its
-    answer to the opening was lost, what there is of it stays, invisible, until a lifecycle rule of
-    the bucket removes it.
+    A failed large upload is aborted. If the server does not answer the abort either, or its
+    response to the start of the upload was lost, the uploaded parts stay, invisible, until a
+    lifecycle rule of the bucket removes them.
 
     Args:
-        bucket: The bucket, which must exist.
-        prefix: Of every key, without a slash at its ends; may be empty.
-        options: See ``open_s3``.
+        bucket: Name of the bucket, which must exist.
+        prefix: Prefix of every key, without leading or trailing slash; may be empty.
+        options: Options of ``open_s3``.
 
     Raises:
-        ConfigError: The options, the environment or the profile do not make a client.
+        ConfigError: The options, the environment or the profile are invalid.
     """
 
     capabilities: Final = Capabilities(conditional_put=True, list_consistent=True)
@@ -87,13 +87,13 @@ class S3Store(Store):
     @property
     @override
     def url(self) -> str:
-        """``s3://``, the bucket and the prefix."""
+        """URL of the store: ``s3://``, the bucket and the prefix."""
         return self._bucket.url
 
     @property
     @override
     def requests(self) -> int:
-        """Every HTTP request that was sent, those that were repeated too."""
+        """Number of HTTP requests so far, retries included."""
         return self._bucket.requests
 
     @override
@@ -102,7 +102,7 @@ class S3Store(Store):
 
     @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """Read a whole object of known size, in ranges side by side; see ``Store``."""
+        """Read a whole object of known size, in concurrent ranges; see ``Store``."""
         check_range(0, nbytes)
         deadline = self._bucket.deadline(check_key(key), nbytes)
         if nbytes == 0:
@@ -111,7 +111,7 @@ class S3Store(Store):
             return b""
 
         def attempt() -> Buffer:
-            # Its size comes with the first range: before memory is taken for it.
+            # The first range gives the size, before memory is allocated for the object.
             opened = self._bucket.open_range(key, 0, min(nbytes, RANGE_NBYTES), deadline)
             with closing(opened.body), Pool(_THREADS, "deltachain-s3") as pool:
                 check_nbytes(key, self.url, expected=nbytes, actual=opened.nbytes)
@@ -133,7 +133,7 @@ class S3Store(Store):
         def attempt() -> bytes:
             opened = self._bucket.open_range(key, start, stop, deadline)
             with closing(opened.body):
-                if stop > opened.nbytes:  # before memory is taken for it
+                if stop > opened.nbytes:  # before memory is allocated
                     raise too_short(key, self.url, nbytes=opened.nbytes, end=stop)
                 return self._rest(key, opened, start, stop, deadline)
 
@@ -148,10 +148,10 @@ class S3Store(Store):
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object under a key that has none; see ``Store``.
+        """Write an object if the key has none; see ``Store``.
 
-        An object that is there counts as written by this call if it has the same bytes and an
-        earlier attempt of this call went unanswered.
+        An existing object counts as written by this call if it has the same bytes and an earlier
+        attempt of this call got no response.
 
         Raises:
             ConfigError: The server ignores the condition.
@@ -162,16 +162,16 @@ class S3Store(Store):
 
     @override
     def find(self, key: str) -> ObjectInfo | None:
-        """Look an object up without reading it; see ``Store``.
+        """Look up an object without reading it; see ``Store``.
 
         Raises:
-            ConfigError: The bucket does not exist, so that nothing can be said of its objects.
+            ConfigError: The bucket does not exist.
         """
         return self._bucket.find(key, self._bucket.deadline(check_key(key)))
 
     @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look several objects up, several at a time; see ``Store``."""
+        """Look up several objects concurrently; see ``Store``."""
         wanted = [check_key(key) for key in dict.fromkeys(keys)]
         with Pool(_THREADS, "deltachain-s3") as pool:
             found = [info for info in pool.map(self.find, wanted) if info is not None]
@@ -179,9 +179,9 @@ class S3Store(Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Every object whose key begins with ``prefix``, in order; see ``Store``.
+        """Iterate over objects whose key begins with ``prefix``, in order; see ``Store``.
 
-        Names in the bucket that no key could have are left out.
+        Names in the bucket that are not valid keys are omitted.
         """
         return self._list(check_prefix(prefix))
 
@@ -191,11 +191,11 @@ class S3Store(Store):
 
     @override
     def close(self) -> None:
-        """Give connections back."""
+        """Close connections."""
         self._bucket.close()
 
     def _list(self, prefix: str) -> Iterator[ObjectInfo]:
-        # Sorted here: not every server does, nor AWS in its directory buckets.
+        # Sorted here: some servers do not sort, nor does AWS in directory buckets.
         found = (info for info in self._bucket.list(prefix) if _is_key(info.key))
         yield from sorted(found, key=lambda info: info.key)
 
@@ -209,14 +209,14 @@ class S3Store(Store):
         return _of_one_content(attempt, deadline)
 
     def _holds(self, key: str, view: memoryview, deadline: Deadline) -> bool:
-        """Whether an object is there with these bytes."""
+        """Return whether the object exists with these bytes."""
         found = self._bucket.find(key, deadline)
         if found is None or found.nbytes != view.nbytes:
             return False
         return self._get(key, view.nbytes, deadline) == view
 
     def _rest(self, key: str, opened: Opened, start: int, stop: int, deadline: Deadline) -> bytes:
-        """All bytes of an answer, which begins at ``start``."""
+        """Read all bytes of a response that begins at ``start``."""
         data = bytearray(stop - start)
         read_rest(opened, start, memoryview(data), self._reopen(key, deadline), deadline)
         return bytes(data)
@@ -233,24 +233,24 @@ def open_s3(
 ) -> S3Store:
     """Open ``s3://bucket`` or ``s3://bucket/prefix``.
 
-    Credentials, region and endpoint come from the options, else from where every AWS tool looks:
-    ``AWS_*`` with ``AWS_ENDPOINT_URL`` and ``AWS_ENDPOINT_URL_S3``, profiles, and what the machine
-    provides. With an endpoint of the user's own, boto3's additional checksums are off, unless
-    ``AWS_REQUEST_CHECKSUM_CALCULATION`` or ``AWS_RESPONSE_CHECKSUM_VALIDATION`` ask for them.
+    Credentials, region and endpoint come from the options, else from the usual sources of AWS
+    tools: ``AWS_*`` with ``AWS_ENDPOINT_URL`` and ``AWS_ENDPOINT_URL_S3``, profiles, and the
+    machine's own credentials. With an endpoint of the user, boto3's additional checksums are off,
+    unless enabled by ``AWS_REQUEST_CHECKSUM_CALCULATION`` or ``AWS_RESPONSE_CHECKSUM_VALIDATION``.
 
     Args:
-        url: Where.
-        options: ``key``, ``secret``, ``token``, ``profile``, ``region``, ``endpoint_url``;
-            ``anon``, to sign nothing; ``client_kwargs`` and ``config_kwargs``, for boto3's client
-            and its ``Config``; ``deadline_s``, after which a call gives up that does not get on.
-        writer: Makes no difference.
+        url: URL of the store.
+        options: ``key``, ``secret``, ``token``, ``profile``, ``region``, ``endpoint_url``; ``anon``
+            for unsigned requests; ``client_kwargs`` and ``config_kwargs`` for boto3's client and
+            its ``Config``; ``deadline_s``, the seconds without progress after which a call fails.
+        writer: Ignored.
 
     Raises:
-        ConfigError: The URL has no bucket or more than a prefix, or the options, the environment or
-            the profile do not make a client.
+        ConfigError: The URL has no bucket, or more than a bucket and a prefix, or the options, the
+            environment or the profile are invalid.
     """
     parts = urlsplit(url)
-    # What is refused is not shown: it may hold credentials.
+    # The refused URL is not shown: it may contain credentials.
     if not url.lower().startswith("s3://") or not _BUCKET.fullmatch(parts.netloc):
         raise ConfigError(
             "s3:// store URLs name a bucket, and no user, password or port",
@@ -269,7 +269,7 @@ def open_s3(
 
 
 def _of_one_content(attempt: Callable[[], _T], deadline: Deadline) -> _T:
-    """Read again from the start while the object is replaced by others."""
+    """Read again from the start if another writer replaces the object meanwhile."""
     number = 0
     while True:
         try:

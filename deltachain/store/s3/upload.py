@@ -1,4 +1,4 @@
-"""Large objects in parts, several at a time, each part repeated by itself."""
+"""Uploads of large objects in concurrent parts, each with its own retries."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from deltachain.store.s3.replies import whole, wrote_nothing
 from deltachain.threads import Pool
 
 PART_NBYTES: Final = 16 << 20
-"""Bytes of one part, and of the largest object that is put by one request."""
+"""Size of one part, and of the largest object put by one request, in bytes."""
 
 _PARTS: Final = 10_000
-"""Parts of one object, at most."""
+"""Largest number of parts of one object."""
 
 _THREADS: Final = 8
 _ABORT_S: Final = 5.0
-"""Seconds for aborting an upload: it is given up already, and its caller waits."""
+"""Time limit of aborting an upload, in seconds: the upload has failed, and its caller waits."""
 
 _T = TypeVar("_T")
 
 
 class Uploader:
-    """Sends large objects to a server.
+    """Uploader of large objects.
 
     Args:
-        client: Of boto3.
-        calls: What its requests go through.
+        client: S3 client of boto3.
+        calls: Sender of the client's requests.
     """
 
     def __init__(self, client: Client, calls: Calls) -> None:
         self._client = client
         self._calls = calls
-        # What boto3 adds to each part by default must be announced for the whole, and repeated.
+        # boto3's default checksums of parts must be announced for the whole object, and repeated.
         checked = client.meta.config.request_checksum_calculation != "when_required"
         self._checksum = {"ChecksumAlgorithm": "CRC32"} if checked else {}
 
@@ -51,14 +51,14 @@ class Uploader:
         deadline: Deadline,
         holds: Callable[[], bool],
     ) -> None:
-        """Write an object; visible once its last part is there, or aborted.
+        """Write an object, visible once its last part is stored; abort the upload on failure.
 
         Args:
             at: Bucket and name of the object.
-            key: How errors name it.
-            view: Its bytes.
-            deadline: When to give up.
-            holds: Whether the object is there with these bytes.
+            key: Key of the object, for errors.
+            view: Bytes of the object.
+            deadline: Deadline of the call.
+            holds: Function that returns whether the object exists with these bytes.
 
         Raises:
             StoreError: The server refused, or failed for too long.
@@ -69,8 +69,8 @@ class Uploader:
                     parts = self._send_parts(upload, key, view, deadline)
                     self._complete(upload, key, parts, deadline, holds)
             except StatusError:
-                # Completed by an attempt that went unanswered, or cleared away by others: the two
-                # cannot be told apart, and writing the object again is right for both.
+                # Completed by an attempt without a response, or aborted by another client: the two
+                # cannot be distinguished, and writing the object again is right for both.
                 if not again:
                     raise deadline.error("its upload is cleared away while it goes on") from None
             else:
@@ -78,7 +78,7 @@ class Uploader:
 
     @contextmanager
     def _opened(self, at: dict[str, str], key: str, deadline: Deadline) -> Iterator[dict[str, str]]:
-        """An upload that is aborted unless it is completed."""
+        """Start an upload; abort it unless it is completed."""
 
         def create(_: Deadline) -> Any:  # noqa: ANN401
             return whole(self._client.create_multipart_upload(**at, **self._checksum), "UploadId")
@@ -116,11 +116,11 @@ class Uploader:
             try:
                 for start in range(0, view.nbytes, nbytes):
                     sending.append(pool.submit(send, start))
-                    if sending[-1].done():  # at once, where there is no thread: it may have failed
+                    if sending[-1].done():  # ran already if there is no thread
                         sending[-1].result()
                 return [each.result() for each in sending]
             finally:
-                for each in sending:  # what was not begun when one failed
+                for each in sending:  # parts not yet started when one failed
                     each.cancel()
 
     def _complete(
@@ -143,11 +143,11 @@ class Uploader:
     def _send(self, call: Callable[[Deadline], _T], deadline: Deadline, key: str) -> _T:
         """Send a request of an upload.
 
-        The time in which it may fail begins with its first failure: the server takes some for a
-        part before it answers, and gets as much once more.
+        The time limit of retries begins with the first failure: the server needs time for a part
+        before it responds, and gets as much once more.
 
         Raises:
-            StatusError: 404, where the upload is not there.
+            StatusError: Status 404: the upload does not exist.
         """
         first = deadline.own()
         try:
@@ -165,4 +165,4 @@ class Uploader:
                 lambda: self._client.abort_multipart_upload(**upload), last, key, 404
             )
         except (DeltaChainError, StatusError):
-            return  # what there is of it stays, invisible, until a lifecycle rule removes it
+            return  # its parts stay, invisible, until a lifecycle rule removes them

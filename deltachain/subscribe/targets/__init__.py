@@ -1,1 +1,1 @@
-"""Targets of subscribers: tensors, or a checkpoint folder."""
+"""Targets of a subscriber: tensors, or a checkpoint folder."""
