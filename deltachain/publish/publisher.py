@@ -322,8 +322,7 @@ class Publisher(Closeable):
                     raise self._fenced
                 if self._flight is not None:
                     wait([self._flight.outcome])
-                head = session.settle() if session.writer.uncertain else session.head
-                decision = Decision(go=True, head=head)
+                decision = Decision(go=True, head=session.settle())
             return collective.broadcast(decision, Decision)
 
     def _launch(self, session: Session, head: Version) -> None:

@@ -6,6 +6,7 @@ SGLang's ``check_weights`` both pass on unchanged.
 
 from __future__ import annotations
 
+import json
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -278,10 +279,17 @@ UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError
 
 
 class CallId(msgspec.Struct, frozen=True):
-    """Leader and sequence number of a request, without its other fields."""
+    """Leader and sequence number of a request, without its other fields.
+
+    Attributes:
+        leader: Leader that sent it.
+        sequence: Number of the request.
+        request: The same of a request inside a message of an engine's own.
+    """
 
     leader: str = ""
     sequence: Count = 0
+    request: CallId | None = None
 
 
 _CALL_IDS: Final = msgspec.json.Decoder(CallId)
@@ -290,6 +298,18 @@ _CALL_IDS: Final = msgspec.json.Decoder(CallId)
 def encode(message: RankRequest | RankReply) -> str:
     """Encode a message as JSON text."""
     return msgspec.json.encode(message).decode()
+
+
+def encode_reply(reply: RankReply) -> str:
+    """Encode a reply as JSON text; never raises.
+
+    A lone surrogate, as a file name may have, becomes a question mark: JSON cannot carry it.
+    """
+    try:
+        return encode(reply)
+    except UnicodeEncodeError:
+        text = json.dumps(msgspec.to_builtins(reply), ensure_ascii=False)
+        return text.encode(errors="replace").decode()
 
 
 def decode_request(text: str | bytes) -> AnyRequest:
@@ -319,9 +339,10 @@ def decode_reply(text: str | bytes) -> AnyReply:
 def call_id(text: str | bytes) -> CallId:
     """Return leader and sequence number of a request that may be unreadable otherwise."""
     try:
-        return _CALL_IDS.decode(text)
+        found = _CALL_IDS.decode(text)
     except UNREADABLE:
         return CallId()
+    return found.request or found
 
 
 def addressed(reply: _R, rank: int, request: RankRequest | RankReply | CallId) -> _R:

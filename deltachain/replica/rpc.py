@@ -56,7 +56,7 @@ from deltachain.replica.messages import (
     addressed,
     call_id,
     decode_request,
-    encode,
+    encode_reply,
 )
 from deltachain.replica.rank import Rank
 from deltachain.replica.settings import RankSettings
@@ -116,7 +116,7 @@ class RankService:
 
     def answer(self, text: str | bytes) -> str:
         """Handle an encoded request; never raises."""
-        return encode(self.respond(text))
+        return encode_reply(self.respond(text))
 
     def respond(self, text: str | bytes) -> RankReply:
         """Handle an encoded request, and return a typed reply; never raises."""
@@ -158,7 +158,8 @@ class RankService:
         else:
             logger.error("rank %d failed to handle a request", self.number, exc_info=exc)
             error, message = "ApplyError", f"{type(exc).__name__}: {exc}"
-        return Refusal(error=error, message=_encodable(message), hint=getattr(exc, "hint", ""))
+        hint = _encodable(str(getattr(exc, "hint", "")))
+        return Refusal(error=error, message=_encodable(message), hint=hint)
 
     def settle(self) -> None:
         """Wait until all work in this rank's own thread is done."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain.replica.messages import Refusal, SwapRequest, decode_reply, encode
+from deltachain.replica.messages import Refusal, SwapRequest, decode_reply, encode_reply
 from deltachain.replica.rpc import RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain_sglang import SCHEME, compat
@@ -93,7 +93,7 @@ def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
         return SchedulerReply(status="busy")
-    reply = _gathered(encode(service.handle(asked.request)))
+    reply = _gathered(encode_reply(service.handle(asked.request)))
     if isinstance(asked.request, SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
     if asked.flush and not any(isinstance(one, Refusal) for one in reply.replies):

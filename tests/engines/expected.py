@@ -117,7 +117,7 @@ class Judge:
         found = [copy.deepcopy(self._model) for _ in range(NOISY)]
         for weight in (weight for model in found for weight in model.parameters()):
             noise = torch.rand(weight.shape, generator=dice) * 2 - 1
-            weight.data.mul_(1 + noise * torch.finfo(torch.bfloat16).eps)
+            weight.data.mul_(1 + noise * torch.finfo(torch.bfloat16).eps / 2)
         return found
 
     def _logits(

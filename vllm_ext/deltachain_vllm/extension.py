@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from torch import nn
 
-from deltachain.replica.messages import StatusReply, encode
+from deltachain.replica.messages import StatusReply, encode_reply
 from deltachain.replica.rpc import RankService, RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain_vllm.model import VllmModel
@@ -49,7 +49,7 @@ class WorkerExtension:
         if isinstance(reply, StatusReply):
             is_open = bool(getattr(self, "_weight_update_active", False))
             reply = msgspec.structs.replace(reply, in_update_session=is_open)
-        return encode(reply)
+        return encode_reply(reply)
 
     def deltachain_settle(self) -> None:
         """Wait until no deltachain thread reads this rank's weights, before they are released."""

@@ -9,11 +9,14 @@ from torch import nn
 from deltachain.errors import (
     DeltaChainError,
     PublisherFencedError,
+    RankError,
     StorePermissionError,
     StoreUnavailableError,
 )
 from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import Publisher
+from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.session import Conclusion
 from deltachain.store import MemoryStore
 from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
@@ -49,6 +52,31 @@ def assert_head_is(model: nn.Module, version: int, store: MemoryStore) -> None:
 
 
 # A publish that failed loses nothing
+
+
+def test_publishing_goes_on_after_a_commit_whose_conclusion_was_lost(
+    attach: Attach, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has the version, and the ranks do not know: as if rank 0 lost its channel."""
+    model = TinyModel()
+    publisher = attach(model, on_error="warn")
+    publish(publisher, model, 1)
+    broadcast, lost = Collective.broadcast, []
+
+    def lose_one(collective: Collective, value: object, kind: type[object]) -> object:
+        if kind is Conclusion and not lost:
+            lost.append(value)
+            raise RankError("rank 0 is disconnected")
+        return broadcast(collective, value, kind)
+
+    monkeypatch.setattr(Collective, "broadcast", lose_one)
+    train_(model, 2)
+    with pytest.raises(RankError, match="disconnected"):
+        publisher.publish(step=2).result()
+    assert len(lost) == 1
+    train_(model, 3)
+    assert publisher.publish(step=3).result().version == 3
+    assert_head_is(model, 3, store)
 
 
 @pytest.mark.parametrize("failure", FAILURES)

@@ -126,7 +126,9 @@ def test_every_message_is_tried_here() -> None:
 def test_requests_arrive_as_they_were_sent(request_: RankRequest) -> None:
     assert decode_request(encode(request_)) == request_
     assert decode_request(encode(request_).encode()) == request_
-    assert call_id(encode(request_)) == CallId(request_.leader, request_.sequence)
+    called = CallId(request_.leader, request_.sequence)
+    assert call_id(encode(request_)) == called
+    assert call_id(f'{{"request": {encode(request_)}, "flush": true}}') == called
 
 
 @pytest.mark.parametrize("reply", REPLIES, ids=kind_of)

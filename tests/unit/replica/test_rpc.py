@@ -27,6 +27,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.update_path import Classified
 from deltachain.replica.messages import (
     AgreeReply,
     AgreeRequest,
@@ -343,3 +344,32 @@ def test_a_model_has_one_service_for_as_long_as_it_lives(tmp_path: Path, model: 
     gc.collect()
     assert gone() is None
     services.settle(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Refusal(error="ConfigError", message="m", hint="see /data/\udcff"),
+        AttachReply(tensors={"w": Classified(kind="refused", reason="in /data/\udcff")}),
+    ],
+)
+def test_a_lone_surrogate_in_a_reply_becomes_a_question_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: RankReply
+) -> None:
+    rank = RankService(lambda: pytest.fail("no model"), 2, RankSettings(spool=tmp_path))
+    monkeypatch.setitem(rank._handlers, AttachRequest, lambda _: reply)
+    text = rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={})))
+    assert "/data/?" in str(decode_reply(text))
+
+
+def test_the_hint_of_a_refusal_shows_a_lone_surrogate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: RankRequest) -> RankReply:
+        raise PoisonedError("gone", hint="see /data/\udcff")
+
+    rank = RankService(lambda: pytest.fail("no model"), 2, RankSettings(spool=tmp_path))
+    monkeypatch.setitem(rank._handlers, AttachRequest, fail)
+    reply = decode_reply(rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={}))))
+    assert isinstance(reply, Refusal)
+    assert reply.hint == "see /data/\\udcff"
