@@ -20,7 +20,7 @@ from deltachain.bench.chains import Step, SyntheticChain
 from deltachain.bench.layouts import LAYOUTS, ChangedTensors, bits_per_change, changes_of
 from deltachain.bench.limits import entropy_limits
 from deltachain.bench.timing import Candidate, one_core, round_robin, say
-from deltachain.chain.recent_edges import WINDOW
+from deltachain.chain.recent_edges import VERSIONS_LISTED
 from deltachain.codec import ENCODINGS as REGISTRY
 from deltachain.codec import Change, EncodedPart, Part, encode_part
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
@@ -132,7 +132,7 @@ def manifest_nbytes(part: EncodedPart, numel: int) -> int:
             encodings=part.encodings,
             state=state,
         )
-        for number in range(version - WINDOW, version)
+        for number in range(version - VERSIONS_LISTED, version)
     )
     manifest = Manifest(
         chain=commit,
@@ -148,7 +148,7 @@ def manifest_nbytes(part: EncodedPart, numel: int) -> int:
         numel=numel,
         edge=Edge(kind="delta", base=version - 1, encodings=part.encodings, parts=(ref,)),
         recent=recent,
-        window_from=version - WINDOW,
+        window_from=version - VERSIONS_LISTED,
     )
     return len(seal(manifest))
 

@@ -8,7 +8,7 @@ from typing import Final
 from deltachain.chain.head_hint import read_hint
 from deltachain.chain.log import Committed, Manifests
 from deltachain.chain.plan import Plan, least_from_before, make_plan
-from deltachain.chain.recent_edges import WINDOW, edge_id, newest_start
+from deltachain.chain.recent_edges import VERSIONS_LISTED, edge_id, newest_start
 from deltachain.errors import BrokenChainError
 from deltachain.format.documents import EdgeSummary, Manifest
 from deltachain.store import Store
@@ -95,7 +95,9 @@ class Past:
         """
         yield newest
         first = newest.manifest.window_from
-        self._manifests.looks.ahead(range(first, max(-1, first - expected * WINDOW), -WINDOW))
+        self._manifests.looks.ahead(
+            range(first, max(-1, first - expected * VERSIONS_LISTED), -VERSIONS_LISTED)
+        )
         committed = self._before(newest.manifest)
         while committed is not None:
             yield committed

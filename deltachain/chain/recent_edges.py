@@ -8,16 +8,18 @@ from typing import Final
 from deltachain.format.documents import EdgeSummary, Manifest
 from deltachain.types import Version
 
-WINDOW: Final = 16
-"""Versions whose edges a manifest lists completely. A larger window would save subscribers that are
+VERSIONS_LISTED: Final = 16
+"""Versions whose edges a manifest lists completely. Listing more would save subscribers that are
 far behind a few small reads, but make every manifest of a small model larger than its delta."""
 
 ANCHORS_LISTED: Final = 2
 """Edges from nothing that every manifest lists, regardless of their age."""
 
 
-def window(parent: Manifest | None, added: Iterable[EdgeSummary] = ()) -> tuple[EdgeSummary, ...]:
-    """Return the recent edges for the manifest after ``parent``, oldest first.
+def listed_edges(
+    parent: Manifest | None, added: Iterable[EdgeSummary] = ()
+) -> tuple[EdgeSummary, ...]:
+    """Return the edges to list in the manifest after ``parent``, oldest first.
 
     Args:
         parent: The previous manifest; ``None`` for version 0.
@@ -34,7 +36,7 @@ def window(parent: Manifest | None, added: Iterable[EdgeSummary] = ()) -> tuple[
 
 def window_from(version: Version) -> Version:
     """Return the oldest version whose edges the manifest of ``version`` lists completely."""
-    return max(0, version - WINDOW)
+    return max(0, version - VERSIONS_LISTED)
 
 
 def edge_id(edge: EdgeSummary) -> tuple[int, str, int, str]:

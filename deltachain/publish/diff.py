@@ -1,4 +1,4 @@
-"""Diff of the weights published by a rank: changed elements, routed to checkpoint tensors."""
+"""Diff of the weights published by a rank: changed elements by checkpoint tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from deltachain.publish.model.source import Weight
 from deltachain.types import StateDigest, TensorSpec
 
 
-class RoutedChanges(NamedTuple):
+class CheckpointChanges(NamedTuple):
     """Changes of one checkpoint tensor.
 
     Attributes:
@@ -30,17 +30,17 @@ class RoutedChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """Changed elements of the weights published by a rank; routed and digested once.
+    """Changed elements of the weights of a rank, mapped to the checkpoint and digested once.
 
     Attributes:
         live: Changes by live weight and flat indices into the rank's shard; weights without changes
             are omitted.
-        routed: The same changes by checkpoint tensor, in the order of the weights.
+        by_tensor: The same changes by checkpoint tensor, in the order of the weights.
         digest: Change of the state digest.
     """
 
     live: Mapping[str, Changes]
-    routed: tuple[RoutedChanges, ...]
+    by_tensor: tuple[CheckpointChanges, ...]
     digest: StateDigest
 
     @property
@@ -52,14 +52,14 @@ class Diff:
 NO_CHANGES = Diff({}, (), StateDigest())
 
 
-def route(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
-    """Route changes of live weights to checkpoint tensors, and compute their digests."""
-    routed = []
+def map_changes(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
+    """Map changes of live weights to checkpoint tensors, and compute their digests."""
+    mapped = []
     for weight in weights:
         found = live.get(weight.spec.name)
         if found is None:
             continue
-        for spec, select, indices in weight.route.split(found.indices):
+        for spec, select, indices in weight.element_map.split(found.indices):
             changes = Changes(indices, found.old[select], found.new[select])
-            routed.append(RoutedChanges(weight, spec, changes, digest_change(spec, *changes)))
-    return Diff(live, tuple(routed), sum((one.digest for one in routed), StateDigest()))
+            mapped.append(CheckpointChanges(weight, spec, changes, digest_change(spec, *changes)))
+    return Diff(live, tuple(mapped), sum((one.digest for one in mapped), StateDigest()))

@@ -16,14 +16,14 @@ from deltachain.errors import BrokenChainError, ConfigError, FormatError, Object
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.diff import Diff, route
+from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.place import open_or_make
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.session import Attempt, Session
-from deltachain.publish.snapshot import WINDOW, Snapshot
+from deltachain.publish.snapshot import WINDOW_NUMEL, Snapshot
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest
@@ -149,7 +149,7 @@ def _weigh(session: Session, diff: Diff | None) -> RankDifference:
     if diff is None:
         return RankDifference(session.snapshot.state)
     encoding = ENCODINGS.chosen(session.config.encoding)
-    sizes = (encoding.estimate(one.spec, one.changes) for one in diff.routed)
+    sizes = (encoding.estimate(one.spec, one.changes) for one in diff.by_tensor)
     return RankDifference(session.snapshot.state, diff.digest, sum(sizes))
 
 
@@ -178,7 +178,7 @@ def _difference(session: Session, head: Committed) -> Diff | None:
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)
         return None
-    return route(changes, session.source.weights)
+    return map_changes(changes, session.source.weights)
 
 
 def _compare(
@@ -189,7 +189,7 @@ def _compare(
         bits = snapshot.bits(weight)
         then = np.empty_like(bits)
         values, read = bits, ""
-        for window in weight.route.windows(WINDOW):
+        for window in weight.element_map.windows(WINDOW_NUMEL):
             if window.spec.name != read:
                 values, read = _all_of(fetched, window.spec.name), window.spec.name
             places = window.indices

@@ -243,8 +243,8 @@ class Session:
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
-        for found in diff.routed:
-            there = found.weight.route.all_of(found.spec)
+        for found in diff.by_tensor:
+            there = found.weight.element_map.all_of(found.spec)
             bits = None if there is None else self.snapshot.bits(found.weight)[there]
             upload.add(sparse_change(found, bits, encoding=encoding))
 
@@ -252,7 +252,7 @@ class Session:
         total = StateDigest()
         for weight in self.source.weights:
             bits = self.snapshot.bits(weight)
-            for window in weight.route.windows(self._window_numel(weight)):
+            for window in weight.element_map.windows(self._window_numel(weight)):
                 change = window_change(window, bits)
                 total += change.digest
                 upload.add(change)
@@ -264,8 +264,8 @@ class Session:
 
     def _window_numel(self, weight: Weight) -> int:
         """Return the largest window size, in elements, so that its part stays within bounds."""
-        slots = weight.route.slots
-        if all(weight.route.all_of(slot.spec) is not None for slot in slots):
+        slots = weight.element_map.slots
+        if all(weight.element_map.all_of(slot.spec) is not None for slot in slots):
             return max(slot.numel for slot in slots)  # windows without indices
         return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
 

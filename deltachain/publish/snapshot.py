@@ -18,13 +18,13 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host
 from deltachain.kernels.crossing import diff_across_
 from deltachain.kernels.reference import Changes
-from deltachain.publish.diff import Diff, route
+from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, StateDigest
 
-WINDOW: Final = 1 << 22
+WINDOW_NUMEL: Final = 1 << 22
 """Elements digested at a time if they are not consecutive in the checkpoint."""
 
 
@@ -45,7 +45,7 @@ class Snapshot:
         self._state = StateDigest()
         for weight in source.live_weights():
             bits = wire_bits(weight)
-            for window in weight.route.windows(WINDOW):
+            for window in weight.element_map.windows(WINDOW_NUMEL):
                 self._state += digest_window(window, bits)
             if not weight.frozen:
                 kept = torch.from_numpy(bits.copy())
@@ -78,7 +78,7 @@ class Snapshot:
                 changes = self._diff(weight, kept)
                 if changes.indices.size:
                     found[weight.spec.name] = changes
-            diff = route(found, self._source.weights)
+            diff = map_changes(found, self._source.weights)
         except BaseException:
             self._put_back(found)
             raise

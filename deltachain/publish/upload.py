@@ -15,7 +15,7 @@ from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import host
-from deltachain.publish.diff import RoutedChanges
+from deltachain.publish.diff import CheckpointChanges
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.snapshot import digest_window
 from deltachain.store import Store
@@ -102,7 +102,7 @@ class EdgeUpload:
         self._group, self._nbytes = {}, 0
 
 
-def sparse_change(found: RoutedChanges, bits: Bits | None, *, encoding: Encoding) -> Change:
+def sparse_change(found: CheckpointChanges, bits: Bits | None, *, encoding: Encoding) -> Change:
     """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
     Args:

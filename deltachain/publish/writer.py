@@ -13,7 +13,7 @@ from typing import Final
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import read_hint
 from deltachain.chain.plan import cost_of
-from deltachain.chain.recent_edges import window, window_from
+from deltachain.chain.recent_edges import listed_edges, window_from
 from deltachain.errors import (
     BrokenChainError,
     DeltaChainError,
@@ -171,7 +171,7 @@ class Writer:
             nnz=draft.nnz,
             numel=self._numel,
             edge=edge,
-            recent=window(parent.manifest if parent else None, self._added),
+            recent=listed_edges(parent.manifest if parent else None, self._added),
             window_from=window_from(draft.version),
             metadata=self._metadata,
         )

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import window, window_from
+from deltachain.chain.recent_edges import listed_edges, window_from
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta, changes
 from deltachain.format.digest import digest_key
@@ -169,7 +169,7 @@ class Builder:
             nnz=nnz,
             numel=self.numel,
             edge=edge,
-            recent=window(parent.manifest if parent else None, self.added),
+            recent=listed_edges(parent.manifest if parent else None, self.added),
             window_from=window_from(number),
             metadata={"run": "fixture"},
         )

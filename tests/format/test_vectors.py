@@ -13,7 +13,7 @@ import zstandard
 from blake3 import blake3
 
 from deltachain.chain.plan import REQUEST_NBYTES
-from deltachain.chain.recent_edges import ANCHORS_LISTED, WINDOW
+from deltachain.chain.recent_edges import ANCHORS_LISTED, VERSIONS_LISTED
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import MAX_HEADER
 from deltachain.codec.directory import MAX_DIRECTORY, SEGMENT
@@ -244,7 +244,8 @@ def test_the_choices_of_our_writer_are_those_of_the_code() -> None:
     text = " ".join(TEXT.split())
     listed = ["zero", "one", "two", "three"][ANCHORS_LISTED]
     for choice in (
-        f"Ours lists {WINDOW} versions: `window_from` is `max(0, version - {WINDOW})`",
+        f"Ours lists {VERSIONS_LISTED} versions: "
+        f"`window_from` is `max(0, version - {VERSIONS_LISTED})`",
         f"the newest {listed} edges that start from nothing",
         f"segments of 2^{SEGMENT.bit_length() - 1} elements",
         f"2^{BUCKET.bit_length() - 1} elements are passed",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import window, window_from
+from deltachain.chain.recent_edges import listed_edges, window_from
 from deltachain.errors import AlreadyExistsError
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, Manifest, Table
@@ -86,7 +86,7 @@ def manifest_after(parent: Committed | None, **changes: Any) -> Manifest:
         "nnz": 1,
         "numel": 19,
         "edge": own,
-        "recent": window(parent.manifest if parent else None),
+        "recent": listed_edges(parent.manifest if parent else None),
         "window_from": window_from(version),
     }
     return Manifest(**fields | changes)

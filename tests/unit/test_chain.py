@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import WINDOW
+from deltachain.chain.recent_edges import VERSIONS_LISTED
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
@@ -231,8 +231,8 @@ def test_history_is_proven_parent_by_parent(store: MemoryStore, chain: Chain) ->
 
 
 def test_a_state_is_found_however_long_ago_it_was(chain: Chain) -> None:
-    made = extend(chain, 3 * WINDOW + 5)
-    for version in (0, 1, WINDOW, 2 * WINDOW + 1, len(made) - 1):
+    made = extend(chain, 3 * VERSIONS_LISTED + 5)
+    for version in (0, 1, VERSIONS_LISTED, 2 * VERSIONS_LISTED + 1, len(made) - 1):
         assert chain.find_state(made[version].state) == made[version]
     assert chain.find_state(StateDigest(1, 1)) is None
 

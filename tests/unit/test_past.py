@@ -10,7 +10,7 @@ import pytest
 
 from deltachain.chain.ancestry import PLAN_WINDOWS
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import window
+from deltachain.chain.recent_edges import listed_edges
 from deltachain.errors import BrokenChainError
 from deltachain.format.documents import Edge, EdgeSummary, Head, ObjectRef, dump, seal, summarise
 from deltachain.format.keys import HEAD_KEY, manifest_key
@@ -43,7 +43,7 @@ def grow(store: MemoryStore, count: int, *, anchor: int, delta: int, every: int 
         manifest = manifest_after(
             parent,
             edge=own if parent else ANCHOR,
-            recent=window(parent.manifest if parent else None, added),
+            recent=listed_edges(parent.manifest if parent else None, added),
         )
         data = seal(manifest)
         store.put(manifest_key(version), data)

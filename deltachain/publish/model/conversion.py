@@ -42,7 +42,7 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Mapping of a live tensor's elements to the checkpoint; see :class:`Route`.
+    """Mapping of a live tensor's elements to the checkpoint; see :class:`ElementMap`.
 
     Attributes:
         targets: Destination tensors in the checkpoint.

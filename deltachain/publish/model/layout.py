@@ -1,8 +1,8 @@
 """Positions of a live tensor's elements in the checkpoint: pure index arithmetic.
 
 A rank of a sharded trainer holds a *box* of each tensor, and the checkpoint may have several
-tensors for one of the model (fused experts), or the same tensor in another order. A route maps flat
-indices into a rank's box to names and flat indices of the checkpoint.
+tensors for one of the model (fused experts), or the same tensor in another order. An element map
+takes flat indices into a rank's box to names and flat indices of the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from deltachain.types import Indices, TensorSpec
 
 NUMBER_BIT: Final = 48
-"""Bit that separates the slot number (above) from the element's index (below) in a route's table:
+"""Bit between the slot number (above) and the element's index (below) in the table of a map:
 no tensor has 2**48 elements."""
 PLACE: Final = (1 << NUMBER_BIT) - 1
 
@@ -113,7 +113,7 @@ class Piece(NamedTuple):
 
     Attributes:
         spec: Spec of the checkpoint tensor.
-        select: Positions of the elements among those routed.
+        select: Positions of the elements among those given.
         indices: Ascending flat indices into the checkpoint tensor.
     """
 
@@ -131,7 +131,7 @@ class AdjacentRuns(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Route:
+class ElementMap:
     """Mapping from the elements of one live tensor on a rank to those of the checkpoint.
 
     Attributes:
@@ -146,8 +146,8 @@ class Route:
     table: Indices | None = None
 
     @classmethod
-    def straight(cls, spec: TensorSpec, box: Box | None = None) -> Route:
-        """Return the route to the checkpoint tensor of the same name and shape."""
+    def straight(cls, spec: TensorSpec, box: Box | None = None) -> ElementMap:
+        """Return the map to the checkpoint tensor of the same name and shape."""
         return cls(box or Box.whole(spec.shape), (ElementRun(spec, 0, 0, spec.numel),))
 
     def all_of(self, spec: TensorSpec) -> slice | None:

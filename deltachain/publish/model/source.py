@@ -16,7 +16,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ConfigError, FormatError
 from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
-from deltachain.publish.model.layout import ElementRun, Route
+from deltachain.publish.model.layout import ElementMap, ElementRun
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import TensorSpec
@@ -32,20 +32,20 @@ class Weight:
         spec: Name in the model, wire dtype, and shape of the whole tensor.
         tensor: Local part of the parameter or buffer when the weights were collected.
         frozen: Whether it is not trained; it is then part of anchors and digests only.
-        route: Mapping from its elements to those of the checkpoint.
+        element_map: Map from its elements to those of the checkpoint.
         is_buffer: Whether it is a buffer, whose values may differ between ranks.
     """
 
     spec: TensorSpec
     tensor: Tensor
     frozen: bool
-    route: Route
+    element_map: ElementMap
     is_buffer: bool = False
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
         """Return the weight of a whole tensor with equal name and shape in the checkpoint."""
-        return cls(spec, tensor, frozen, Route.straight(spec))
+        return cls(spec, tensor, frozen, ElementMap.straight(spec))
 
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -93,7 +93,7 @@ class ModelTensors:
     @property
     def held_numel(self) -> int:
         """Number of elements published by this rank."""
-        return sum(weight.route.box.numel for weight in self.weights)
+        return sum(weight.element_map.box.numel for weight in self.weights)
 
     def table(self) -> Table:
         """Return the chain's tensor table."""
@@ -151,7 +151,7 @@ def collect_weights(
         )
         for name in sorted(live)
     ]
-    specs = specs_of(slot.spec for weight in weights for slot in weight.route.slots)
+    specs = specs_of(slot.spec for weight in weights for slot in weight.element_map.slots)
     if not dtype and not wire and any(spec.dtype == "F32" for spec in specs):
         logger.warning(
             "no checkpoint says otherwise: fp32 weights are published as fp32, nearly all of which "
@@ -175,7 +175,9 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
         gone = torch.empty_like(weight.tensor, device="meta")
         weights[name] = replace(weight, tensor=gone, frozen=False)
     found = tuple(weights[name] for name in sorted(weights))
-    return ModelTensors(found, specs_of(weight.route.slots[0].spec for weight in found), {}, live)
+    return ModelTensors(
+        found, specs_of(weight.element_map.slots[0].spec for weight in found), {}, live
+    )
 
 
 def _weight(
@@ -195,7 +197,7 @@ def _weight(
     )
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     spec = TensorSpec(name, wanted, box.full)
-    return Weight(spec, local, frozen, Route(box, slots, goes.table))
+    return Weight(spec, local, frozen, ElementMap(box, slots, goes.table))
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:

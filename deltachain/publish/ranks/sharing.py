@@ -85,7 +85,7 @@ def _holding(source: ModelTensors, *, alone: bool) -> HeldShards:
 
 
 def _held(weight: Weight, *, alone: bool) -> HeldShard:
-    box = weight.route.box
+    box = weight.element_map.box
     bits = "" if alone else str(host.digest((0, 0), wire_bits(weight)))
     return HeldShard(box.full, box.offset, box.shape, weight.frozen, weight.is_buffer, bits)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.recent_edges import WINDOW
+from deltachain.chain.recent_edges import VERSIONS_LISTED
 from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
@@ -106,7 +106,7 @@ def test_a_long_history_is_read_a_window_at_a_time(attach: Attach, store: Memory
     plan = chain.plan(None, head)
     assert [edge.version for edge in plan.edges] == list(range(80))
     manifests = [key for key in faulty.keys_read if key.startswith("manifests/")]
-    assert len(manifests) <= 80 // WINDOW + 2
+    assert len(manifests) <= 80 // VERSIONS_LISTED + 2
 
 
 def test_an_anchor_is_planned_around_when_it_is_unusable(

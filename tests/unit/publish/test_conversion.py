@@ -76,7 +76,7 @@ def as_checkpoint(source: ModelTensors) -> dict[str, bytes]:
     found = {spec.name: bytearray(spec.nbytes) for spec in source.specs}
     for weight in source.live_weights():
         bits = wire_bits(weight)
-        for spec, select, indices in weight.route.windows(7):
+        for spec, select, indices in weight.element_map.windows(7):
             view = np.frombuffer(found[spec.name], bits.dtype)
             view[np.asarray(indices)] = bits[select]
     return {name: bytes(data) for name, data in found.items()}
@@ -98,7 +98,9 @@ def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
 
 def test_layers_of_one_shape_share_their_table() -> None:
     tables = {
-        id(w.route.table) for w in collect_weights(transposed()).weights if "up_proj" in w.spec.name
+        id(w.element_map.table)
+        for w in collect_weights(transposed()).weights
+        if "up_proj" in w.spec.name
     }
     assert len(tables) == 1
 

@@ -61,7 +61,8 @@ def test_publishing_goes_on_after_a_commit_whose_conclusion_was_lost(
     model = TinyModel()
     publisher = attach(model, on_error="warn")
     publish(publisher, model, 1)
-    broadcast, lost = Collective.broadcast, []
+    broadcast = Collective.broadcast
+    lost: list[object] = []
 
     def lose_one(collective: Collective, value: object, kind: type[object]) -> object:
         if kind is Conclusion and not lost:

@@ -55,7 +55,14 @@ from deltachain.replica.messages import (
     encode,
     name_of,
 )
-from deltachain.replica.rpc import REMEMBERED, RankService, RankServices, error_of, raise_refusal
+from deltachain.replica.rpc import (
+    REMEMBERED,
+    Handler,
+    RankService,
+    RankServices,
+    error_of,
+    raise_refusal,
+)
 from deltachain.replica.settings import RankSettings
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import Sharding, save, trained
@@ -357,7 +364,8 @@ def test_a_lone_surrogate_in_a_reply_becomes_a_question_mark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reply: RankReply
 ) -> None:
     rank = RankService(lambda: pytest.fail("no model"), 2, RankSettings(spool=tmp_path))
-    monkeypatch.setitem(rank._handlers, AttachRequest, lambda _: reply)
+    handlers: dict[type[RankRequest], Handler] = {AttachRequest: lambda _: reply}
+    monkeypatch.setattr(rank, "_handlers", handlers)
     text = rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={})))
     assert "/data/?" in str(decode_reply(text))
 
@@ -369,7 +377,8 @@ def test_the_hint_of_a_refusal_shows_a_lone_surrogate(
         raise PoisonedError("gone", hint="see /data/\udcff")
 
     rank = RankService(lambda: pytest.fail("no model"), 2, RankSettings(spool=tmp_path))
-    monkeypatch.setitem(rank._handlers, AttachRequest, fail)
+    handlers: dict[type[RankRequest], Handler] = {AttachRequest: fail}
+    monkeypatch.setattr(rank, "_handlers", handlers)
     reply = decode_reply(rank.answer(encode(AttachRequest(url=URL, specs=(), aliases={}))))
     assert isinstance(reply, Refusal)
     assert reply.hint == "see /data/\\udcff"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementRun, Route
+from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementMap, ElementRun
 from deltachain.types import Indices, TensorSpec
 
 
@@ -57,8 +57,8 @@ def fused(experts: int, rows: int, width: int) -> tuple[ElementRun, ...]:
 
 
 @st.composite
-def routes(draw: st.DrawFn) -> tuple[Route, dict[str, Indices]]:
-    """A route, and by tensor of the checkpoint which element of the live one each element is."""
+def element_maps(draw: st.DrawFn) -> tuple[ElementMap, dict[str, Indices]]:
+    """A map, and by tensor of the checkpoint which element of the live one each element is."""
     experts, rows, width = (draw(st.integers(1, 4)) for _ in range(3))
     full = (experts, 2 * rows, width)
     offset = tuple(draw(st.integers(0, size)) for size in full)
@@ -67,38 +67,38 @@ def routes(draw: st.DrawFn) -> tuple[Route, dict[str, Indices]]:
     slots = fused(experts, rows, width)
     if draw(st.booleans()):
         there = {s.spec.name: live.reshape(-1)[s.start : s.start + s.numel] for s in slots}
-        return Route(box, slots), there
+        return ElementMap(box, slots), there
     # Gate and up alternate, and are transposed.
     halves = {0: live[:, 0::2].transpose(0, 2, 1), 1: live[:, 1::2].transpose(0, 2, 1)}
     there, table = {}, np.empty(live.size, np.int64)
     for number, slot in enumerate(slots):
         there[slot.spec.name] = halves[number % 2][number // 2].reshape(-1)
         table[there[slot.spec.name]] = np.arange(slot.numel) + (number << NUMBER_BIT)
-    return Route(box, slots, table), there
+    return ElementMap(box, slots, table), there
 
 
-@given(routes(), st.randoms(use_true_random=False))
+@given(element_maps(), st.randoms(use_true_random=False))
 def test_changes_go_where_the_checkpoint_has_them(
-    route_and_truth: tuple[Route, dict[str, Indices]], random: object
+    map_and_truth: tuple[ElementMap, dict[str, Indices]], random: object
 ) -> None:
-    route, there = route_and_truth
-    held = truth(route.box)
+    element_map, there = map_and_truth
+    held = truth(element_map.box)
     local = np.array([i for i in range(held.size) if random.random() < 0.5], np.int64)  # type: ignore[attr-defined]
     found = []
-    for spec, select, indices in route.split(local):
+    for spec, select, indices in element_map.split(local):
         assert (np.diff(indices) > 0).all()
         assert held[local[select]].tolist() == there[spec.name][indices].tolist()
         found += local[select].tolist()
     assert sorted(found) == local.tolist()
 
 
-@given(routes(), st.integers(1, 9))
+@given(element_maps(), st.integers(1, 9))
 def test_windows_are_everything_once(
-    route_and_truth: tuple[Route, dict[str, Indices]], limit: int
+    map_and_truth: tuple[ElementMap, dict[str, Indices]], limit: int
 ) -> None:
-    route, there = route_and_truth
-    held, found = truth(route.box), []
-    for spec, select, indices in route.windows(limit):
+    element_map, there = map_and_truth
+    held, found = truth(element_map.box), []
+    for spec, select, indices in element_map.windows(limit):
         places = np.asarray(indices)
         assert places.size <= limit
         assert (np.diff(places) > 0).all()
@@ -111,15 +111,15 @@ def test_a_window_is_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RUNS > 1
     monkeypatch.setattr("deltachain.publish.model.layout.RUNS", 3)
     spec = TensorSpec("w", "BF16", (8, 8))
-    columns = Route.straight(spec, Box((8, 8), (0, 2), (8, 2)))
+    columns = ElementMap.straight(spec, Box((8, 8), (0, 2), (8, 2)))
     assert [len(window.indices) for window in columns.windows(1000)] == [6, 6, 4]
 
 
 def test_what_is_held_whole_is_found() -> None:
     slots = fused(3, 4, 5)
-    rows = Route(Box((3, 8, 5), (1, 0, 0), (2, 8, 5)), slots)
+    rows = ElementMap(Box((3, 8, 5), (1, 0, 0), (2, 8, 5)), slots)
     assert rows.all_of(slots[0].spec) is None
     assert rows.all_of(slots[2].spec) == slice(0, 20)
     assert rows.all_of(slots[5].spec) == slice(60, 80)
-    columns = Route(Box((3, 8, 5), (0, 0, 0), (3, 8, 4)), slots)
+    columns = ElementMap(Box((3, 8, 5), (0, 0, 0), (3, 8, 4)), slots)
     assert all(columns.all_of(slot.spec) is None for slot in slots)
