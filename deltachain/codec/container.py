@@ -9,22 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from deltachain.errors import MalformedError
+from deltachain.format.documents import Count, Shape
 from deltachain.format.json_guards import decode
 from deltachain.types import WIRE_DTYPES, Buffer
 
 MAX_HEADER: Final = 100_000_000
 """Largest header that the safetensors library accepts, in bytes."""
-
-Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""An unverified count, length or offset."""
-
-ArrayShape: TypeAlias = Annotated[tuple[Size, ...], msgspec.Meta(max_length=64)]
-"""Unverified dimensions, limited in number so that their product is cheap."""
 
 ReadAt: TypeAlias = Callable[[int, int], Buffer]
 """Function ``read_at(start, length)`` that returns exactly those bytes of an object."""
@@ -68,8 +63,8 @@ class Header:
 
 class _Raw(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
-    shape: ArrayShape
-    data_offsets: tuple[Size, Size]
+    shape: Shape
+    data_offsets: tuple[Count, Count]
 
 
 def write_header(

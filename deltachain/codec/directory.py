@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from deltachain.codec.container import ArrayShape, Size
+from deltachain.format.documents import Count, Shape
 from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
 
 SEGMENT: Final = 1 << 20
@@ -39,12 +39,12 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     name: str
     dtype: str
-    shape: ArrayShape
+    shape: Shape
     encoding: str
-    bucket: Size
-    gap: Size
-    nnz: Size
-    segments: Size
+    bucket: Count
+    gap: Count
+    nnz: Count
+    segments: Count
     digest: str
 
     @property
@@ -75,20 +75,20 @@ class SegmentColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
         wide: Number of steps with a magnitude of 255 or more.
     """
 
-    start: tuple[Size, ...]
-    length: tuple[Size, ...]
-    nnz: tuple[Size, ...]
-    gaps: tuple[Size, ...]
-    exceptions: tuple[Size, ...]
-    wide: tuple[Size, ...]
+    start: tuple[Count, ...]
+    length: tuple[Count, ...]
+    nnz: tuple[Count, ...]
+    gaps: tuple[Count, ...]
+    exceptions: tuple[Count, ...]
+    wide: tuple[Count, ...]
 
 
 class StreamRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One stream, and stored size, inflated size and blake3 of the stored bytes of each frame."""
 
     name: str
-    stored: tuple[Size, ...]
-    raw: tuple[Size, ...]
+    stored: tuple[Count, ...]
+    raw: tuple[Count, ...]
     digests: tuple[str, ...]
 
 
