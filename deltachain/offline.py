@@ -149,7 +149,7 @@ def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> 
 
 @contextmanager
 def _copied_file(base: Path, out: Path) -> Iterator[Path]:
-    """Yield a writable copy of a file that replaces ``out`` on success."""
+    """Yield a writable copy of a file; replace ``out`` by it on success."""
     if out.is_dir():
         raise ConfigError(f"{out} is a folder, {base} is a file", hint="name a file after --out")
     with creating(out) as partial:
@@ -159,7 +159,7 @@ def _copied_file(base: Path, out: Path) -> Iterator[Path]:
 
 @contextmanager
 def _copied_folder(base: Path, out: Path) -> Iterator[Path]:
-    """Yield a writable copy of a folder that becomes ``out`` on success."""
+    """Yield a writable copy of a folder; rename it to ``out`` on success."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already", hint="name a folder that is not there yet")
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))

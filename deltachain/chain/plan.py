@@ -106,7 +106,7 @@ def make_plan(
 
 
 def _left_out(unknown: Sequence[str]) -> str:
-    """Which edges a plan could not use, for an error."""
+    """Return the part of an error message on edges in unknown encodings."""
     if not unknown:
         return ""
     more = f" and {len(unknown) - 1} more" if unknown[1:] else ""

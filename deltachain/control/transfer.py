@@ -1,4 +1,4 @@
-"""Weight sync for TRL's ``AsyncGRPOTrainer``: over a store, to replicas anywhere."""
+"""Weight synchronisation of TRL's ``AsyncGRPOTrainer`` with remote replicas, through a store."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from deltachain.types import Version
 logger = logging.getLogger(__name__)
 
 ITERATOR: Final = "_streaming_iter"
-"""What the trainer streams its weights from; with FSDP it gathers them, one by one."""
+"""Name of the trainer's method that yields its weights; with FSDP it gathers them one by one."""
 
 
 class DeltaChainWeightTransfer:
     """Weight transfer over a store for ``AsyncGRPOTrainer(weight_transfer=...)``.
 
-    The trainer asks for a pause before it sends; here that does nothing. A version is uploaded, and
-    staged by the engines, while they generate; each pauses by itself, for the swap alone.
-    ``send_weights`` returns when as many engines as ``wait`` says hold the version, so that the
-    trainer's own version number is never ahead of them; or after ``deadline``, with a warning.
+    The trainer requests a pause before it sends weights; that request is ignored. Engines generate
+    during the upload and the staging of a version, and pause only for the swap. ``send_weights``
+    returns once the number of engines set by ``wait`` hold the version, so the trainer's version
+    number is never ahead of theirs; after ``deadline`` it returns with a warning.
 
     Args:
-        url: Where the chain lies.
-        engines: Replicas to be told; those that follow by themselves need not be.
-        wait: For how many of them: ``all``, ``quorum``, ``any``; ``none`` waits neither for
-            them nor for the upload.
-        deadline: Seconds that training is held at most: by the upload, and by the engines.
-        token: The replicas' ``DELTACHAIN_TOKEN``.
-        key: The engines' own API key.
-        config: Of the publisher; ``url`` replaces the one in it.
-        settings: Single settings of it.
+        url: Location of the chain.
+        engines: Replicas to notify of each version; optional for replicas in follow mode.
+        wait: Number of engines to wait for: ``all``, ``quorum`` or ``any``; ``none`` waits neither
+            for engines nor for the upload.
+        deadline: Longest delay of training by one sync, upload and engines included, in seconds.
+        token: ``DELTACHAIN_TOKEN`` of the replicas.
+        key: API key of the engines.
+        config: All settings of the publisher; ``url`` replaces the one in it.
+        settings: Single settings, as fields of :class:`PublishConfig`.
 
     Attributes:
-        publisher: After the first sync.
-        receipts: What was published, oldest first, version by version.
-        announced: How the last announcement went.
+        publisher: The publisher; ``None`` before the first sync.
+        receipts: Receipts of the published versions, oldest first.
+        announced: Result of the last announcement, if any.
 
     Example:
         >>> transfer = deltachain.DeltaChainWeightTransfer(new_url, engines=["http://a:8000"])
@@ -54,7 +54,7 @@ class DeltaChainWeightTransfer:
         >>> transfer.attach(trainer)    # doctest: +SKIP
         >>> trainer.train()             # doctest: +SKIP
 
-        Call ``attach`` on every rank; without it rank 0 gathers the model.
+        Call ``attach`` on every rank; otherwise rank 0 gathers the model.
     """
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
@@ -85,13 +85,13 @@ class DeltaChainWeightTransfer:
         return self.publisher.version if self.publisher else -1
 
     def attach(self, trainer: Any) -> Self:  # noqa: ANN401 - TRL's, which is experimental
-        """Publish from the trainer's own parameters; call it on every rank, before training.
+        """Publish from the trainer's parameters; call this on every rank, before training.
 
-        Each rank then publishes what it holds, under the names of the checkpoint, and nothing is
-        gathered; figures go into the trainer's log.
+        Each rank then publishes its own shard, under the names of the checkpoint, without a gather.
+        Metrics are added to the trainer's log.
 
         Raises:
-            ConfigError: This trainer streams its weights in another way.
+            ConfigError: The trainer lacks the expected method for its weights.
         """
         if not callable(getattr(trainer, ITERATOR, None)):
             raise ConfigError(
@@ -103,28 +103,28 @@ class DeltaChainWeightTransfer:
         return self
 
     def init_weight_transfer(self) -> None:
-        """Nothing: the chain begins with the first sync."""
+        """Do nothing: the first sync creates the chain."""
 
     def pause(self) -> None:
-        """Nothing: each engine pauses by itself, once the version is staged."""
+        """Do nothing: each engine pauses by itself once the version is staged."""
 
     def resume(self) -> None:
-        """Nothing; see :meth:`pause`."""
+        """Do nothing; see :meth:`pause`."""
 
     def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Publish the weights as they are, and let the engines have them.
+        """Publish the current weights, and announce the version to the engines.
 
         Raises:
-            DeltaChainError: That failed, and ``on_error`` is ``raise``.
+            DeltaChainError: Publishing failed, and ``on_error`` is ``raise``.
         """
         start = time.monotonic()
         if self._trainer is None:
             self._publish_given(iterator)
         else:
-            for _ in iterator:  # publishes, on every rank at once
+            for _ in iterator:  # publishes on all ranks at the same time
                 pass
         if self._wait == "none":
-            if self._flight is not None:  # it may be left to a later one, which tells then
+            if self._flight is not None:  # a later version may cover it: announce that one
                 self._flight.add_done_callback(self._announce_later)
             else:
                 self._announce(self.version, self._wait, 0.0)
@@ -134,13 +134,13 @@ class DeltaChainWeightTransfer:
         self._log(time.monotonic() - start)
 
     def destroy(self) -> None:
-        """Commit what is left, let the engines have it, and give everything back.
+        """Commit the remaining changes, announce them to the engines, and release all resources.
 
-        A last sync that failed is made up for where no other rank is needed. Engines are waited for
-        as in a sync, but for all of them where syncs wait for none.
+        Publishes the weights again after a failed last sync, if this is the only rank. Waits for
+        engines as after a sync; with ``wait="none"``, waits for all of them.
 
         Raises:
-            DeltaChainError: That failed, and ``on_error`` is ``raise``.
+            DeltaChainError: Publishing failed, and ``on_error`` is ``raise``.
         """
         try:
             if self.publisher is not None:
@@ -153,7 +153,7 @@ class DeltaChainWeightTransfer:
             self._fleet.close()
 
     def _failed(self) -> bool:
-        """Whether the last sync is in no version."""
+        """Return whether no committed version includes the last sync."""
         flight = self._flight
         return flight is not None and (not flight.done() or flight.exception() is not None)
 
@@ -164,7 +164,7 @@ class DeltaChainWeightTransfer:
             self._announce(self.version, wait, self._deadline)
 
     def _publish_own(self) -> Iterator[tuple[str, Tensor]]:
-        """Instead of the trainer's iterator: publish from its parameters, and give nothing."""
+        """Replace the trainer's iterator: publish its parameters, and return an empty iterator."""
         trainer = self._trainer
         if self.publisher is None:
             model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
@@ -176,22 +176,22 @@ class DeltaChainWeightTransfer:
         return iter(())
 
     def _publish_given(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Publish what the trainer gathered: this process has all of it, and others nothing."""
+        """Publish weights gathered by the trainer in this process; other ranks have none."""
         if self.publisher is None:
-            self._sent = list(iterator)  # looked at more than once, this time
+            self._sent = list(iterator)  # attach iterates over it more than once
             publisher = Publisher(self.config)
             self.publisher = publisher.attach(lambda: iter(self._sent), alone=True)
         else:
-            self._sent = iterator  # one by one
+            self._sent = iterator  # consumed once, one tensor at a time
             self._flight = self.publisher.publish()
 
     def _settle(self) -> bool:
-        """Wait for the upload; whether there is a version to tell of."""
+        """Wait for the upload; return whether there is a version to announce."""
         flight = self._flight
         if flight is None:
             return True
         if self.publisher is not None and self.publisher.is_left(flight):
-            return False  # the publisher has said why; the next sync makes up for it
+            return False  # the publisher has logged why; the next sync covers it
         try:
             self._note(flight.result(self._deadline))
         except TimeoutError:
@@ -208,7 +208,7 @@ class DeltaChainWeightTransfer:
         return True
 
     def _note(self, receipt: PublishReceipt) -> bool:
-        """Keep a receipt, once: it may cover several syncs."""
+        """Add a receipt, once for all syncs that it covers; return whether it is new."""
         is_new = not self.receipts or self.receipts[-1].version < receipt.version
         if is_new:
             self.receipts.append(receipt)
@@ -224,7 +224,7 @@ class DeltaChainWeightTransfer:
             logger.warning("%s; training goes on", announced)
 
     def _announce_later(self, flight: Published) -> None:
-        """In the publisher's thread, which waits for nobody."""
+        """Announce a late version without waiting; called in the publisher's thread."""
         if flight.exception() is None and self._note(flight.result()):
             self._announce(flight.result().version, "none", 0.0)
 

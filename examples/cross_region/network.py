@@ -1,4 +1,4 @@
-"""The network of a run, made for as long as a ``with`` lasts. Linux only, and only as root."""
+"""Network of a run, created and removed by a ``with`` block; needs Linux and root."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class CrossRegionError(DeltaChainError):
 
 
 class Counted(NamedTuple):
-    """Bytes over a link, headers included: sent by the place, and received by it."""
+    """Bytes sent and received by a place over its link, headers included."""
 
     sent: int
     received: int
 
     def since(self, before: Counted) -> Counted:
-        """What came in addition."""
+        """Return the difference from an earlier count."""
         return Counted(self.sent - before.sent, self.received - before.received)
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network that is there."""
+    """A network of namespaces, for the duration of a run."""
 
     plan: NetworkPlan
 
     def counted(self, place: str) -> Counted:
-        """What went over a limited link since it was made.
+        """Return the bytes over a limited link since its creation.
 
         Raises:
             CrossRegionError: The counters cannot be read.
@@ -75,13 +75,13 @@ def check_host() -> None:
 
 @contextmanager
 def network(places: Sequence[Place]) -> Iterator[Network]:
-    """Make the network, and take it away again, whatever happens meanwhile.
+    """Create the network; remove it at the end of the block, even after an error.
 
-    Processes in it must be gone by the end: a namespace lives as long as they do.
+    Processes in it must end first, since a namespace exists as long as its processes.
 
     Raises:
         ConfigError: See :func:`check_host`.
-        CrossRegionError: The kernel refused a part of it.
+        CrossRegionError: The kernel refused a command.
     """
     check_host()
     plan = NetworkPlan(secrets.token_hex(3), tuple(places))
@@ -105,7 +105,7 @@ def _run(command: Command) -> str:
 
 
 def _try(command: Command) -> None:
-    """What cannot be taken away may never have been made."""
+    """Run a cleanup command; ignore a failure, since its object may not exist."""
     try:
         _run(command)
     except CrossRegionError as exc:

@@ -84,7 +84,7 @@ class PeerSender:
         self._snapshot = flat.copy()
 
     def send(self, version: int) -> None:
-        """Make the live weights a version; version 0 is a full checkpoint for all."""
+        """Publish the live weights as a version; version 0 is a full checkpoint in every layout."""
         if version == 0 or self._layout is None:
             key, data = f"full/{version:06d}/model.safetensors", full_file(self._weights)
         else:
@@ -94,10 +94,10 @@ class PeerSender:
         self._shelf.put(version, key, data)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources to release."""
 
     def _changes(self) -> Changes:
-        """What changed, found by deltachain's kernel: the ways differ in layout, not in this."""
+        """Find changed elements by the kernel of deltachain, the same for every layout."""
         found = {}
         for span in self._scene.spans:
             part = slice(span.start, span.stop)
@@ -127,4 +127,4 @@ class PeerReceiver:
             self._live[name].index_copy_(0, torch.from_numpy(indices), values)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources to release."""

@@ -28,6 +28,7 @@ class SparseEncoding(Encoding):
     Streams ``gap8``, or ``gap16.0`` and ``gap16.1``: the distances between changed elements.
 
     Attributes:
+        sparse: True for every subclass; see :class:`Encoding`.
         has_exceptions: Whether segments have the counts ``exceptions`` and ``wide``; otherwise both
             are 0.
     """
