@@ -30,9 +30,9 @@ examples: venv venv-vllm venv-sglang  ## run every example
 	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
-# Two processes: most tests wait for a server or for a child. Each has servers of its own.
+# Three processes for two cores: most tests wait for a server or a child. Each has servers of its own.
 test: venv  ## the tests that need no GPU: eight minutes
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 test-long: examples  ## the tests that take minutes, and the examples
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"
