@@ -215,18 +215,6 @@ def test_thirty_versions_of_experts_arrive_under_load(family: str, tp: int, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(ENGINE != "sglang", reason="vLLM serves it")
-def test_sglang_alone_cannot_generate_with_latent_attention(tmp_path: Path) -> None:
-    """The bits of both ranks are compared in ``sglang/test_matrix.py`` instead."""
-    with (
-        Trainer(tmp_path, family=LATENT, steps=1) as trainer,
-        pytest.raises(RuntimeError, match="Expected size for first two dimensions of batch2"),
-        start(trainer.base, tmp_path / "server"),
-    ):
-        pass
-
-
-@pytest.mark.slow
 def test_a_kept_cache_serves_stale_prefixes_and_the_test_of_them_sees_it(
     trainer: Trainer, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What ``make package`` built: what is in it, what it says of itself, what it does alone."""
+"""Contents, metadata and behaviour of the packages that ``make package`` builds."""
 
 from __future__ import annotations
 

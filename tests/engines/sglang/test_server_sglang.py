@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
@@ -12,7 +13,9 @@ import httpx
 import pytest
 
 from tests.engines.replica import Replica, error_of, replicas
+from tests.engines.serving import start
 from tests.engines.sglang.server import SglangServer
+from tests.engines.trainer import Trainer
 
 pytestmark = pytest.mark.engine
 
@@ -206,3 +209,14 @@ def test_our_routes_ask_for_the_servers_key(
         method = "GET" if path == "status" else "POST"
         answer = httpx.request(method, f"{url}/deltachain/{path}", headers=headers, trust_env=False)
         assert answer.status_code == code
+
+
+@pytest.mark.slow
+def test_sglang_alone_cannot_generate_with_latent_attention(tmp_path: Path) -> None:
+    """The bits of both ranks are compared in ``test_matrix.py`` instead."""
+    with (
+        Trainer(tmp_path, family="deepseek_v3_wide", steps=1) as trainer,
+        pytest.raises(RuntimeError, match="Expected size for first two dimensions of batch2"),
+        start(trainer.base, tmp_path / "server"),
+    ):
+        pass

@@ -21,7 +21,7 @@ DOCUMENTS: Final = [
 ]
 
 LANGUAGES: Final = {"", "python", "text", "ini", "json", "toml", "hexdump"}
-"""What blocks may be in; without a name they are what somebody types into a shell."""
+"""Languages of blocks; those without a name are commands of a shell."""
 
 _BLOCK: Final = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SUBSTITUTION: Final = re.compile(r"\$\([^)]*\)")
