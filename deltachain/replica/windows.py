@@ -136,7 +136,7 @@ class Placement(LiveElements):
         return len(self.dims) <= 1 and all(d.there == 1 for d in self.dims)
 
     @override
-    def route(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+    def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
         span = 1 + sum((d.size - 1) * d.there for d in self.dims)
         first, last = kernels_for(indices).bounds(indices, self.offset, self.offset + span)
         near: Any = indices[first:last]

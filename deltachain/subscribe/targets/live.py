@@ -26,7 +26,7 @@ class LiveElements(Protocol):
     def view(self) -> LiveBits:
         """The ``n`` elements in :attr:`storage`, in one shape of any dimensions and strides."""
 
-    def route(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+    def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
         """Select the indices of elements here, and find their positions.
 
         Args:
@@ -65,7 +65,7 @@ class WholeTensor(LiveElements):
         return self.bits
 
     @override
-    def route(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+    def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
         return slice(None), indices
 
     @override

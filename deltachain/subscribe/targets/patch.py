@@ -92,7 +92,7 @@ def prepare(live: LiveElements, delta: TensorDelta) -> Patch:
         )
     indices: Any = kernels.receive(delta.indices, storage)
     values: Any = kernels.receive(delta.values, storage)
-    selected, positions = live.route(indices)
+    selected, positions = live.locate(indices)
     absolute: Any = delta.absolute
     if absolute.ndim:
         absolute = kernels.receive(absolute, storage)[selected]

@@ -109,7 +109,7 @@ def test_indices_go_where_one_by_one_they_would(
         forced(patch, on_host)
         place = place_of(view, live)
         given_ = indices if on_host else torch.from_numpy(indices)
-        selected, positions = place.route(given_)
+        selected, positions = place.locate(given_)
         picked = numpy_of(given_)[
             selected if isinstance(selected, slice) else np.asarray(selected)
         ].tolist()
@@ -271,7 +271,7 @@ def test_one_element_and_none() -> None:
         live = torch.full((size, 1), 5, dtype=torch.int16)
         place = Placement(live, 3, (7, 7))
         spec = TensorSpec("w", "I16", (8,))
-        picked, positions = place.route(np.arange(8))
+        picked, positions = place.locate(np.arange(8))
         assert np.arange(8)[picked].tolist() == [3] * size
         assert np.asarray(positions).tolist() == [0] * size
         held = np.array([3] * size, dtype=np.int64)
