@@ -7,7 +7,7 @@ steps add up, so deltas can be folded without the weights. Absolute bits need no
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,27 +31,39 @@ class TensorDelta:
 
     Attributes:
         spec: Name, dtype and shape of the tensor in the Hugging Face checkpoint.
-        indices: Flat, strictly increasing indices, int64 of shape ``(nnz,)``; ``None`` if dense.
-        values: Unsigned integers of the element's width, shape ``(nnz,)``, or ``(numel,)`` if
-            dense.
+        indices: Flat, strictly increasing indices, int64 of shape ``(nnz,)``; ``None`` if the
+            values are of consecutive elements, all of the tensor unless it was read in part.
+        values: Unsigned integers of the element's width, shape ``(nnz,)``.
         absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
             ``(nnz,)``.
+        start: Flat index of the first value where ``indices`` is ``None``; otherwise 0.
     """
 
     spec: TensorSpec
     indices: Indices | None
     values: Bits
     absolute: Mask = field(default_factory=lambda: STEP)
+    start: int = 0
 
     @classmethod
     def dense(cls, spec: TensorSpec, bits: Bits) -> TensorDelta:
         """Create a delta of all elements, absolute."""
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE)
 
+    @classmethod
+    def run(cls, spec: TensorSpec, start: int, bits: Bits) -> TensorDelta:
+        """Create a delta of consecutive elements from flat index ``start`` on, absolute."""
+        return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE, start=start)
+
     @property
     def is_dense(self) -> bool:
-        """Whether the delta holds every element."""
-        return self.indices is None
+        """Whether the delta holds every element, in order."""
+        return self.indices is None and self.nnz == self.spec.numel
+
+    def covers(self, low: int, high: int) -> bool:
+        """Return whether the delta holds every element in ``[low, high)``, in order."""
+        inside = self.start <= low and high <= self.start + self.nnz
+        return self.indices is None and inside
 
     @property
     def nnz(self) -> int:
@@ -63,8 +75,11 @@ class TensorDelta:
         """Memory of the arrays, in bytes."""
         return int(self.values.nbytes + (0 if self.indices is None else self.indices.nbytes))
 
-    def validate(self) -> TensorDelta:
+    def validate(self, *, in_part: bool = False) -> TensorDelta:
         """Check every guarantee of the class and return self.
+
+        Args:
+            in_part: Whether consecutive values may be fewer than all of the tensor's.
 
         Raises:
             MalformedError: A width or length is wrong, an index is out of range or order, or a step
@@ -79,7 +94,8 @@ class TensorDelta:
         if self.absolute.shape not in ((), self.values.shape):
             raise MalformedError(f"{name}: the mask has shape {self.absolute.shape}")
         if self.indices is None:
-            if self.nnz != spec.numel or not self.absolute.all():
+            fits = 0 <= self.start <= spec.numel - self.nnz and self.absolute.all()
+            if not fits or not (in_part or self.is_dense):
                 raise MalformedError(f"{name}: dense with {self.nnz} of {spec.numel} elements")
             return self
         if self.indices.shape != self.values.shape or self.indices.dtype != np.int64:
@@ -174,6 +190,63 @@ def fold_all(deltas: Iterable[TensorDelta]) -> TensorDelta:
     for newer in rest:
         first = fold(first, newer)
     return first
+
+
+def fold_within(deltas: Sequence[TensorDelta], low: int, high: int) -> TensorDelta:
+    """Fold deltas of one tensor, oldest first, that were read for the elements ``[low, high)``.
+
+    Equals :func:`fold_all` on these elements; a run of all of them is never turned into indices.
+    """
+    last = max((n for n, delta in enumerate(deltas) if delta.covers(low, high)), default=None)
+    if last is not None and last == len(deltas) - 1:
+        return deltas[last]
+    if last is None:
+        bits = _joined_runs(deltas, low, high)
+        if bits is None:
+            return fold_all(_sparse(delta) for delta in deltas)
+    else:
+        at = low - deltas[last].start
+        bits = deltas[last].values[at : at + high - low].copy()
+        for delta in deltas[last + 1 :]:
+            _set(bits, delta, low, high)
+    return TensorDelta.run(deltas[0].spec, low, bits)
+
+
+def _joined_runs(deltas: Sequence[TensorDelta], low: int, high: int) -> Bits | None:
+    """Return the bits of ``[low, high)`` if runs give every one of them before any step."""
+    bits = np.empty(high - low, deltas[0].spec.bits_dtype)
+    given = np.zeros(high - low, np.bool_)
+    for number, delta in enumerate(deltas):
+        if delta.indices is not None:
+            return None
+        _set(bits, delta, low, high)
+        given[max(delta.start - low, 0) : max(delta.start + delta.nnz - low, 0)] = True
+        if given.all():
+            for newer in deltas[number + 1 :]:
+                _set(bits, newer, low, high)
+            return bits
+    return None
+
+
+def _set(bits: Bits, delta: TensorDelta, low: int, high: int) -> None:
+    """Apply a delta to the bits of the elements ``[low, high)``."""
+    if delta.indices is None:
+        first, last = max(delta.start, low), min(delta.start + delta.nnz, high)
+        if first < last:
+            bits[first - low : last - low] = delta.values[first - delta.start : last - delta.start]
+        return
+    near = slice(*np.searchsorted(delta.indices, [low, high]).tolist())
+    at = delta.indices[near] - low
+    mask = delta.absolute[near] if delta.absolute.ndim else delta.absolute
+    bits[at] = new_bits(bits[at], delta.values[near], mask)
+
+
+def _sparse(delta: TensorDelta) -> TensorDelta:
+    """Return a delta with indices, unless it holds every element."""
+    if delta.indices is not None or delta.is_dense:
+        return delta
+    indices = np.arange(delta.start, delta.start + delta.nnz)
+    return TensorDelta(spec=delta.spec, indices=indices, values=delta.values, absolute=ABSOLUTE)
 
 
 def density(nnz: int, numel: int) -> float:

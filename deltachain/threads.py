@@ -7,6 +7,7 @@ job would block the others.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -14,6 +15,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Self, TypeAlias, TypeVar
 
+_A = TypeVar("_A")
 _T = TypeVar("_T")
 
 _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
@@ -85,6 +87,34 @@ class Pool:
         while (job := self._jobs.get()) is not None:
             _do(*job)
             del job  # its arguments and result may be large
+
+
+def ahead(
+    function: Callable[[_A], _T], items: Iterable[_A], threads: int
+) -> Iterator[tuple[_A, _T]]:
+    """Yield each item with the result of a call, in order, computed ahead in threads.
+
+    At most ``2 * threads`` results wait, so that memory does not grow with the number of items.
+    With one thread the caller does the work itself.
+    """
+    if threads <= 1:
+        for item in items:
+            yield item, function(item)
+        return
+    with Pool(threads) as pool:
+        waiting: deque[tuple[_A, Future[_T]]] = deque()
+        try:
+            for item in items:
+                waiting.append((item, pool.submit(function, item)))
+                while len(waiting) > 2 * threads or (waiting and waiting[0][1].done()):
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            while waiting:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
 
 
 def _do(future: Future[Any], work: Callable[[], Any]) -> None:

@@ -7,9 +7,11 @@ memory of its wire bytes plus a few tensors.
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -45,30 +47,58 @@ LOST: Final = (
 THREADS: Final = 8
 """Objects fetched at a time: enough to fill a link with tens of milliseconds of latency."""
 
-
 DECODERS: Final = min(4, os.cpu_count() or 1)
 """Tensors decoded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """One object of a plan, and its part once it has been fetched and verified.
+
+    Attributes:
+        ref: The object.
+        edge: Number of its edge in the plan.
+        part: Future of the open part.
+    """
+
+    ref: ObjectRef
+    edge: int
+    part: Future[Part]
+
+
+@dataclass(frozen=True, slots=True)
 class Fetched:
-    """The objects of a plan, oldest first.
+    """The objects of a plan, oldest first; some may still be on their way.
+
+    Properties and methods that need a part wait for it, and raise what :func:`fetch` raises.
 
     Attributes:
         plan: The plan.
         specs: Tensors of the chain, by name.
         base: Checkpoint of a ``base`` edge; ``None`` for other plans.
-        parts: All parts, in the order of the plan.
+        arrivals: All objects, in the order of the plan.
         nbytes: Fetched bytes.
-        refetched: Keys of objects that were corrupt on the first read.
+        times: Time of each arrival so far, by ``time.perf_counter``.
+        corrupt: Keys of objects that were corrupt on the first read.
     """
 
     plan: Plan
     specs: Mapping[str, TensorSpec]
     base: Checkpoint | None
-    parts: tuple[Part, ...]
+    arrivals: tuple[Arrival, ...]
     nbytes: int
-    refetched: tuple[str, ...]
+    times: list[float]
+    corrupt: list[str]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """All parts, in the order of the plan."""
+        return tuple(arrival.part.result() for arrival in self.arrivals)
+
+    @property
+    def refetched(self) -> tuple[str, ...]:
+        """Keys of objects that were corrupt on the first read."""
+        return tuple(self.corrupt)
 
     @property
     def from_nothing(self) -> bool:
@@ -110,9 +140,9 @@ class Fetched:
         Raises:
             BrokenChainError: A tensor is missing or not dense.
         """
-        total = StateDigest()
+        total, given = StateDigest(), frozenset(self.names)
         for name, spec in self.specs.items():
-            delta = self.read(name) if name in self.names else None
+            delta = self.read(name) if name in given else None
             if delta is None or not delta.is_dense:
                 raise BrokenChainError(f"{name}: the plan does not contain the whole tensor")
             total += host.digest(digest_key(spec), delta.values)
@@ -143,32 +173,52 @@ def fetch(
         DigestMismatchError: An object does not have the digest recorded in the chain.
         MalformedError: An object has this digest but violates FORMAT.md.
     """
+    with fetching(chain, plan, target=target, base=base, progress=progress) as fetched:
+        fetched.parts  # noqa: B018 - waits for all
+    return fetched
+
+
+@contextmanager
+def fetching(
+    chain: Chain,
+    plan: Plan,
+    *,
+    target: Committed | None = None,
+    base: Path | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Iterator[Fetched]:
+    """Fetch every object of a plan in threads, while the plan is used; see :func:`fetch`.
+
+    Objects that nobody has begun to fetch when the context ends are not fetched.
+    """
     specs = {spec.name: spec for spec in chain.table.specs()}
     chain.look_ahead(plan)
     edges = [chain.edge(summary, target) for summary in plan.edges]
-    refs = [(ref, edge) for edge in edges for ref in edge.parts]
     reference = edges[0].reference if edges else None
     checkpoint = None if reference is None else open_base(reference, base)
     if checkpoint is not None:
         path = str(checkpoint.path)
         _check_specs(specs, "the chain", checkpoint.specs, path, key=path)
-    refetched: list[str] = []
+    refs = [(ref, number) for number, edge in enumerate(edges) for ref in edge.parts]
+    corrupt: list[str] = []
+    times: list[float] = []
 
-    def get(item: tuple[ObjectRef, Edge]) -> Part:
-        ref, edge = item
-        part = _get(chain.store, ref, refetched)
+    def get(ref: ObjectRef, edge: Edge) -> Part:
+        part = fetch_part(chain.store, ref, corrupt)
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         rows = {name: row.spec for name, row in part.rows.items()}
         _check_specs(rows, ref.key, specs, "the chain", key=ref.key)
         progress(ref.nbytes)
+        times.append(time.perf_counter())
         return part
 
-    if len(refs) > 1:
-        with Pool(min(THREADS, len(refs))) as pool:
-            parts = tuple(pool.map(get, refs))
-    else:
-        parts = tuple(map(get, refs))
-    return Fetched(plan, specs, checkpoint, parts, plan.nbytes, tuple(refetched))
+    with Pool(min(THREADS, len(refs))) as pool:
+        arrivals = tuple(Arrival(ref, n, pool.submit(get, ref, edges[n])) for ref, n in refs)
+        try:
+            yield Fetched(plan, specs, checkpoint, arrivals, plan.nbytes, times, corrupt)
+        finally:
+            for arrival in arrivals:
+                arrival.part.cancel()
 
 
 def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
@@ -205,14 +255,26 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     return checkpoint
 
 
-def _get(store: Store, ref: ObjectRef, refetched: list[str]) -> Part:
-    """Fetch and verify a part, once more if it is corrupt."""
+def fetch_part(store: Store, ref: ObjectRef, corrupt: list[str] | None = None) -> Part:
+    """Fetch and verify a part, once more if it is corrupt.
+
+    Args:
+        store: Store of the part.
+        ref: Key, size and digests of the part.
+        corrupt: List that the key is appended to if the first read was corrupt.
+
+    Raises:
+        ObjectNotFoundError: The object is gone.
+        DigestMismatchError: The object does not have this digest.
+        MalformedError: The object has this digest but violates FORMAT.md.
+    """
     try:
         return _open(_read(store, ref), ref)
     except UnsupportedFormatError:
         raise
     except FormatError:
-        refetched.append(ref.key)
+        if corrupt is not None:
+            corrupt.append(ref.key)
         return _open(_read(store, ref), ref)
 
 

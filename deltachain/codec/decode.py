@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 import msgspec
 
 from deltachain.codec import directory as d
-from deltachain.codec.container import Entry, Header, ReadAt, read_header, reader_of, write_header
+from deltachain.codec.container import Entry, Header, ReadAt, read_header, write_header
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, Encoding, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
@@ -37,6 +38,17 @@ class _Tensor:
     lengths: Mapping[str, int]
 
 
+class _Source:
+    """Bytes of an object, in memory or in a memory map."""
+
+    def __init__(self, data: Buffer) -> None:
+        self.data: Buffer = memoryview(data)
+
+    def read_at(self, start: int, length: int) -> Buffer:
+        """Return a view of a range of the bytes."""
+        return self.data[start : start + length]
+
+
 class Part:
     """An open payload object with a verified directory; its tensors are read on demand.
 
@@ -62,6 +74,7 @@ class Part:
 
     def __init__(self, read_at: ReadAt, nbytes: int, *, key: str = "") -> None:
         self.key = key
+        self._source = _Source(b"")
         header = read_header(read_at, nbytes, key=key)
         self.compressed = _check_metadata(header, key)
         self.digest = _check_front(header, read_at, key)
@@ -78,7 +91,19 @@ class Part:
     @classmethod
     def from_bytes(cls, data: Buffer, *, key: str = "") -> Part:
         """Open an object in memory or in a memory map."""
-        return cls(reader_of(data), len(data), key=key)
+        source = _Source(data)
+        part = cls(source.read_at, len(data), key=key)
+        part._source = source
+        return part
+
+    @property
+    def data(self) -> Buffer:
+        """The object's bytes; empty unless opened by :meth:`from_bytes`."""
+        return self._source.data
+
+    def use_copy(self, data: Buffer) -> None:
+        """Read from another copy of the object's bytes from now on, and release the first."""
+        self._source.data = memoryview(data)
 
     @property
     def nnz(self) -> int:
@@ -101,35 +126,63 @@ class Part:
     def __iter__(self) -> Iterator[TensorDelta]:
         return (self.read(name) for name in self._tensors)
 
-    def read(self, name: str) -> TensorDelta:
+    def read(self, name: str, near: tuple[int, int] | None = None) -> TensorDelta:
         """Decode and validate one tensor.
+
+        Args:
+            name: Name of the tensor.
+            near: Range of flat indices. Segments without elements in it are not read, and their
+                elements may be missing in the result; elements outside may be there.
 
         Raises:
             DigestMismatchError: A frame differs from its digest in the directory.
             MalformedError: The streams contradict the directory.
         """
         try:
-            return self._decode(self._tensors[name]).validate()
+            delta = self._decode(self._tensors[name], near)
+            return delta.validate(in_part=near is not None)
         except MalformedError as exc:
             if exc.key:
                 raise
             raise MalformedError(f"{self.key}: {exc.args[0]}", key=self.key) from exc
 
-    def _decode(self, tensor: _Tensor) -> TensorDelta:
-        reader = TensorReader(
+    def reader(self, name: str, near: tuple[int, int] | None = None) -> TensorReader:
+        """Return a reader of the segments of a tensor; see :meth:`read`."""
+        tensor = self._tensors[name]
+        kept, starts, lengths = tensor.segments, tensor.starts, tensor.lengths
+        if near is not None and kept:
+            first, last = _near(kept, *near)
+            if (first, last) != (0, len(kept)):
+                before = tensor.encoding.streams(tensor.row, kept[:first])
+                starts = {stream: at + before[stream] for stream, at in starts.items()}
+                kept = kept[first:last]
+                lengths = tensor.encoding.streams(tensor.row, kept)
+        return TensorReader(
             spec=tensor.spec,
             row=tensor.row,
-            segments=tensor.segments,
+            segments=kept,
+            is_part=near is not None,
             key=self.key,
-            starts=tensor.starts,
-            lengths=tensor.lengths,
+            starts=starts,
+            lengths=lengths,
             ends=self._ends,
             streams=self._streams,
         )
+
+    def _decode(self, tensor: _Tensor, near: tuple[int, int] | None) -> TensorDelta:
+        reader = self.reader(tensor.spec.name, near)
+        expected = sum(s.nnz for s in reader.segments) if tensor.segments else tensor.row.nnz
         delta = tensor.encoding.decode(reader)
-        if delta.spec != tensor.spec or delta.nnz != tensor.row.nnz:
-            raise reader.malformed(f"decodes to {delta.nnz} elements of {tensor.row.nnz}")
+        if delta.spec != tensor.spec or delta.nnz != expected:
+            raise reader.malformed(f"decodes to {delta.nnz} elements of {expected}")
         return delta
+
+
+def _near(segments: Sequence[d.Segment], low: int, high: int) -> tuple[int, int]:
+    """Return the range of the segments with elements in ``[low, high)``."""
+    first = bisect_right(segments, low, key=lambda s: s.start + s.length)
+    last = bisect_left(segments, high, key=lambda s: s.start)
+    return first, max(first, last)
 
 
 def _check_metadata(header: Header, key: str) -> bool:

@@ -16,15 +16,16 @@ from deltachain.types import BITS_DTYPES, Bits, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class TensorReader:
-    """Reader of one tensor in a part; digests are verified, values are still untrusted.
+    """Reader of consecutive segments of a tensor; digests are verified, values still untrusted.
 
     Attributes:
         spec: Spec of the tensor.
         row: Row of the tensor in the directory.
-        segments: Segments of the tensor.
+        segments: Segments to read: all of the tensor, or those near some elements.
+        is_part: Whether segments may be left out.
         key: Key of the part, for errors.
-        starts: Start of the tensor in each stream of its bucket, in the stream's unit.
-        lengths: Length of the tensor in each stream, in the stream's unit.
+        starts: Start of the segments in each stream of the bucket, in the stream's unit.
+        lengths: Length of the segments in each stream, in the stream's unit.
         ends: Length of each stream of the part, by full name, in the stream's unit.
         streams: Readers of all streams of the part, by full name.
     """
@@ -32,6 +33,7 @@ class TensorReader:
     spec: TensorSpec
     row: TensorRow
     segments: tuple[Segment, ...]
+    is_part: bool
     key: str
     starts: Mapping[str, int]
     lengths: Mapping[str, int]

@@ -81,6 +81,18 @@ class RankClient:
 
     def wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
         """Wait until every rank is done with a ticket; raise the first refusal as its error."""
+        found = self.settle(ticket, kind, version)
+        raise_refusal(found, version=version)
+        return [reply for reply in found if isinstance(reply, kind)]
+
+    def settle(
+        self, ticket: int, kind: type[_R], version: Version | None = None
+    ) -> list[_R | Refusal]:
+        """Wait until every rank is done with a ticket; return replies and refusals by rank.
+
+        Raises:
+            ApplyError: A rank is not done within ``STAGE_S``.
+        """
         least, longest = POLL_S
         start = time.monotonic()
         done: dict[int, _R | Refusal] = {}
@@ -95,6 +107,4 @@ class RankClient:
             if taken > STAGE_S:
                 raise ApplyError(f"some rank did not stage within {STAGE_S:.0f} s", version=version)
             time.sleep(min(max(POLL_SHARE * taken, least), longest))
-        found = [reply for _, reply in sorted(done.items())]
-        raise_refusal(found, version=version)
-        return [reply for reply in found if isinstance(reply, kind)]
+        return [reply for _, reply in sorted(done.items())]

@@ -14,6 +14,7 @@ import msgspec
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.format.documents import Count, Struct
 from deltachain.replica.layout.update_path import Classified, TensorClass
+from deltachain.replica.spool import SpoolIndex
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
 
@@ -82,18 +83,34 @@ class StateRequest(RankRequest, frozen=True, kw_only=True, tag="state"):
     ticket: Count
 
 
+class FetchRequest(RankRequest, frozen=True, kw_only=True, tag="fetch"):
+    """Request to start fetching a plan into the spools of hosts that the leader does not share.
+
+    Attributes:
+        ticket: Number under which the result is polled.
+        spools: Name of the spool to write, for each rank; empty for ranks that do not fetch.
+        index: Objects of the plan.
+    """
+
+    ticket: Count
+    spools: tuple[str, ...]
+    index: SpoolIndex
+
+
 class StageRequest(RankRequest, frozen=True, kw_only=True, tag="stage"):
-    """Request to start staging a spooled plan.
+    """Request to start staging a spooled plan, whose objects may still be on their way.
 
     Attributes:
         ticket: Number under which the result is kept.
-        spool: Name of the spool's folder.
+        spools: Name of the spool's folder, for each rank.
+        ranks_on_host: Number of ranks that share the processor cores of each rank's host.
         budget: Bytes of old and new bits to keep.
         keep: Tickets that may still be used; all others are dropped.
     """
 
     ticket: Count
-    spool: str
+    spools: tuple[str, ...]
+    ranks_on_host: tuple[Count, ...]
     budget: Count
     keep: tuple[Count, ...]
 
@@ -155,9 +172,17 @@ class Refusal(RankReply, frozen=True, kw_only=True, tag="refused", omit_defaults
 
 
 class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
-    """Classes of all tensors, as the rank found them."""
+    """Classes of all tensors, as the rank found them.
+
+    Attributes:
+        tensors: Class of every tensor.
+        host: Host name of the rank.
+        folder: Id of the rank's folder of spools; empty if the leader's probe is in it.
+    """
 
     tensors: dict[str, Classified]
+    host: str = ""
+    folder: str = ""
 
 
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
@@ -194,6 +219,16 @@ class StateReply(RankReply, frozen=True, kw_only=True, tag="state"):
     """State digests of the live weights, each with the ranks that hold these elements."""
 
     digests: tuple[tuple[str, StateDigest], ...]
+
+
+class FetchedReply(RankReply, frozen=True, kw_only=True, tag="fetched"):
+    """Confirmation that every object is in the spool of the rank's host.
+
+    Attributes:
+        nbytes: Bytes fetched by this rank.
+    """
+
+    nbytes: Count
 
 
 class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
@@ -249,6 +284,7 @@ AnyRequest: TypeAlias = (
     | UnusedStateRequest
     | CheckLoadsRequest
     | StateRequest
+    | FetchRequest
     | StageRequest
     | PollRequest
     | SwapRequest
@@ -266,6 +302,7 @@ AnyReply: TypeAlias = (
     | StartedReply
     | PendingReply
     | StateReply
+    | FetchedReply
     | StagedReply
     | SwapReply
     | StatusReply
@@ -276,23 +313,6 @@ _REPLIES: Final[msgspec.json.Decoder[AnyReply]] = msgspec.json.Decoder(AnyReply)
 
 UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError)
 """Errors of a decoder: bad JSON, a lone surrogate, an object that is no text, deep nesting."""
-
-
-class CallId(msgspec.Struct, frozen=True):
-    """Leader and sequence number of a request, without its other fields.
-
-    Attributes:
-        leader: Leader that sent it.
-        sequence: Number of the request.
-        request: The same of a request inside a message of an engine's own.
-    """
-
-    leader: str = ""
-    sequence: Count = 0
-    request: CallId | None = None
-
-
-_CALL_IDS: Final = msgspec.json.Decoder(CallId)
 
 
 def encode(message: RankRequest | RankReply) -> str:
@@ -334,25 +354,6 @@ def decode_reply(text: str | bytes) -> AnyReply:
         return _REPLIES.decode(text)
     except UNREADABLE as exc:
         raise ApplyError(f"cannot read a rank's reply: {exc}", hint=SAME_VERSION) from exc
-
-
-def call_id(text: str | bytes) -> CallId:
-    """Return leader and sequence number of a request that may be unreadable otherwise."""
-    try:
-        found = _CALL_IDS.decode(text)
-    except UNREADABLE:
-        return CallId()
-    return found.request or found
-
-
-def addressed(reply: _R, rank: int, request: RankRequest | RankReply | CallId) -> _R:
-    """Return a reply with its address: this rank, and leader and number of this request.
-
-    Given another reply, use its leader and number.
-    """
-    return msgspec.structs.replace(
-        reply, rank=rank, leader=request.leader, sequence=request.sequence
-    )
 
 
 def name_of(message: RankRequest | RankReply) -> str:

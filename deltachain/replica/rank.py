@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import numpy.typing as npt
 from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.delta import TensorDelta
 from deltachain.errors import (
     BaseMismatchError,
     PartialApplyError,
@@ -37,51 +35,18 @@ from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.runtime_tables import RuntimeTables
 from deltachain.replica.layout.unused import find_unused
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
-from deltachain.replica.spool import SpoolReader
+from deltachain.replica.spool_reader import SpoolReader
+from deltachain.replica.staged import NOTHING, HolderKey, RankStaged, Share, stage
 from deltachain.replica.streams import own_stream, settle, settled
 from deltachain.replica.windows import Placement, Window
-from deltachain.subscribe.proof import Effect
-from deltachain.subscribe.targets.base import Write, take_back, write_all
+from deltachain.subscribe.targets.base import take_back, write_all
 from deltachain.subscribe.targets.live import WholeTensor, state_of
-from deltachain.subscribe.targets.patch import prepare, warm_up
+from deltachain.subscribe.targets.patch import warm_up
 from deltachain.types import StateDigest, TensorSpec, Version
-
-HolderKey: TypeAlias = tuple[str, int]
-"""The ranks that hold the same elements, and the number of the place among several on this rank."""
-
-Effects: TypeAlias = dict[HolderKey, Effect]
-"""Effects of a stage on the state digest, by holders."""
 
 REPLACED: Final = (
     "the engine replaced live tensors; where they are now is known, what they hold is not"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class RankStaged:
-    """Staged writes of a rank.
-
-    Attributes:
-        placed: Patches of live places and of host copies.
-        deferred: Tensors beyond the budget, read again while they are written.
-        spool: Source of the deferred tensors.
-        effects: Effects on the state digest.
-    """
-
-    placed: tuple[Write, ...]
-    deferred: tuple[str, ...]
-    spool: SpoolReader
-    effects: Effects
-
-    @property
-    def names(self) -> set[str]:
-        """Names of the tensors to write."""
-        return {placed.patch.spec.name for placed in self.placed} | set(self.deferred)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept by the patches."""
-        return sum(placed.patch.own_nbytes for placed in self.placed)
 
 
 class Rank:
@@ -197,45 +162,40 @@ class Rank:
                 total[slot] += state_of(spec, place)
         return dict(total)
 
-    def stage(self, ticket: int, folder: Path, budget: int) -> RankStaged:
+    def stage(
+        self,
+        ticket: int,
+        folder: Path,
+        budget: int,
+        *,
+        threads: int = 1,
+        abandon: Callable[[], bool] = lambda: False,
+    ) -> RankStaged:
         """Compute the writes of a spooled plan on this rank, without writing anything.
 
-        May run in another thread than the other methods.
+        May run in another thread than the other methods, and before all objects have arrived.
 
         Args:
             ticket: Ticket under which the result is kept.
             folder: Folder of the spool.
             budget: Bytes of old and new bits to keep.
+            threads: Number of threads that inflate and decode.
+            abandon: Called while an object is awaited; returns whether to stop.
 
         Raises:
+            ApplyError: An object of the plan was not fetched.
             BaseMismatchError: The engine was found meanwhile to have replaced live tensors.
             TensorMismatchError: The plan changes a tensor that cannot be updated.
         """
         attached = self._attached
         with own_stream(self.model):
-            staged = self._stage(SpoolReader(folder), budget)
+            staged = stage(SpoolReader(folder, abandon).pieces(), self._share, budget, threads)
         with self._changing:
             if self._attached is not attached:
                 raise BaseMismatchError(REPLACED)
             self._written.discard(ticket)
             self.staged[ticket] = staged
         return staged
-
-    def _stage(self, reader: SpoolReader, budget: int) -> RankStaged:
-        kept: list[Write] = []
-        deferred: list[str] = []
-        effects: Effects = defaultdict(Effect)
-        nbytes = 0
-        for delta in reader:
-            placed = list(self._prepare(delta))
-            nbytes += sum(one.patch.own_nbytes for _, one in placed)
-            if nbytes <= budget:
-                kept += [one for _, one in placed]
-            elif placed:
-                deferred.append(delta.spec.name)
-            for slot, one in placed:
-                effects[slot] += one.patch.effect
-        return RankStaged(tuple(kept), tuple(deferred), reader, dict(effects))
 
     def keep(self, tickets: Iterable[int]) -> None:
         """Drop everything staged under other tickets."""
@@ -269,7 +229,7 @@ class Rank:
 
     def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> float:
         start = time.perf_counter()
-        written = write_all(self._undoes(staged) if back else self._writes(staged), version)
+        written = write_all(staged.undoes() if back else staged.writes(self._share), version)
         on_host = staged.names & self._copies.keys()
         try:
             self._load(on_host)
@@ -286,17 +246,22 @@ class Rank:
         settle()  # include the device's work in the measured time
         return time.perf_counter() - start
 
-    def _prepare(self, delta: TensorDelta) -> Iterator[tuple[HolderKey, Write]]:
-        """Compute the writes of a delta at every place on this rank, with the holders of each."""
-        name = delta.spec.name
+    def _share(self, name: str) -> Share:
+        """Return what this rank holds of a tensor.
+
+        Raises:
+            TensorMismatchError: The tensor cannot be updated.
+        """
         if self._classes[name] == "refused":
             raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
         if name in self._copies:
             copy = WholeTensor(self._copies[name])
-            yield (self._holders[name][0], 0), Write(prepare(copy, delta), [copy])
-            return
-        for place, slot in self._places(name):
-            yield slot, Write(prepare(place, delta), [place])
+            return Share((((self._holders[name][0], 0), copy),), 0, self._specs[name].numel)
+        places = [(slot, place) for place, slot in self._places(name) if place.numel]
+        if not places:
+            return NOTHING
+        spans = [place.span for _, place in places]
+        return Share(places, min(low for low, _ in spans), max(high for _, high in spans))
 
     def _places(self, name: str) -> Iterator[tuple[Placement, HolderKey]]:
         if self._classes[name] != "in_place":
@@ -306,17 +271,6 @@ class Rank:
         for place, label in zip(places, self._holders[name], strict=True):
             yield place, (label, seen[place.window])
             seen[place.window] += 1
-
-    def _writes(self, staged: RankStaged) -> Iterator[Write]:
-        """Yield every patch; compute deferred ones on demand."""
-        yield from staged.placed
-        for name in staged.deferred:
-            for _, placed in self._prepare(staged.spool.read(name)):
-                yield replace(placed, patch=replace(placed.patch, old=None))
-
-    def _undoes(self, staged: RankStaged) -> Iterator[Write]:
-        for placed in reversed(staged.placed):
-            yield replace(placed, patch=placed.patch.undo())
 
     def _load(self, names: set[str]) -> None:
         """Let the engine load changed host copies, together with the rest of their groups."""

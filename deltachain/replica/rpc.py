@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from threading import Event
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -26,7 +28,10 @@ from deltachain.errors import (
     EngineDamagedError,
     LeaderReplacedError,
 )
+from deltachain.replica.call_id import addressed, call_id
 from deltachain.replica.engine import EngineModel
+from deltachain.replica.fetcher import fill
+from deltachain.replica.hosts import folder_id, sees_probe
 from deltachain.replica.messages import (
     AgreeReply,
     AgreeRequest,
@@ -34,6 +39,8 @@ from deltachain.replica.messages import (
     AttachRequest,
     CheckLoadsReply,
     CheckLoadsRequest,
+    FetchedReply,
+    FetchRequest,
     FindUnusedReply,
     FindUnusedRequest,
     LastSwapRequest,
@@ -53,14 +60,12 @@ from deltachain.replica.messages import (
     SwapRequest,
     UnusedStateReply,
     UnusedStateRequest,
-    addressed,
-    call_id,
     decode_request,
     encode_reply,
 )
 from deltachain.replica.rank import Rank
 from deltachain.replica.settings import RankSettings
-from deltachain.replica.spool import check_probe
+from deltachain.replica.spool import Spool
 from deltachain.threads import Pool
 
 logger = logging.getLogger(__name__)
@@ -93,6 +98,11 @@ class RankService:
         self._leader = ""
         self._jobs: dict[int, Future[RankReply]] = {}
         self._thread = Pool(1, "deltachain-stage")
+        self._fetching = Pool(1, "deltachain-fetch")
+        self._settling = Event()
+        self._url = settings.url
+        self._spools: dict[str, Spool] = {}
+        self._spool_names: dict[int, str] = {}
         self._handlers: dict[type[RankRequest], Handler] = {
             AttachRequest: self._attach,
             FindUnusedRequest: self._find_unused,
@@ -100,6 +110,7 @@ class RankService:
             UnusedStateRequest: self._unused_state,
             CheckLoadsRequest: self._check_loads,
             StateRequest: self._start_state,
+            FetchRequest: self._start_fetch,
             StageRequest: self._start_stage,
             PollRequest: self._poll,
             SwapRequest: self._swap,
@@ -162,20 +173,40 @@ class RankService:
         return Refusal(error=error, message=_encodable(message), hint=hint)
 
     def settle(self) -> None:
-        """Wait until all work in this rank's own thread is done."""
-        self._thread.submit(lambda: None).result()
+        """Wait until all work on the weights in this rank's own thread is done.
+
+        A stage whose objects have not all arrived ends instead of waiting for them.
+        """
+        self._settling.set()
+        try:
+            self._thread.submit(lambda: None).result()
+        finally:
+            self._settling.clear()
 
     def _attach(self, request: AttachRequest) -> AttachReply:
         if self._settings.url and request.url != self._settings.url:
             raise ConfigError(
                 f"this replica was started to follow {self._settings.url}, not {request.url}"
             )
-        if request.probe is not None:
-            name, word = request.probe
-            check_probe(self._spool_of(name), word)
+        folder = self._folder_id(*request.probe) if request.probe else ""
         if self._rank is None or not self._rank.is_for(request.specs, request.aliases):
             self._rank = Rank(self._model(), request.specs, request.aliases)
-        return AttachReply(tensors=self._rank.report())
+        self._url = request.url
+        host = socket.gethostname()
+        return AttachReply(tensors=self._rank.report(), host=host, folder=folder)
+
+    def _folder_id(self, name: str, word: str) -> str:
+        """Return the id of this rank's folder of spools; empty if the leader's probe is in it."""
+        if sees_probe(self._spool_of(name), word):
+            return ""
+        try:
+            return folder_id(self._settings.spool)
+        except OSError as exc:
+            raise ConfigError(
+                f"{socket.gethostname()} does not see the leader's files, and cannot keep its own "
+                f"in {self._settings.spool}: {exc}",
+                hint="let this user write to the folder of DELTACHAIN_SPOOL, or set another",
+            ) from exc
 
     def _agree(self, request: AgreeRequest) -> AgreeReply:
         self.rank.agree(request.classes, request.holders[self.number])
@@ -199,13 +230,35 @@ class RankService:
 
         return self._start(request.ticket, job)
 
+    def _start_fetch(self, request: FetchRequest) -> StartedReply:
+        name = request.spools[self.number]
+        if not name:
+            return self._start(request.ticket, lambda: FetchedReply(nbytes=0), self._fetching)
+        self._spool_of(name)  # checks the name
+        spool = self._spools[name] = Spool.create(self._settings.spool, request.index, name)
+
+        def job() -> FetchedReply:
+            fill(spool, request.index, self._url)
+            return FetchedReply(nbytes=spool.nbytes)
+
+        return self._start(request.ticket, job, self._fetching)
+
     def _start_stage(self, request: StageRequest) -> StartedReply:
-        folder = self._spool_of(request.spool)
-        self.rank.keep(request.keep)
+        name = request.spools[self.number]
+        folder = self._spool_of(name)
+        self._spool_names[request.ticket] = name
+        self._keep(request.keep)
         self.rank.check_addresses()
+        threads = max(1, (os.cpu_count() or 1) // max(1, request.ranks_on_host[self.number]))
 
         def job() -> StagedReply:
-            staged = self.rank.stage(request.ticket, folder, request.budget)
+            staged = self.rank.stage(
+                request.ticket,
+                folder,
+                request.budget,
+                threads=threads,
+                abandon=self._settling.is_set,
+            )
             return StagedReply(
                 effects=tuple((who, effect) for (who, _), effect in staged.effects.items()),
                 nbytes=staged.nbytes,
@@ -214,12 +267,21 @@ class RankService:
 
         return self._start(request.ticket, job)
 
+    def _keep(self, tickets: Iterable[int]) -> None:
+        """Drop everything staged under other tickets, and the spools that this rank wrote."""
+        self.rank.keep(tickets)
+        self._spool_names = {n: self._spool_names[n] for n in tickets if n in self._spool_names}
+        for name in self._spools.keys() - set(self._spool_names.values()):
+            self._spools.pop(name).close()
+
     def _spool_of(self, name: str) -> Path:
         if not name or Path(name).name != name or name.startswith("."):
             raise ConfigError(f"{name!r} is not a spool")
         return self._settings.spool / name
 
-    def _start(self, ticket: int, job: Callable[[], RankReply]) -> StartedReply:
+    def _start(
+        self, ticket: int, job: Callable[[], RankReply], pool: Pool | None = None
+    ) -> StartedReply:
         def guarded() -> RankReply:
             try:
                 return job()
@@ -227,7 +289,7 @@ class RankService:
                 return self._refusal(exc)
 
         recent = {number: job for number, job in self._jobs.items() if number > ticket - REMEMBERED}
-        self._jobs = {**recent, ticket: self._thread.submit(guarded)}
+        self._jobs = {**recent, ticket: (pool or self._thread).submit(guarded)}
         return StartedReply()
 
     def _poll(self, request: PollRequest) -> RankReply:
@@ -239,6 +301,9 @@ class RankService:
     def _swap(self, request: SwapRequest) -> SwapReply:
         seconds = self.rank.swap(request.ticket, request.version, back=request.back)
         self._version = request.version
+        spool = self._spools.pop(self._spool_names.get(request.ticket, ""), None)
+        if spool is not None:
+            spool.close()  # what is read again lies in maps
         return SwapReply(seconds=seconds, version=request.version, pid=os.getpid())
 
     def _take_last_swap(self, _: LastSwapRequest) -> RankReply:

@@ -1,8 +1,8 @@
 """A replica as a target: the ranks of an engine behind one subscriber.
 
-The leader's side: it decodes a plan once for the host, has every rank stage its share, adds up the
-effects, and proves the result before any rank writes. If one rank refuses, no rank writes; if one
-rank fails during the write, the write is undone on all of them.
+The leader's side: it fetches a plan into the spool of its host, has every rank stage its share,
+adds up the effects, and proves the result before any rank writes. If one rank refuses, no rank
+writes; if one rank fails during the write, the write is undone on all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from deltachain.errors import (
 )
 from deltachain.replica.client import RankClient
 from deltachain.replica.engine import Engine
+from deltachain.replica.fetcher import Fetchers, elements_of, receive
+from deltachain.replica.hosts import hosts_of, shown
 from deltachain.replica.layout.update_path import ON_HOST, Agreement, agree, orphans
 from deltachain.replica.messages import (
     AgreeReply,
@@ -36,6 +38,8 @@ from deltachain.replica.messages import (
     AttachRequest,
     CheckLoadsReply,
     CheckLoadsRequest,
+    FetchedReply,
+    FetchRequest,
     FindUnusedReply,
     FindUnusedRequest,
     RankReply,
@@ -55,7 +59,7 @@ from deltachain.replica.messages import (
 from deltachain.replica.pause import PauseHolds
 from deltachain.replica.prepared import PreparedSwap, TicketLease
 from deltachain.replica.rpc import error_of
-from deltachain.replica.spool import Spool, shown
+from deltachain.replica.spool import Spool, SpoolIndex
 from deltachain.replica.unused_state import UnusedState, unused_state
 from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
@@ -90,6 +94,7 @@ class ReplicaTarget:
         self.ranks: Sequence[RankReply] = ()
         self._named: Version | None = None
         self._unused = UnusedState()
+        self._fetchers = Fetchers(())
 
     @property
     def engine(self) -> Engine:
@@ -118,7 +123,9 @@ class ReplicaTarget:
             request = AttachRequest(
                 url=self._url, specs=tuple(specs.values()), aliases=dict(aliases), probe=probe
             )
-            ranks = [reply.tensors for reply in self._client.ask(request, AttachReply)]
+            attached = self._client.ask(request, AttachReply)
+        ranks = [reply.tensors for reply in attached]
+        self._fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
         lost = tuple(orphans(specs, ranks))
         if lost:
             more = self._client.ask(FindUnusedRequest(names=lost), FindUnusedReply)
@@ -225,21 +232,36 @@ class ReplicaTarget:
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> PreparedSwap:
-        """Decode a plan once, stage it on every rank, and prove the sum; see :class:`Target`."""
-        check_whole(fetched)
+        """Stage a plan on every rank while its objects arrive, and prove the sum.
+
+        See :class:`Target`.
+        """
+        spool = Spool.create(self._spool, SpoolIndex.of(fetched))
+        try:
+            return self._stage(spool, fetched, base, state, budget)
+        except BaseException:
+            spool.close()  # a reference to the error would keep it on the disk
+            raise
+
+    def _stage(
+        self,
+        spool: Spool,
+        fetched: Fetched,
+        base: StateDigest | None,
+        state: StateDigest,
+        budget: int,
+    ) -> PreparedSwap:
         version = fetched.plan.target
+        while True:
+            lease, fetching = self._start_stage(spool, fetched, budget)
+            receive(spool, fetched)
+            if fetching is None:
+                break
+            failed = self._client.settle(fetching, FetchedReply, version)
+            if not self._fetchers.replaced(failed, version):
+                break
+        check_whole(fetched)
         before, after = self._unused, self._unused.after(fetched)
-        spool = Spool.write(self._spool, fetched, leave_out=after.digests.keys())
-        with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
-            lease = TicketLease(next(self._numbers), spool)
-            self._leases.add(lease)
-            request = StageRequest(
-                ticket=lease.ticket,
-                spool=spool.folder.name,
-                budget=budget,
-                keep=tuple(one.ticket for one in self._leases),
-            )
-            self._client.ask(request, StartedReply)
         replies = self._client.wait(lease.ticket, StagedReply, version)
         effect, alike = _add_up(replies, fetched)
         spare = before.effect(after)
@@ -249,9 +271,10 @@ class ReplicaTarget:
                 version=version,
             )
         alike = alike and before.total is not None
-        if effect.nnz != lease.spool.nnz:
+        expected = elements_of(fetched, after.digests.keys())
+        if expected not in (None, effect.nnz):
             raise BaseMismatchError(
-                f"the ranks would write {effect.nnz:,} of {lease.spool.nnz:,} elements",
+                f"the ranks would write {effect.nnz:,} of {expected:,} elements",
                 version=version,
             )
         return PreparedSwap(
@@ -262,6 +285,35 @@ class ReplicaTarget:
             unused=(before, after),
             lease=lease,
         )
+
+    def _start_stage(
+        self, spool: Spool, fetched: Fetched, budget: int
+    ) -> tuple[TicketLease, int | None]:
+        """Ask every rank to stage, and the fetchers of other hosts to fetch.
+
+        Returns:
+            The lease of the ticket, and the ticket of the fetchers; ``None`` without other hosts.
+        """
+        names, mine = self._fetchers.names(), spool.folder.name
+        with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
+            fetching = None
+            if any(names):
+                fetching = next(self._numbers)
+                index = SpoolIndex.of(fetched)
+                writes = self._fetchers.writers(names)
+                fetch = FetchRequest(ticket=fetching, spools=writes, index=index)
+                self._client.ask(fetch, StartedReply)
+            lease = TicketLease(next(self._numbers), spool)
+            self._leases.add(lease)
+            request = StageRequest(
+                ticket=lease.ticket,
+                spools=tuple(name or mine for name in names),
+                ranks_on_host=self._fetchers.ranks_on_host(),
+                budget=budget,
+                keep=tuple(one.ticket for one in self._leases),
+            )
+            self._client.ask(request, StartedReply)
+        return lease, fetching
 
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.

@@ -108,13 +108,23 @@ class Placement(LiveElements):
     def view(self) -> LiveBits:
         return self._strided(self.storage, self.at, [d.live for d in self.dims])
 
-    @override
-    def take(self, full: LiveBits) -> LiveBits:
-        return kernels_for(self.storage).receive(self.cut(full), self.storage)
+    @property
+    def span(self) -> tuple[int, int]:
+        """Range of flat indices from the first element to the last."""
+        return self.offset, self.offset + 1 + sum((d.size - 1) * d.there for d in self.dims)
 
-    def cut(self, full: LiveBits) -> LiveBits:
-        """Return the window's elements of a full, flat tensor, in the shape of the view."""
-        return self._strided(full, self.offset, [d.there for d in self.dims])
+    @override
+    def take(self, full: LiveBits, start: int = 0) -> LiveBits:
+        return kernels_for(self.storage).receive(self.cut(full, start), self.storage)
+
+    def cut(self, full: LiveBits, start: int = 0) -> LiveBits:
+        """Return the window's elements of flat bits, in the shape of the view.
+
+        Args:
+            full: Bits of consecutive elements of the tensor, this window's among them.
+            start: Flat index of the first of them.
+        """
+        return self._strided(full, self.offset - start, [d.there for d in self.dims])
 
     def _strided(self, flat: LiveBits, offset: int, stride: list[int]) -> LiveBits:
         shape = [d.size for d in self.dims] or [1]
@@ -137,8 +147,7 @@ class Placement(LiveElements):
 
     @override
     def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
-        span = 1 + sum((d.size - 1) * d.there for d in self.dims)
-        first, last = kernels_for(indices).bounds(indices, self.offset, self.offset + span)
+        first, last = kernels_for(indices).bounds(indices, *self.span)
         near: Any = indices[first:last]
         if self._is_run:
             scale = self.dims[0].live if self.dims else 1

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.fetch import Fetched, fetch
+from deltachain.chain.fetch import Fetched, fetching
 from deltachain.chain.plan import Plan
 from deltachain.errors import (
     BrokenChainError,
@@ -21,17 +23,29 @@ from deltachain.subscribe.targets.base import HeldVersion
 
 logger = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 
 def fetch_around(
-    chain: Chain, held: HeldVersion | None, committed: Committed, *, base: Path | None
-) -> Fetched:
-    """Fetch the cheapest plan; plan again without an edge that has an unusable object.
+    chain: Chain,
+    held: HeldVersion | None,
+    committed: Committed,
+    use: Callable[[Fetched], _T],
+    *,
+    base: Path | None,
+) -> tuple[Fetched, _T]:
+    """Use the cheapest plan while it is fetched; again without an edge that has an unusable object.
 
     Args:
         chain: The chain.
         held: The version held; ``None`` for nothing.
         committed: The version to reach.
+        use: Called with a plan whose objects may still be on their way; called again with another
+            plan if one of them turns out to be unusable.
         base: Local folder of the base checkpoint.
+
+    Returns:
+        The plan, whose objects have all arrived, and the result of ``use``.
 
     Raises:
         DeltaChainError: An object is unusable, and no plan avoids it.
@@ -46,7 +60,8 @@ def fetch_around(
                 raise _named(failure, committed) from failure.__cause__
             raise
         try:
-            return fetch(chain, plan, target=committed, base=base)
+            with fetching(chain, plan, target=committed, base=base) as fetched:
+                return fetched, use(fetched)
         except (FormatError, ObjectNotFoundError, ConfigError) as exc:
             bad = _unusable(plan, exc)
             if not bad:

@@ -24,8 +24,8 @@ class Staged:
         fetched: The fetched objects.
         prepared: The prepared writes of the target.
         head: The newest version when staging ended.
-        fetch_s: Seconds of planning and fetching.
-        stage_s: Seconds of decoding and verification.
+        fetch_s: Seconds of planning and fetching, until the last object arrived.
+        stage_s: Seconds of decoding and verification after that; before it, they overlap.
     """
 
     held: HeldVersion | None

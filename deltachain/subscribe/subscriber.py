@@ -11,6 +11,7 @@ from threading import Event, RLock
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.fetch import Fetched
 from deltachain.closeable import Closeable
 from deltachain.errors import (
     BaseMismatchError,
@@ -329,24 +330,29 @@ class Subscriber(Closeable):
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage a committed version from the version held at a generation."""
         start = time.perf_counter()
+
+        def stage(fetched: Fetched) -> Prepared:
+            try:
+                return self.target.stage(
+                    fetched,
+                    base=StateDigest.parse(held.state) if held else None,
+                    state=committed.state,
+                    budget=self.config.stage_budget,
+                )
+            except BaseMismatchError:
+                with self._writing:
+                    if generation != self._generation:
+                        raise _overtaken(committed.version) from None
+                    if not fetched.from_nothing:
+                        self._poison()
+                raise
+
         with Pool(1) as pool:  # looks up the head during the fetch, without another round trip
             looking = pool.submit(self._newest, committed.version)
-            fetched = fetch_around(self.chain, held, committed, base=self.config.base)
-        fetched_at = time.perf_counter()
-        try:
-            prepared = self.target.stage(
-                fetched,
-                base=StateDigest.parse(held.state) if held else None,
-                state=committed.state,
-                budget=self.config.stage_budget,
+            fetched, prepared = fetch_around(
+                self.chain, held, committed, stage, base=self.config.base
             )
-        except BaseMismatchError:
-            with self._writing:
-                if generation != self._generation:
-                    raise _overtaken(committed.version) from None
-                if not fetched.from_nothing:
-                    self._poison()
-            raise
+        fetched_at = max([start, *fetched.times])
         staged_at = time.perf_counter()
         return Staged(
             held=held if prepared.base_too else None,

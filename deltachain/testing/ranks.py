@@ -10,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 from deltachain.errors import ApplyError, DeltaChainError
+from deltachain.replica.call_id import addressed
 from deltachain.replica.messages import (
     RankReply,
     RankRequest,
     Refusal,
     SwapRequest,
-    addressed,
     decode_reply,
     encode,
     name_of,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.replica.rank import Rank
-from deltachain.replica.spool import Spool
+from deltachain.testing.spools import spool_of
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import checkpoint
 from tests.engines.matrix import Change, attached, changed, computed, engine_fresh, has_digest
@@ -61,7 +61,7 @@ def _examine(rank: int, family: str, tp: int, versions: int, scratch: Path) -> H
         for version in range(1, versions + 1):
             folder = changed(specs, agreement, folders[-1], scratch / str(version), version)
             change = Change(specs, agreement, folders[-1], folder)
-            spool = Spool.write(scratch / f"spool-{version}", change.fetched())
+            spool = spool_of(scratch / f"spool-{version}", change.deltas())
             mine.stage(version, spool.folder, 1 << 30)
             mine.swap(version, version, back=False)
             proven += has_digest(mine, specs, agreement, folder, tp)

@@ -16,20 +16,19 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from deltachain.chain.fetch import Fetched
 from deltachain.checkpoint import Checkpoint, read_assets, write_weights
 from deltachain.delta import TensorDelta
 from deltachain.errors import DeltaChainError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.update_path import Agreement, agree, orphans
 from deltachain.replica.rank import Rank
-from deltachain.replica.spool import Spool
+from deltachain.testing.spools import spool_of
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint
@@ -116,7 +115,7 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
             return _row(family, specs, None, wrong=wrong, refused=refused or "another rank refused")
         agreement = attached(mine, specs, rank, tp)
         after = changed(specs, agreement, before, scratch / "after")
-        spool = Spool.write(scratch / "spool", Change(specs, agreement, before, after).fetched())
+        spool = spool_of(scratch / "spool", Change(specs, agreement, before, after).deltas())
         mine.stage(1, spool.folder, 1 << 30)
         at_first |= computed(known, model, how)
         mine.swap(1, 1, back=False)
@@ -157,19 +156,13 @@ def engine_fresh() -> ModuleType:
 
 
 class Change:
-    """A plan that leads from one checkpoint to another, as the spool asks for it."""
-
-    from_nothing = False
-    nbytes = 0
+    """What leads from one checkpoint to another."""
 
     def __init__(
         self, specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path
     ) -> None:
         self.specs, self.agreement = specs, agreement
         self.old, self.new = Checkpoint(before), Checkpoint(after)
-
-    def fetched(self) -> Fetched:
-        return cast("Fetched", self)
 
     def deltas(self) -> Iterator[TensorDelta]:
         """Steps, absolute bits and whole tensors by turns; nothing of what is refused."""

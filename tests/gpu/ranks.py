@@ -10,23 +10,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.chain.fetch import Fetched
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta, changes
 from deltachain.replica.layout.update_path import agree
 from deltachain.replica.rank import Rank
-from deltachain.replica.spool import Spool
 from deltachain.subscribe.proof import Effect
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.models import train_
 from deltachain.testing.sharding import Sharding, full_of, save, trained
+from deltachain.testing.spools import spool_of
 from deltachain.types import StateDigest
 
 BUDGET = 1 << 30
@@ -88,13 +85,10 @@ class Bench:
         assert set(agreement.classes.values()) == expected, agreement.reasons
         holders = {name: labels[0] for name, labels in agreement.holders.items()}
         self.rank.agree(agreement.classes, holders)
-        self.spool = Spool.write(self.folder / "spool", self._plan())
+        whole = self.kind == "dense"
+        self.spool = spool_of(self.folder / "spool", self._deltas(), from_nothing=whole)
         self.tokens = torch.arange(7, device=self.where)
         self.addresses = {n: t.data_ptr() for n, t in self.model.tensors().items()}
-
-    def _plan(self) -> Fetched:
-        whole = self.kind == "dense"
-        return cast("Fetched", SimpleNamespace(deltas=self._deltas, from_nothing=whole, nbytes=0))
 
     def _deltas(self) -> Iterator[TensorDelta]:
         for name, spec in self.before.specs.items():

@@ -6,21 +6,19 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from deltachain.chain.fetch import Fetched
 from deltachain.delta import TensorDelta
 from deltachain.errors import DeltaChainError, PartialApplyError
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.replica.layout.update_path import agree, orphans
 from deltachain.replica.rank import Rank
-from deltachain.replica.spool import Spool
+from deltachain.testing.spools import spool_of
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.property.engine import RandomEngine
@@ -180,8 +178,8 @@ class _Chain:
             self._judge("version 2 loaded again", two)
 
     def _stage(self, ticket: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-        plan = cast("Fetched", _Plan(self.stage.specs, old, new))
-        spool = Spool.write(self.stage.folder / "spool", plan)
+        deltas = _Plan(self.stage.specs, old, new).deltas()
+        spool = spool_of(self.stage.folder / "spool", deltas)
         for rank in self.ranks:
             rank.stage(ticket, spool.folder, BUDGET)
 

@@ -50,6 +50,10 @@ class DenseEncoding(Encoding):
         spec, values = tensor.spec, tensor.planes("dense", tensor.spec.itemsize)
         if values.size == spec.numel:
             return TensorDelta.dense(spec, values)
+        first = tensor.segments[0].start if tensor.segments else 0
+        last = tensor.segments[-1] if tensor.segments else None
+        if tensor.is_part and last and last.start + last.length - first == values.size:
+            return TensorDelta.run(spec, first, values)
         windows = [np.arange(s.start, s.start + s.length) for s in tensor.segments]
         indices = np.concatenate([np.empty(0, np.int64), *windows])
         return TensorDelta(spec=spec, indices=indices, values=values, absolute=ABSOLUTE)

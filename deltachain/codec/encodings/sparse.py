@@ -116,7 +116,7 @@ def _put_gaps(offsets: Indices, width: int, out: BucketWriter) -> int:
 
 def _read_indices(tensor: TensorReader) -> Indices:
     gaps = tensor.units("gap8") if tensor.row.gap == 1 else tensor.planes("gap16", 2)
-    out = np.empty(tensor.row.nnz, np.int64)
+    out = np.empty(sum(s.nnz for s in tensor.segments), np.int64)
     at, filled = 0, 0
     for segment in tensor.segments:
         mine = gaps[at : at + segment.gaps]

@@ -37,8 +37,13 @@ class LiveElements(Protocol):
             positions in :attr:`storage`.
         """
 
-    def take(self, full: LiveBits) -> LiveBits:
-        """Return the ``n`` elements of a full, flat tensor on this device, in the view's shape."""
+    def take(self, full: LiveBits, start: int = 0) -> LiveBits:
+        """Return the ``n`` elements of flat bits on this device, in the view's shape.
+
+        Args:
+            full: Bits of consecutive elements of the tensor, these among them.
+            start: Flat index of the first of them.
+        """
 
     def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
         """Return the state digest that the elements would have with these bits, in view shape."""
@@ -69,7 +74,7 @@ class WholeTensor(LiveElements):
         return slice(None), indices
 
     @override
-    def take(self, full: LiveBits) -> LiveBits:
+    def take(self, full: LiveBits, start: int = 0) -> LiveBits:
         return kernels_for(self.bits).receive(full, self.bits)
 
     @override

@@ -84,7 +84,7 @@ def prepare(live: LiveElements, delta: TensorDelta) -> Patch:
     storage, key = live.storage, digest_key(delta.spec)
     kernels = kernels_for(storage)
     if delta.indices is None:
-        old, new = kernels.copy(live.view), live.take(delta.values)
+        old, new = kernels.copy(live.view), live.take(delta.values, delta.start)
         written = live.digest(key, new)
         change = written - live.digest(key, old)
         return Patch(

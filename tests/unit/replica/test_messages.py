@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 from deltachain.errors import ApplyError, ConfigError
+from deltachain.format.documents import ObjectRef
+from deltachain.replica.call_id import CallId, call_id
 from deltachain.replica.layout.update_path import Classified
 from deltachain.replica.messages import (
     AgreeReply,
@@ -18,9 +20,10 @@ from deltachain.replica.messages import (
     AnyRequest,
     AttachReply,
     AttachRequest,
-    CallId,
     CheckLoadsReply,
     CheckLoadsRequest,
+    FetchedReply,
+    FetchRequest,
     FindUnusedReply,
     FindUnusedRequest,
     LastSwapRequest,
@@ -40,17 +43,22 @@ from deltachain.replica.messages import (
     SwapRequest,
     UnusedStateReply,
     UnusedStateRequest,
-    call_id,
     decode_reply,
     decode_request,
     encode,
     status_row,
 )
+from deltachain.replica.spool import SpooledObject, SpoolIndex
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
 
 DIGEST = StateDigest(2**64 - 1, 1)
 FOUND = {"a": Classified(kind="in_place", windows=((0, (2, 3), (3, 1)),))}
+
+INDEX = SpoolIndex(
+    base="/base",
+    objects=(SpooledObject(ref=ObjectRef(key="deltas/a", nbytes=9, blake3="b", pin="c"), edge=1),),
+)
 
 REQUESTS: list[RankRequest] = [
     AttachRequest(
@@ -66,7 +74,8 @@ REQUESTS: list[RankRequest] = [
     UnusedStateRequest(names=("a",)),
     CheckLoadsRequest(),
     StateRequest(ticket=1),
-    StageRequest(ticket=1, spool="x", budget=1 << 40, keep=(1, 2)),
+    FetchRequest(ticket=1, spools=("", "x"), index=INDEX),
+    StageRequest(ticket=1, spools=("x", "y"), ranks_on_host=(1, 1), budget=1 << 40, keep=(1, 2)),
     PollRequest(ticket=1),
     SwapRequest(ticket=1, version=7, back=True),
     LastSwapRequest(),
@@ -75,7 +84,7 @@ REQUESTS: list[RankRequest] = [
 
 REPLIES: list[RankReply] = [
     Refusal(rank=3, leader="one", sequence=9, error="PoisonedError", message="no", hint="heal it"),
-    AttachReply(tensors=FOUND),
+    AttachReply(tensors=FOUND, host="node", folder="boot:1:2"),
     FindUnusedReply(tensors=FOUND),
     AgreeReply(),
     UnusedStateReply(digests={"a": DIGEST}),
@@ -83,6 +92,7 @@ REPLIES: list[RankReply] = [
     StartedReply(),
     PendingReply(),
     StateReply(digests=(("0,1", DIGEST),)),
+    FetchedReply(nbytes=5),
     StagedReply(effects=(("0", Effect(DIGEST, StateDigest(), 3)),), nbytes=5, can_undo=False),
     SwapReply(seconds=0.25, version=7, pid=11),
     StatusReply(pid=11, version=None, staged=2),

@@ -16,8 +16,10 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
+from deltachain.replica import rank as rank_module
 from deltachain.replica.layout.load_methods import LoadGroup
-from deltachain.replica.rank import Rank, RankStaged
+from deltachain.replica.rank import Rank
+from deltachain.replica.staged import RankStaged
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.patch import Patch, write
 from deltachain.testing.sharding import Sharding
@@ -111,7 +113,7 @@ def test_a_stage_that_began_before_tensors_were_replaced_is_void(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs beside the engine's own thread, and knows only where they were."""
-    rank, stage = bench.rank, bench.rank._stage
+    rank, stage = bench.rank, rank_module.stage
 
     def overtaken(*arguments: Any) -> RankStaged:
         staged = stage(*arguments)
@@ -121,7 +123,7 @@ def test_a_stage_that_began_before_tensors_were_replaced_is_void(
             rank.check_addresses()
         return staged
 
-    monkeypatch.setattr(rank, "_stage", overtaken)
+    monkeypatch.setattr(rank_module, "stage", overtaken)
     with pytest.raises(BaseMismatchError, match="what they hold is not"):
         bench.stage(1)
     assert rank.staged == {}

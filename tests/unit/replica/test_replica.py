@@ -287,7 +287,11 @@ def test_spools_are_gone_once_they_are_written(followed: Build) -> None:
     staged = here.subscriber.stage(1)
     assert staged is not None
     (spool,) = here.spools()
-    assert {file.name for file in spool.iterdir()} == {"data", "index.json", "lock"}
+    assert {file.name for file in spool.iterdir()} == {
+        "00000.safetensors",
+        "index.json",
+        "lock",
+    }
     here.subscriber.swap(staged)
     assert here.spools() == []
     staged = here.subscriber.stage()
@@ -315,7 +319,7 @@ def test_the_host_and_not_the_network_is_asked_for_spools(followed: Build) -> No
     here.publish(1)
     here.spool.parent.mkdir(parents=True, exist_ok=True)
     here.spool.write_bytes(b"not a folder")
-    with pytest.raises(ApplyError, match="could not be decoded there") as caught:
+    with pytest.raises(ApplyError, match="cannot be written there") as caught:
         here.subscriber.update()
     assert "DELTACHAIN_SPOOL" in caught.value.hint
     assert here.holds(0)

@@ -75,7 +75,7 @@ REQUESTS: list[RankRequest] = [
     UnusedStateRequest(names=()),
     CheckLoadsRequest(),
     StateRequest(ticket=1),
-    StageRequest(ticket=1, spool="a", budget=0, keep=()),
+    StageRequest(ticket=1, spools=("a",), ranks_on_host=(1,), budget=0, keep=()),
     SwapRequest(ticket=1, version=1),
     StatusRequest(),
 ]
@@ -177,13 +177,17 @@ def test_an_agreement_about_fewer_ranks_is_refused(rank: RankService) -> None:
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a/", ".hidden", "./a"])
 def test_plans_are_read_from_the_one_folder_alone(rank: RankService, name: str) -> None:
-    reply = rank.handle(StageRequest(ticket=1, spool=name, budget=0, keep=()))
+    reply = rank.handle(
+        StageRequest(ticket=1, spools=(name,), ranks_on_host=(1,), budget=0, keep=())
+    )
     assert refused(reply, "ConfigError").message == f"{name!r} is not a spool"
 
 
 @pytest.mark.parametrize("name", ["gone", "nul\0", "x" * 300, "~", "*"])
 def test_a_spool_that_is_not_there_is_answered_when_asked(rank: RankService, name: str) -> None:
-    started = rank.handle(StageRequest(ticket=1, spool=name, budget=0, keep=()))
+    started = rank.handle(
+        StageRequest(ticket=1, spools=(name,), ranks_on_host=(1,), budget=0, keep=())
+    )
     assert started == StartedReply(rank=0)
     refused(settled(rank, 1), "ApplyError")
 
@@ -196,7 +200,9 @@ def test_a_spool_that_is_none_is_answered_when_asked(
     folder.mkdir(parents=True)
     (folder / "index.json").write_bytes(index)
     (folder / "data").write_bytes(b"")
-    started = rank.handle(StageRequest(ticket=1, spool="a", budget=0, keep=()))
+    started = rank.handle(
+        StageRequest(ticket=1, spools=("a",), ranks_on_host=(1,), budget=0, keep=())
+    )
     assert started == StartedReply(rank=0)
     assert isinstance(settled(rank, 1), Refusal)
 

@@ -1,0 +1,146 @@
+"""Fetchers: each fills the spool of one host with the objects of a plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Sequence
+
+from deltachain.chain.fetch import THREADS, Fetched, fetch_part
+from deltachain.errors import ApplyError
+from deltachain.format.documents import ObjectRef
+from deltachain.replica.hosts import Host
+from deltachain.replica.messages import RankReply, Refusal
+from deltachain.replica.spool import Spool, SpoolIndex, new_name, object_file
+from deltachain.store import Store, open_store
+from deltachain.threads import Pool
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+
+def fill(spool: Spool, index: SpoolIndex, url: str) -> None:
+    """Fetch and verify every object of a plan, and write each into the spool as it arrives.
+
+    Ranks that read the spool are told if an object cannot be fetched.
+
+    Args:
+        spool: The spool; objects are written by this process alone.
+        index: Objects of the plan.
+        url: URL of the chain's store.
+
+    Raises:
+        DeltaChainError: An object cannot be fetched or written; see :func:`fetch_part`.
+    """
+    try:
+        store = open_store(url)
+        try:
+            _fill(spool, index, store)
+        finally:
+            store.close()
+    except BaseException as exc:
+        spool.fail(exc)
+        raise
+
+
+def _fill(spool: Spool, index: SpoolIndex, store: Store) -> None:
+    def get(number: int, ref: ObjectRef) -> None:
+        spool.move(number, fetch_part(store, ref))
+
+    refs = [one.ref for one in index.objects]
+    with Pool(min(THREADS, len(refs))) as pool:
+        for _ in pool.map(get, range(len(refs)), refs):
+            pass
+
+
+def receive(spool: Spool, fetched: Fetched) -> None:
+    """Write every object of a plan into the leader's spool as it arrives; again does nothing.
+
+    Raises:
+        DeltaChainError: An object cannot be fetched or written; the ranks are told.
+    """
+    try:
+        for number, arrival in enumerate(fetched.arrivals):
+            part = arrival.part.result()
+            if not object_file(spool.folder, number).exists():
+                spool.move(number, part)
+    except BaseException as exc:
+        spool.fail(exc)
+        raise
+
+
+def elements_of(fetched: Fetched, leave_out: Container[str]) -> int | None:
+    """Return the number of elements that ranks must write; ``None`` if it is not known ahead.
+
+    Args:
+        fetched: Objects of the plan, all of which have arrived.
+        leave_out: Names of tensors that no rank holds.
+    """
+    if fetched.from_nothing:
+        return sum(s.numel for s in fetched.specs.values() if s.name not in leave_out)
+    if len(fetched.plan.edges) > 1:
+        return None  # steps may cancel
+    rows = (row for part in fetched.parts for row in part.rows.values())
+    return sum(row.nnz for row in rows if row.name not in leave_out)
+
+
+class Fetchers:
+    """The processes that fetch for a replica: the leader, and one rank of every other host.
+
+    Args:
+        hosts: Hosts of the replica.
+    """
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = hosts
+        self._failed: set[int] = set()
+        for host in hosts:
+            if not host.is_leaders:
+                logger.info(
+                    "ranks %s on %s do not see the leader's spools: rank %d fetches for them",
+                    ", ".join(map(str, host.ranks)),
+                    host.name,
+                    host.ranks[0],
+                )
+
+    @property
+    def _count(self) -> int:
+        return sum(len(host.ranks) for host in self._hosts)
+
+    def ranks_on_host(self) -> tuple[int, ...]:
+        """Return, for each rank, the number of ranks on its host."""
+        sizes = {rank: len(host.ranks) for host in self._hosts for rank in host.ranks}
+        return tuple(sizes[rank] for rank in range(self._count))
+
+    def names(self) -> tuple[str, ...]:
+        """Return a new name of a spool for each rank; empty on the leader's host."""
+        names: dict[int, str] = {}
+        for host in self._hosts:
+            names |= dict.fromkeys(host.ranks, "" if host.is_leaders else new_name())
+        return tuple(names[rank] for rank in range(self._count))
+
+    def writers(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the name of the spool that each rank writes; empty for ranks that only read."""
+        chosen = {self._chosen(host) for host in self._hosts if not host.is_leaders}
+        return tuple(name if rank in chosen else "" for rank, name in enumerate(names))
+
+    def replaced(self, replies: Sequence[RankReply], version: Version) -> bool:
+        """Replace fetchers that refused by other ranks of their hosts; return whether any did.
+
+        Raises:
+            ApplyError: Every rank of a host has failed; the message names host and rank.
+        """
+        refusals = {reply.rank: reply for reply in replies if isinstance(reply, Refusal)}
+        self._failed |= refusals.keys()
+        for host in self._hosts:
+            if refusals.keys() & set(host.ranks) and self._failed >= set(host.ranks):
+                last = refusals[max(refusals.keys() & set(host.ranks))]
+                self._failed -= set(host.ranks)  # all are tried again for the next version
+                raise ApplyError(
+                    f"no rank on {host.name} could fetch: rank {last.rank}: {last.message}",
+                    version=version,
+                    hint=last.hint,
+                )
+        return bool(refusals)
+
+    def _chosen(self, host: Host) -> int:
+        return next((rank for rank in host.ranks if rank not in self._failed), host.ranks[0])

@@ -1,0 +1,151 @@
+"""Reader of a spool: the pieces of a plan that a rank decodes, as their objects arrive.
+
+A *piece* is what a plan says of one tensor. In a plan of one edge every object gives elements of
+its own, so that each of its tensors is a piece by itself and is decoded while later objects are on
+their way. Longer plans are folded, tensor by tensor, once all objects are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from deltachain.checkpoint import Checkpoint
+from deltachain.codec import ENCODINGS, Part
+from deltachain.delta import TensorDelta, fold_within
+from deltachain.errors import ApplyError, BrokenChainError, DigestMismatchError
+from deltachain.mapped import map_file
+from deltachain.replica.spool import (
+    FAILED,
+    SpooledObject,
+    object_file,
+    read_index,
+    writer_is_gone,
+)
+from deltachain.types import TensorSpec
+
+POLL_S: Final = (0.001, 0.02)
+"""Shortest and longest wait between two looks for an object, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Changes of one tensor by a plan, or by one object of a plan of one edge.
+
+    Attributes:
+        spec: Spec of the tensor.
+        parts: Open objects that give elements of the tensor, oldest first.
+        base: Checkpoint with its bits before them; ``None`` if there is none.
+        from_nothing: Whether the plan needs no base bits.
+    """
+
+    spec: TensorSpec
+    parts: tuple[Part, ...]
+    base: Checkpoint | None = field(default=None, repr=False)
+    from_nothing: bool = False
+
+    def read(self, low: int, high: int) -> TensorDelta:
+        """Verify, inflate and decode the segments near the elements ``[low, high)``, folded.
+
+        Returns:
+            Some elements outside may be there too. From nothing: a run of exactly these elements,
+            or of more.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: An object violates FORMAT.md.
+            BrokenChainError: A plan from nothing has only some of the elements.
+        """
+        name = self.spec.name
+        deltas = [part.read(name, (low, high)) for part in self.parts]
+        if self.base is not None:
+            bits = self.base.bits(name)[low:high]
+            deltas.insert(0, TensorDelta.run(self.spec, low, bits))
+        found = fold_within(deltas, low, high)
+        if self.from_nothing and not found.covers(low, high):
+            raise BrokenChainError(f"{name}: the plan from nothing gives only {found.nnz} elements")
+        return found
+
+
+class SpoolReader:
+    """Reader of a spool, for ranks; objects are mapped, and read where they lie.
+
+    Args:
+        folder: Folder of the spool.
+        abandon: Called while an object is awaited; returns whether to stop.
+
+    Raises:
+        ApplyError: The spool was removed.
+    """
+
+    def __init__(self, folder: Path, abandon: Callable[[], bool] = lambda: False) -> None:
+        self._folder = folder
+        self._abandon = abandon
+        try:
+            self._index = read_index(folder)
+        except OSError as exc:
+            raise ApplyError(f"the spool {folder.name} is gone: {exc.strerror}") from exc
+        self.from_nothing = self._index.from_nothing
+        self._base = Checkpoint(Path(self._index.base)) if self._index.base else None
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield every piece of the plan, as soon as all of its objects are there.
+
+        Raises:
+            ApplyError: An object will not come.
+            DigestMismatchError: An object has another directory than the chain says.
+        """
+        folds = self._base is not None or len({one.edge for one in self._index.objects}) > 1
+        later: dict[str, list[Part]] = {}
+        specs: dict[str, TensorSpec] = dict(self._base.specs) if self._base else {}
+        for number, spooled in enumerate(self._index.objects):
+            part = self._open(number, spooled)
+            for name, row in part.rows.items():
+                if folds or (self.from_nothing and not _gives_all(part, name)):
+                    later.setdefault(name, []).append(part)
+                    specs.setdefault(name, row.spec)
+                else:
+                    yield Piece(row.spec, (part,), None, self.from_nothing)
+        for name, spec in specs.items():
+            parts = tuple(later.get(name, ()))
+            yield Piece(spec, parts, self._base, self.from_nothing)
+
+    def _open(self, number: int, spooled: SpooledObject) -> Part:
+        file, ref = object_file(self._folder, number), spooled.ref
+        self._await(file, ref.key)
+        part = Part.from_bytes(map_file(file), key=ref.key)
+        if part.digest != ref.directory:
+            raise DigestMismatchError(
+                f"{ref.key}: directory", expected=ref.directory, actual=part.digest, key=ref.key
+            )
+        return part
+
+    def _await(self, file: Path, key: str) -> None:
+        """Wait until an object is there.
+
+        Raises:
+            ApplyError: It will not come, or staging is abandoned.
+        """
+        wait, longest = POLL_S
+        while not file.exists():
+            ended = writer_is_gone(self._folder)  # looked at first: a writer may just have finished
+            if file.exists():
+                return
+            if (self._folder / FAILED).exists():
+                why = (self._folder / FAILED).read_text(errors="replace")
+                raise ApplyError(f"{key} was not fetched: {why}")
+            if ended:
+                raise ApplyError(f"{key} was not fetched: the process that fetched it has ended")
+            if self._abandon():
+                raise ApplyError(f"{key} has not arrived, and the engine needs its weights")
+            time.sleep(wait)
+            wait = min(2 * wait, longest)
+
+
+def _gives_all(part: Part, name: str) -> bool:
+    """Return whether an object gives every element of a tensor, absolute."""
+    row = part.rows[name]
+    return not ENCODINGS.get(row.encoding).sparse and row.nnz == row.spec.numel

@@ -1,0 +1,66 @@
+"""Spools of given deltas, as a fetcher would have written them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from deltachain.codec import Change, encode_part
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.format.documents import ObjectRef
+from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
+from deltachain.types import StateDigest
+
+
+def spool_of(parent: Path, *edges: Iterable[TensorDelta], from_nothing: bool = False) -> Spool:
+    """Write the deltas of each edge of a plan into a new spool, as one object an edge.
+
+    A delta that mixes steps and absolute bits becomes one of an edge of its own before the others.
+    """
+    plan: list[list[TensorDelta]] = []
+    for edge in edges:
+        absolute, steps = _split(edge)
+        plan += [deltas for deltas in (absolute, steps) if deltas] or [[]]
+    parts = [encode_part(Change(delta, StateDigest()) for delta in deltas) for deltas in plan]
+    objects = tuple(
+        SpooledObject(
+            ref=ObjectRef(
+                key=f"deltas/{number}/0.safetensors",
+                nbytes=len(part.data),
+                blake3=part.digest,
+                directory=part.directory,
+            ),
+            edge=number,
+        )
+        for number, part in enumerate(parts)
+    )
+    spool = Spool.create(parent, SpoolIndex(from_nothing=from_nothing, objects=objects))
+    for number, part in enumerate(parts):
+        spool.put(number, part.data)
+    return spool
+
+
+def _split(deltas: Iterable[TensorDelta]) -> tuple[Sequence[TensorDelta], Sequence[TensorDelta]]:
+    """Split deltas that mix into one of absolute bits and one of steps."""
+    absolute: list[TensorDelta] = []
+    rest: list[TensorDelta] = []
+    for delta in deltas:
+        if delta.indices is None or not delta.absolute.ndim:
+            rest.append(delta)
+            continue
+        for mask, kind, group in (
+            (delta.absolute, ABSOLUTE, absolute),
+            (~delta.absolute, STEP, rest),
+        ):
+            at = np.flatnonzero(mask)
+            group.append(
+                TensorDelta(
+                    spec=delta.spec,
+                    indices=delta.indices[at],
+                    values=delta.values[at],
+                    absolute=kind,
+                )
+            )
+    return absolute, rest
