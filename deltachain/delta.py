@@ -201,7 +201,7 @@ def fold_within(deltas: Sequence[TensorDelta], low: int, high: int) -> TensorDel
     if last is not None and last == len(deltas) - 1:
         return deltas[last]
     if last is None:
-        bits = _joined_runs(deltas, low, high)
+        bits = _joined_windows(deltas, low, high)
         if bits is None:
             return fold_all(_sparse(delta) for delta in deltas)
     else:
@@ -212,15 +212,18 @@ def fold_within(deltas: Sequence[TensorDelta], low: int, high: int) -> TensorDel
     return TensorDelta.run(deltas[0].spec, low, bits)
 
 
-def _joined_runs(deltas: Sequence[TensorDelta], low: int, high: int) -> Bits | None:
-    """Return the bits of ``[low, high)`` if runs give every one of them before any step."""
+def _joined_windows(deltas: Sequence[TensorDelta], low: int, high: int) -> Bits | None:
+    """Return the bits of ``[low, high)`` if absolute bits give all of them before any step."""
     bits = np.empty(high - low, deltas[0].spec.bits_dtype)
     given = np.zeros(high - low, np.bool_)
     for number, delta in enumerate(deltas):
-        if delta.indices is not None:
+        if not delta.absolute.all():
             return None
         _set(bits, delta, low, high)
-        given[max(delta.start - low, 0) : max(delta.start + delta.nnz - low, 0)] = True
+        if delta.indices is None:
+            given[max(delta.start - low, 0) : max(delta.start + delta.nnz - low, 0)] = True
+        else:
+            given[delta.indices[_near(delta.indices, low, high)] - low] = True
         if given.all():
             for newer in deltas[number + 1 :]:
                 _set(bits, newer, low, high)
@@ -235,10 +238,15 @@ def _set(bits: Bits, delta: TensorDelta, low: int, high: int) -> None:
         if first < last:
             bits[first - low : last - low] = delta.values[first - delta.start : last - delta.start]
         return
-    near = slice(*np.searchsorted(delta.indices, [low, high]).tolist())
+    near = _near(delta.indices, low, high)
     at = delta.indices[near] - low
     mask = delta.absolute[near] if delta.absolute.ndim else delta.absolute
     bits[at] = new_bits(bits[at], delta.values[near], mask)
+
+
+def _near(indices: Indices, low: int, high: int) -> slice:
+    """Return the positions of the increasing indices in ``[low, high)``."""
+    return slice(*np.searchsorted(indices, [low, high]).tolist())
 
 
 def _sparse(delta: TensorDelta) -> TensorDelta:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.delta import TensorDelta, fold_within
@@ -60,12 +62,13 @@ class Piece:
             BrokenChainError: A plan from nothing has only some of the elements.
         """
         name = self.spec.name
-        deltas = [part.read(name, (low, high)) for part in self.parts]
+        read = (part.read(name, (low, high)) for part in self.parts)
+        deltas = [delta for delta in read if delta.nnz]
         if self.base is not None:
             bits = self.base.bits(name)[low:high]
             deltas.insert(0, TensorDelta.run(self.spec, low, bits))
-        found = fold_within(deltas, low, high)
-        if self.from_nothing and not found.covers(low, high):
+        found = fold_within(deltas, low, high) if deltas else _empty(self.spec)
+        if self.from_nothing and low < high and not found.covers(low, high):
             raise BrokenChainError(f"{name}: the plan from nothing gives only {found.nnz} elements")
         return found
 
@@ -143,6 +146,11 @@ class SpoolReader:
                 raise ApplyError(f"{key} has not arrived, and the engine needs its weights")
             time.sleep(wait)
             wait = min(2 * wait, longest)
+
+
+def _empty(spec: TensorSpec) -> TensorDelta:
+    values = np.empty(0, spec.bits_dtype)
+    return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=values)
 
 
 def _gives_all(part: Part, name: str) -> bool:

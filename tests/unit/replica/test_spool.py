@@ -1,124 +1,260 @@
-"""Plans decoded once for a host: what goes in comes out, and nothing stays behind."""
+"""Objects of a plan in a folder of one host: what goes in comes out, and nothing stays behind."""
 
 from __future__ import annotations
 
 import errno
 import gc
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 
-from deltachain.chain.fetch import Fetched
-from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.errors import ApplyError, BrokenChainError
+from deltachain.codec import Change, Part, encode_part
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold_all
+from deltachain.errors import ApplyError, BrokenChainError, DigestMismatchError
+from deltachain.format.documents import ObjectRef
 from deltachain.replica import spool as spool_module
-from deltachain.replica.spool import ALIGN, DATA, Spool, SpoolReader
-from deltachain.types import BITS_DTYPES, TensorSpec
+from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex, object_file
+from deltachain.replica.spool_reader import Piece, SpoolReader
+from deltachain.testing.spools import spool_of
+from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "I64"}
+ROWS = 300
+SPAN = (70, 190)
+"""A range of flat indices, as of a rank that holds some rows."""
 
 
-def plan(
-    *deltas: TensorDelta, from_nothing: bool = False, failure: Exception | None = None
-) -> Fetched:
-    """As much of a fetched plan as a spool needs."""
-
-    def decoded() -> Iterator[TensorDelta]:
-        yield from deltas
-        if failure is not None:
-            raise failure
-
-    nbytes = sum(delta.nbytes for delta in deltas)
-    return cast(
-        "Fetched", SimpleNamespace(deltas=decoded, from_nothing=from_nothing, nbytes=nbytes)
-    )
-
-
-def delta(kind: str, width: int = 2, name: str = "w") -> TensorDelta:
-    """A delta of some of 100 elements, or of all."""
-    rng = np.random.default_rng(width)
-    spec = TensorSpec(name, DTYPES[width], (10, 10))
-    bits = rng.integers(1, 250, 100).astype(BITS_DTYPES[width])
+def delta(kind: str, width: int = 2, name: str = "w", seed: int = 0) -> TensorDelta:
+    """A delta of some of 300 elements, or of all."""
+    rng = np.random.default_rng(10 * seed + width)
+    spec = TensorSpec(name, DTYPES[width], (ROWS // 10, 10))
+    bits = rng.integers(1, 250, ROWS).astype(BITS_DTYPES[width])
     if kind == "dense":
         return TensorDelta.dense(spec, bits)
-    indices = np.flatnonzero(rng.random(100) < (0 if kind == "empty" else 0.3))
+    indices = np.flatnonzero(rng.random(ROWS) < 0.3)
     masks = {"absolute": ABSOLUTE, "mixed": rng.random(indices.size) < 0.5}
     return TensorDelta(
         spec=spec, indices=indices, values=bits[indices], absolute=masks.get(kind, STEP)
     )
 
 
-def equal(one: TensorDelta, other: TensorDelta) -> bool:
-    pairs = [(one.values, other.values), (one.absolute, other.absolute)]
-    if one.indices is not None and other.indices is not None:
-        pairs.append((one.indices, other.indices))
-    return (
-        one.spec == other.spec
-        and one.is_dense == other.is_dense
-        and all(a.dtype == b.dtype and a.shape == b.shape and (a == b).all() for a, b in pairs)
-    )
+def applied(found: TensorDelta, old: Bits) -> Bits:
+    """All bits of a tensor after a delta."""
+    new = old.copy()
+    if found.indices is None:
+        new[found.start : found.start + found.nnz] = found.values
+    else:
+        new[found.indices] = found.new_bits(new[found.indices])
+    return new
 
 
-KINDS = ("step", "absolute", "mixed", "dense", "empty")
+def old_bits(width: int) -> Bits:
+    """All bits of a tensor before any delta."""
+    return np.arange(ROWS).astype(BITS_DTYPES[width])
+
+
+def pieces(spool: Spool) -> list[Piece]:
+    """What a rank finds there."""
+    return list(SpoolReader(spool.folder).pieces())
+
+
+KINDS = ("step", "absolute", "mixed", "dense")
 
 
 @pytest.mark.parametrize("width", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_goes_in_comes_out(tmp_path: Path, kind: str, width: int) -> None:
     given = delta(kind, width)
-    spool = Spool.write(tmp_path, plan(given))
-    (found,) = SpoolReader(spool.folder)
-    assert equal(found, given.validate() if kind != "empty" else given)
-    assert spool.nnz == given.nnz
+    (piece,) = pieces(spool_of(tmp_path, [given]))
+    whole, some = piece.read(0, ROWS), piece.read(*SPAN)
+    old = old_bits(width)
+    np.testing.assert_array_equal(applied(whole, old), applied(given, old))
+    near = slice(*SPAN)
+    np.testing.assert_array_equal(applied(some, old)[near], applied(given, old)[near])
 
 
-def test_tensors_come_in_order_and_by_name(tmp_path: Path) -> None:
-    given = [delta(kind, width, f"{kind}.{width}") for kind in KINDS for width in DTYPES]
-    spool = Spool.write(tmp_path, plan(*given))
-    reader = SpoolReader(spool.folder)
-    assert all(equal(a, b) for a, b in zip(reader, given, strict=True))
-    assert equal(reader.read("mixed.4"), given[10])
-    assert spool.nnz == sum(one.nnz for one in given)
-    offsets = [o for row in reader.rows.values() for o in (row.values, row.indices, row.mask)]
-    assert all(offset % ALIGN == 0 for offset in offsets if type(offset) is int)
+@pytest.mark.parametrize("width", DTYPES)
+@pytest.mark.parametrize("last", KINDS)
+@pytest.mark.parametrize("first", KINDS)
+def test_several_versions_are_folded(tmp_path: Path, first: str, last: str, width: int) -> None:
+    plan = [delta(first, width, seed=1), delta("step", width, seed=2), delta(last, width, seed=3)]
+    spool = spool_of(tmp_path, *([one] for one in plan))
+    (piece,) = pieces(spool)
+    wanted = applied(fold_all(plan), old_bits(width))
+    for low, high in ((0, ROWS), SPAN):
+        found = applied(piece.read(low, high), old_bits(width))
+        np.testing.assert_array_equal(found[low:high], wanted[low:high])
 
 
-def test_ranks_read_and_can_not_write(tmp_path: Path) -> None:
-    spool = Spool.write(tmp_path, plan(delta("mixed")))
-    (found,) = SpoolReader(spool.folder)
-    for array in (found.values, found.indices, found.absolute):
-        assert isinstance(array, np.ndarray)
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 0
+def test_only_frames_of_the_elements_are_read(tmp_path: Path) -> None:
+    """A rank that holds the last rows does not inflate what is before them."""
+    numel = 5 << 20
+    spec = TensorSpec("w", "U8", (numel,))
+    bits = np.random.default_rng(0).integers(0, 256, numel).astype(np.uint8)
+    spool = spool_of(tmp_path, [TensorDelta.dense(spec, bits)], from_nothing=True)
+    file = object_file(spool.folder, 0)
+    data = bytearray(file.read_bytes())
+    (stream,) = Part.from_bytes(bytes(data)).directory.streams
+    at = len(data) - sum(stream.stored)  # of the first frame
+    data[at] ^= 1
+    file.write_bytes(data)
+    (piece,) = pieces(spool)
+    found = piece.read(1 << 20, numel)
+    np.testing.assert_array_equal(found.values, bits[1 << 20 :])
+    assert found.start == 1 << 20
+    with pytest.raises(DigestMismatchError):
+        piece.read(0, numel)
+
+
+def test_tensors_come_in_order(tmp_path: Path) -> None:
+    given = [
+        delta(kind, width, f"{kind}.{width}") for kind in ("step", "dense") for width in DTYPES
+    ]
+    found = pieces(spool_of(tmp_path, given))
+    assert [piece.spec for piece in found] == [one.spec for one in given]
 
 
 def test_a_plan_that_changes_nothing_is_a_spool_too(tmp_path: Path) -> None:
-    spool = Spool.write(tmp_path, plan())
-    reader = SpoolReader(spool.folder)
-    assert list(reader) == []
-    assert spool.nnz == 0
-    assert not reader.from_nothing
+    spool = Spool.create(tmp_path, SpoolIndex())
+    assert pieces(spool) == []
+    assert not SpoolReader(spool.folder).from_nothing
 
 
-def test_a_plan_from_nothing_says_so_and_gives_every_tensor_whole(tmp_path: Path) -> None:
-    spool = Spool.write(tmp_path, plan(delta("dense"), from_nothing=True))
+def test_a_plan_from_nothing_gives_every_element(tmp_path: Path) -> None:
+    spool = spool_of(tmp_path, [delta("dense")], [delta("step")], from_nothing=True)
     assert SpoolReader(spool.folder).from_nothing
-    spool.close()
+    (piece,) = pieces(spool)
+    assert piece.read(*SPAN).covers(*SPAN)
+    (piece,) = pieces(spool_of(tmp_path, [delta("absolute")], from_nothing=True))
     with pytest.raises(BrokenChainError, match="gives only"):
-        Spool.write(tmp_path, plan(delta("absolute"), from_nothing=True))
-    assert list(tmp_path.iterdir()) == []
+        piece.read(*SPAN)
+
+
+def test_windows_of_several_objects_are_joined(tmp_path: Path) -> None:
+    """As an anchor of several trainer ranks: each object has some rows."""
+    spec = TensorSpec("w", "BF16", (ROWS // 10, 10))
+    bits = old_bits(2) + np.uint16(7)
+    cuts = (0, 40, 130, ROWS)
+    windows = [
+        Change(
+            TensorDelta(
+                spec=spec,
+                indices=np.arange(low, high),
+                values=bits[low:high],
+                absolute=ABSOLUTE,
+            ),
+            StateDigest(),
+            windows=True,
+        )
+        for low, high in pairwise(cuts)
+    ]
+    parts = [encode_part([window]) for window in windows]
+    objects = tuple(
+        SpooledObject(
+            ref=ObjectRef(
+                key=f"anchors/{n}", nbytes=len(p.data), blake3=p.digest, directory=p.directory
+            ),
+            edge=0,
+        )
+        for n, p in enumerate(parts)
+    )
+    spool = Spool.create(tmp_path, SpoolIndex(from_nothing=True, objects=objects))
+    for number, part in enumerate(parts):
+        spool.put(number, part.data)
+    (piece,) = pieces(spool)
+    for low, high in ((0, ROWS), SPAN, (0, 40), (200, 201)):
+        found = piece.read(low, high)
+        np.testing.assert_array_equal(
+            found.values[low - found.start :][: high - low], bits[low:high]
+        )
+
+
+# While objects arrive
+
+
+def halves(tmp_path: Path) -> tuple[Spool, list[bytes]]:
+    """A spool of two objects of one edge, neither of which has arrived."""
+    parts = [encode_part([Change(delta("step", name=n), StateDigest())]) for n in ("a", "b")]
+    objects = tuple(
+        SpooledObject(
+            ref=ObjectRef(
+                key=f"deltas/{n}", nbytes=len(p.data), blake3=p.digest, directory=p.directory
+            ),
+            edge=0,
+        )
+        for n, p in enumerate(parts)
+    )
+    return Spool.create(tmp_path, SpoolIndex(objects=objects)), [part.data for part in parts]
+
+
+def test_a_piece_is_there_before_later_objects_are(tmp_path: Path) -> None:
+    spool, data = halves(tmp_path)
+    found = SpoolReader(spool.folder).pieces()
+    spool.put(0, data[0])
+    assert next(found).spec.name == "a"
+    timer = threading.Timer(0.05, spool.put, (1, data[1]))
+    timer.start()
+    assert next(found).spec.name == "b"
+    timer.join()
+    assert list(found) == []
+
+
+def awaited(spool: Spool) -> Iterator[Piece]:
+    return SpoolReader(spool.folder).pieces()
+
+
+def test_who_waits_is_told_that_the_fetch_failed(tmp_path: Path) -> None:
+    spool, data = halves(tmp_path)
+    found = awaited(spool)
+    spool.put(0, data[0])
+    next(found)
+    spool.fail(OSError("the store is gone \udcff"))
+    with pytest.raises(ApplyError, match=r"deltas/1 was not fetched: the store is gone"):
+        next(found)
+
+
+def test_who_waits_notices_that_the_fetcher_has_ended(tmp_path: Path) -> None:
+    spool, _ = halves(tmp_path)
+    found = awaited(spool)
+    spool.close()
+    with pytest.raises(ApplyError, match="the process that fetched it has ended"):
+        next(found)
+
+
+def test_who_waits_can_be_called_away(tmp_path: Path) -> None:
+    spool, _ = halves(tmp_path)
+    with pytest.raises(ApplyError, match="the engine needs its weights"):
+        next(SpoolReader(spool.folder, lambda: True).pieces())
+
+
+def test_an_object_with_another_directory_is_refused(tmp_path: Path) -> None:
+    spool, data = halves(tmp_path)
+    spool.put(0, data[1])
+    with pytest.raises(DigestMismatchError, match="deltas/0"):
+        next(awaited(spool))
+
+
+def test_memory_keeps_no_second_copy(tmp_path: Path) -> None:
+    spool, data = halves(tmp_path)
+    part = Part.from_bytes(bytes(data[0]))
+    spool.move(0, part)
+    assert bytes(part.data) == data[0] == object_file(spool.folder, 0).read_bytes()
+    assert spool.nbytes == len(data[0])
+    spool.close()
+    assert part.read("a").nnz == delta("step", name="a").nnz  # the map outlives the file
 
 
 # How long it lives
 
 
 def test_it_goes_with_its_owner(tmp_path: Path) -> None:
-    spool = Spool.write(tmp_path, plan(delta("dense")))
+    spool = spool_of(tmp_path, [delta("dense")])
     assert len(list(tmp_path.iterdir())) == 1
     del spool
     gc.collect()
@@ -126,19 +262,19 @@ def test_it_goes_with_its_owner(tmp_path: Path) -> None:
 
 
 def test_closing_twice_is_allowed_and_leaves_others_alone(tmp_path: Path) -> None:
-    one, other = (Spool.write(tmp_path, plan(delta("dense"))) for _ in range(2))
+    one, other = (spool_of(tmp_path, [delta("dense")]) for _ in range(2))
     one.close()
     one.close()
     assert list(tmp_path.iterdir()) == [other.folder]
 
 
 def test_who_mapped_it_keeps_it(tmp_path: Path) -> None:
-    given = delta("mixed")
-    spool = Spool.write(tmp_path, plan(given))
-    reader = SpoolReader(spool.folder)
+    given = delta("step")
+    spool = spool_of(tmp_path, [given])
+    (piece,) = pieces(spool)
     spool.close()
-    assert equal(reader.read("w"), given)
-    with pytest.raises(FileNotFoundError):
+    np.testing.assert_array_equal(piece.read(0, ROWS).values, given.values)
+    with pytest.raises(ApplyError, match="is gone"):
         SpoolReader(spool.folder)
 
 
@@ -153,44 +289,37 @@ def test_a_full_disk_is_said_with_a_way_out_and_leaves_nothing(
 
     monkeypatch.setattr(spool_module, "_put", full)
     with pytest.raises(ApplyError, match="No space left on device") as caught:
-        Spool.write(tmp_path / "spool", plan(delta("dense")))
+        Spool.create(tmp_path / "spool", SpoolIndex())
     assert "DELTACHAIN_SPOOL" in caught.value.hint
     assert list((tmp_path / "spool").iterdir()) == []
 
 
 def test_a_folder_that_is_none_is_said_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "spool").write_bytes(b"")
-    with pytest.raises(ApplyError, match="could not be decoded there") as caught:
-        Spool.write(tmp_path / "spool", plan(delta("dense")))
+    with pytest.raises(ApplyError, match="cannot be written there") as caught:
+        Spool.create(tmp_path / "spool", SpoolIndex())
     assert "DELTACHAIN_SPOOL" in caught.value.hint
 
 
-def test_what_can_not_be_decoded_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError):
-        Spool.write(tmp_path, plan(delta("dense"), failure=ZeroDivisionError()))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_only_its_user_can_look_into_it(tmp_path: Path) -> None:
-    spool = Spool.write(tmp_path / "spool", plan(delta("dense")))
+    spool = spool_of(tmp_path / "spool", [delta("dense")])
     assert (tmp_path / "spool").stat().st_mode & 0o777 == 0o700
     assert spool.folder.stat().st_mode & 0o777 == 0o700
-    assert (spool.folder / DATA).stat().st_size >= 200
 
 
 def test_what_a_killed_leader_left_is_swept_away(tmp_path: Path) -> None:
-    mine = Spool.write(tmp_path, plan(delta("dense")))
+    mine = spool_of(tmp_path, [delta("dense")])
     for folder in (f"{spool_module.PREFIX}left", "other"):  # the latter, no leader has made
         (tmp_path / folder).mkdir()
         for name in ("data", "index.json", "lock"):
             (tmp_path / folder / name).write_bytes(b"")
-    another = Spool.write(tmp_path, plan(delta("mixed")))
+    another = spool_of(tmp_path, [delta("mixed")])
     assert {one.name for one in tmp_path.iterdir()} == {
         mine.folder.name,
         another.folder.name,
         "other",
     }
-    assert equal(SpoolReader(mine.folder).read("w"), delta("dense"))
+    assert len(pieces(mine)) == 1
     assert len(list((tmp_path / "other").iterdir())) == 3
 
 
@@ -198,8 +327,8 @@ def test_several_leaders_share_a_folder(tmp_path: Path) -> None:
     """One that is being made must not look like one that was left."""
 
     def make(_: int) -> bool:
-        spool = Spool.write(tmp_path, plan(delta("mixed")))
-        return equal(SpoolReader(spool.folder).read("w"), delta("mixed"))
+        (piece,) = pieces(spool_of(tmp_path, [delta("dense")]))
+        return bool((piece.read(0, ROWS).values == delta("dense").values).all())
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(make, range(300)))
