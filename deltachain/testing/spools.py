@@ -19,10 +19,10 @@ def spool_of(parent: Path, *edges: Iterable[TensorDelta], from_nothing: bool = F
 
     A delta that mixes steps and absolute bits becomes one of an edge of its own before the others.
     """
-    plan: list[list[TensorDelta]] = []
+    plan: list[Sequence[TensorDelta]] = []
     for edge in edges:
         absolute, steps = _split(edge)
-        plan += [deltas for deltas in (absolute, steps) if deltas] or [[]]
+        plan += [deltas for deltas in (absolute, steps) if deltas] or [()]
     parts = [encode_part(Change(delta, StateDigest()) for delta in deltas) for deltas in plan]
     objects = tuple(
         SpooledObject(

@@ -17,6 +17,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.replica import rank as rank_module
+from deltachain.replica import staged as staged_module
 from deltachain.replica.layout.load_methods import LoadGroup
 from deltachain.replica.rank import Rank
 from deltachain.replica.staged import RankStaged
@@ -113,7 +114,7 @@ def test_a_stage_that_began_before_tensors_were_replaced_is_void(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs beside the engine's own thread, and knows only where they were."""
-    rank, stage = bench.rank, rank_module.stage
+    rank, stage = bench.rank, staged_module.stage
 
     def overtaken(*arguments: Any) -> RankStaged:
         staged = stage(*arguments)

@@ -154,10 +154,10 @@ def test_a_spool_without_room_for_a_while_does_not_end_following(
     room = Event()
     put = spool._put
 
-    def full(*args: Any) -> int:
+    def full(*args: Any) -> None:
         if not room.is_set():
             raise OSError(errno.ENOSPC, "No space left on device")
-        return put(*args)
+        put(*args)
 
     monkeypatch.setattr(spool, "_put", full)
     told: list[DeltaChainError] = []
