@@ -7,6 +7,8 @@ job would block the others.
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -14,6 +16,7 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Self, TypeAlias, TypeVar
 
+_A = TypeVar("_A")
 _T = TypeVar("_T")
 
 _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
@@ -26,6 +29,11 @@ def started(thread: Thread) -> bool:
     except RuntimeError:  # "can't start new thread"; Python has no narrower class
         return False
     return True
+
+
+def cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
@@ -57,6 +65,24 @@ class Pool:
         """Schedule all calls at once and return their results in the order of the arguments."""
         futures = [self.submit(function, *each) for each in zip(*arguments, strict=False)]
         return (future.result() for future in futures)
+
+    def ordered(
+        self, function: Callable[[_A], _T], items: Iterable[_A], *, ahead: int
+    ) -> Iterator[_T]:
+        """Yield the results of calls in the order of the items.
+
+        Args:
+            function: Called with each item.
+            items: Consumed as results are.
+            ahead: Largest number of calls that are begun before their results are consumed.
+        """
+        begun: deque[Future[_T]] = deque()
+        for item in items:
+            begun.append(self.submit(function, item))
+            if len(begun) >= ahead:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
 
     def shutdown(self) -> None:
         """Wait for all work and join the threads; may be called again."""
