@@ -7,6 +7,7 @@ job would block the others.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -28,6 +29,11 @@ def started(thread: Thread) -> bool:
     except RuntimeError:  # "can't start new thread"; Python has no narrower class
         return False
     return True
+
+
+def cores() -> int:
+    """Return the number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
@@ -60,6 +66,24 @@ class Pool:
         futures = [self.submit(function, *each) for each in zip(*arguments, strict=False)]
         return (future.result() for future in futures)
 
+    def ordered(
+        self, function: Callable[[_A], _T], items: Iterable[_A], *, ahead: int
+    ) -> Iterator[_T]:
+        """Yield the results of calls in the order of the items.
+
+        Args:
+            function: Called with each item.
+            items: Consumed as results are.
+            ahead: Largest number of calls that are begun before their results are consumed.
+        """
+        begun: deque[Future[_T]] = deque()
+        for item in items:
+            begun.append(self.submit(function, item))
+            if len(begun) >= ahead:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
+
     def shutdown(self) -> None:
         """Wait for all work and join the threads; may be called again."""
         threads, self._threads = self._threads, []
@@ -87,34 +111,6 @@ class Pool:
         while (job := self._jobs.get()) is not None:
             _do(*job)
             del job  # its arguments and result may be large
-
-
-def ahead(
-    function: Callable[[_A], _T], items: Iterable[_A], threads: int
-) -> Iterator[tuple[_A, _T]]:
-    """Yield each item with the result of a call, in order, computed ahead in threads.
-
-    At most ``2 * threads`` results wait, so that memory does not grow with the number of items.
-    With one thread the caller does the work itself.
-    """
-    if threads <= 1:
-        for item in items:
-            yield item, function(item)
-        return
-    with Pool(threads) as pool:
-        waiting: deque[tuple[_A, Future[_T]]] = deque()
-        try:
-            for item in items:
-                waiting.append((item, pool.submit(function, item)))
-                while len(waiting) > 2 * threads or (waiting and waiting[0][1].done()):
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            while waiting:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        finally:
-            for _, future in waiting:
-                future.cancel()
 
 
 def _do(future: Future[Any], work: Callable[[], Any]) -> None:

@@ -119,7 +119,8 @@ class StreamReader:
         pieces: list[Buffer] = []
         for at, end in self.cuts(start, stop):
             base = self._raw_at[number]
-            pieces.append(memoryview(self.frame(number))[at - base : end - base])
+            whole = end - at == self._frames.raw[number]
+            pieces.append(memoryview(self.frame(number, keep=not whole))[at - base : end - base])
             number += 1
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
@@ -131,24 +132,27 @@ class StreamReader:
             yield start, end
             start, number = end, number + 1
 
-    def frame(self, number: int) -> Buffer:
-        """Verify and inflate one frame."""
+    def frame(self, number: int, *, keep: bool = True) -> Buffer:
+        """Verify and inflate one frame; cache it with ``keep``, since a neighbour may need it."""
         held = _held_frames()
         data = held.get((self._id, number))
         if data is None:
             stored = self.check(number)
             raw = self._frames.raw[number]
             data = inflate(stored, raw, key=self._key) if self._compressed else stored
-            while len(held) >= HELD:
-                held.popitem(last=False)
         else:
             del held[self._id, number]  # moved to the end: the most recent
-        held[self._id, number] = data
+        if keep:
+            while len(held) >= HELD:
+                held.popitem(last=False)
+            held[self._id, number] = data
         return data
 
     def check(self, number: int) -> Buffer:
-        """Verify one frame; return its stored bytes."""
-        stored = self._read_at(self._stored_at[number], self._frames.stored[number])
+        """Verify one frame; return its stored bytes, read-only."""
+        stored = memoryview(
+            self._read_at(self._stored_at[number], self._frames.stored[number])
+        ).toreadonly()
         expected, actual = self._frames.digests[number], object_digest(stored)
         if actual != expected:
             raise DigestMismatchError(
@@ -181,6 +185,9 @@ def _compressor() -> zstandard.ZstdCompressor:
 
 def _decompressor() -> zstandard.ZstdDecompressor:
     if not hasattr(_local, "decompressor"):
+        # After an allocation of this size was freed, glibc keeps the pages of freed frames for the
+        # next ones: 1,000 page faults instead of 30,000 while 480 MB of weights are decoded.
+        bytes(16 * FRAME)
         _local.decompressor = zstandard.ZstdDecompressor()
     decompressor: zstandard.ZstdDecompressor = _local.decompressor
     return decompressor

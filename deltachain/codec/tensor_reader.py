@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from deltachain import slab
 from deltachain.codec.directory import Segment, TensorRow, in_bits, stream_name
 from deltachain.codec.frames import StreamReader
 from deltachain.errors import MalformedError
+from deltachain.kernels import host
 from deltachain.types import BITS_DTYPES, Bits, TensorSpec
 
 
@@ -62,17 +64,15 @@ class TensorReader:
     def planes(self, stream: str, width: int) -> Bits:
         """Join elements of ``width`` bytes from the planes ``stream.0``, ``stream.1``, ...
 
-        Elements are joined frame by frame, while the frames are in cache.
+        Elements are joined frame by frame, while the frames are in cache, in new memory.
 
         Raises:
             DigestMismatchError: A frame differs from its digest in the directory.
         """
         names = [f"{stream}.{k}" for k in range(width)]
-        if width == 1:
-            return self.units(names[0])
         readers = [self.streams.get(stream_name(self.row.bucket, name)) for name in names]
         begins = [self.starts[name] for name in names]
-        elements = np.empty(self.lengths[names[0]], BITS_DTYPES[width])
+        elements = slab.empty(self.lengths[names[0]], BITS_DTYPES[width])
         first = readers[0]
         for start, stop in first.cuts(begins[0], begins[0] + elements.size) if first else ():
             at, end = start - begins[0], stop - begins[0]
@@ -81,7 +81,7 @@ class TensorReader:
                 for reader, begin in zip(readers, begins, strict=True)
                 if reader is not None
             ]
-            _join_planes(planes, elements[at:end])
+            host.join_planes(planes, elements[at:end])
         return elements
 
     def array(self, name: str) -> npt.NDArray[np.uint8]:
@@ -96,12 +96,3 @@ class TensorReader:
     def malformed(self, why: str) -> MalformedError:
         """Build the error that refuses this tensor."""
         return MalformedError(f"{self.key}: {self.row.name!r}: {why}", key=self.key)
-
-
-def _join_planes(planes: list[npt.NDArray[np.uint8]], out: Bits) -> None:
-    """Join byte planes into the little-endian elements of ``out``."""
-    top = len(planes) - 1
-    np.multiply(planes[top], out.dtype.type(1 << (8 * top)), out=out, dtype=out.dtype)
-    np.bitwise_or(out, planes[0], out=out)
-    for k in range(1, top):
-        np.bitwise_or(out, planes[k].astype(out.dtype) << out.dtype.type(8 * k), out=out)

@@ -9,7 +9,7 @@ which prevents vectorisation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import numba
@@ -349,6 +349,31 @@ def join_steps(split: SplitSteps) -> Bits:
 
 
 @_jit
+def _join2(low: Any, high: Any, out: Any) -> None:  # noqa: ANN401
+    for i in range(out.shape[0]):
+        out[i] = np.uint16(low[i]) | (np.uint16(high[i]) << np.uint16(8))
+
+
+@_jit
+def _join4(planes: Any, out: Any) -> None:  # noqa: ANN401
+    a, b, c, d = planes
+    for i in range(out.shape[0]):
+        low = np.uint32(a[i]) | (np.uint32(b[i]) << np.uint32(8))
+        out[i] = low | (np.uint32(c[i]) << np.uint32(16)) | (np.uint32(d[i]) << np.uint32(24))
+
+
+def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
+    """Join ``(n,)`` byte planes, lowest byte first, into the ``(n,)`` elements of ``out``."""
+    if out.itemsize == 2:
+        _join2(planes[0], planes[1], out)
+    elif out.itemsize == 4:
+        _join4(tuple(planes), out)
+    else:
+        for k, plane in enumerate(planes):
+            out.view(np.uint8)[k :: out.itemsize] = plane
+
+
+@_jit
 def _gather(weights: Any, indices: Any, out: Any) -> None:  # noqa: ANN401
     for i in range(indices.shape[0]):
         out[i] = weights[indices[i]]
@@ -359,6 +384,18 @@ def gather(weights: Bits, indices: Indices) -> Bits:
     out = np.empty(indices.size, weights.dtype)
     _gather(weights, indices, out)
     return out
+
+
+@_jit
+def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
+    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``."""
+    first, last = min(done[0], end), max(done[0], end)
+    mine, yours = one[first:last], other[first:last]
+    for i in range(mine.shape[0]):
+        bits = mine[i]
+        mine[i] = yours[i]
+        yours[i] = bits
+    done[0] = end
 
 
 @_jit

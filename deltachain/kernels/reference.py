@@ -6,6 +6,7 @@ in ``_`` write into their first argument.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -144,9 +145,26 @@ def join_steps(split: SplitSteps) -> Bits:
     return steps
 
 
+def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
+    """Join ``(n,)`` byte planes, lowest byte first, into the ``(n,)`` elements of ``out``."""
+    out[:] = 0
+    for k, plane in enumerate(planes):
+        out |= plane.astype(out.dtype) << out.dtype.type(8 * k)
+
+
 def gather(weights: Bits, indices: Indices) -> Bits:
     """Return the bits at ``indices``."""
     return weights[indices]
+
+
+def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
+    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``.
+
+    ``done[0]`` becomes ``end``. Compiled kernels do all of it in one call, without exceptions.
+    """
+    between = slice(*sorted((int(done[0]), end)))
+    one[between], other[between] = other[between].copy(), one[between].copy()
+    done[0] = end
 
 
 def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:

@@ -66,7 +66,7 @@ from deltachain.replica.messages import (
 from deltachain.replica.rank import Rank
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import Spool
-from deltachain.threads import Pool
+from deltachain.threads import Pool, cores
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class RankService:
         self._spool_names[request.ticket] = name
         self._keep(request.keep)
         self.rank.check_addresses()
-        threads = max(1, (os.cpu_count() or 1) // max(1, request.ranks_on_host[self.number]))
+        threads = max(1, cores() // max(1, request.ranks_on_host[self.number]))
 
         def job() -> StagedReply:
             staged = self.rank.stage(

@@ -15,7 +15,7 @@ from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import Write
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import prepare
-from deltachain.threads import ahead
+from deltachain.threads import Pool
 
 HolderKey: TypeAlias = tuple[str, int]
 """The ranks that hold the same elements, and the number of the place among several on this rank."""
@@ -77,7 +77,7 @@ class RankStaged:
         yield from self.placed
         for piece in self.deferred:
             for _, placed in _prepared(piece, share_of(piece.spec.name)):
-                yield replace(placed, patch=replace(placed.patch, old=None))
+                yield replace(placed, patch=placed.patch.without_old())
 
     def undoes(self) -> Iterator[Write]:
         """Yield the writes that undo those that were kept, the last one first."""
@@ -89,6 +89,7 @@ class RankStaged:
 class _Read:
     """A piece that was read by a thread, and prepared by it if everything is on the host."""
 
+    piece: Piece
     share: Share
     delta: TensorDelta | None
     writes: Sequence[tuple[HolderKey, Write]] = ()
@@ -117,20 +118,21 @@ def stage(
     def read(piece: Piece) -> _Read:
         share = share_of(piece.spec.name)
         if not share.places:
-            return _Read(share, None)
+            return _Read(piece, share, None)
         if share.on_host:
-            return _Read(share, None, _prepared(piece, share))
-        return _Read(share, piece.read(share.low, share.high))
+            return _Read(piece, share, None, _prepared(piece, share))
+        return _Read(piece, share, piece.read(share.low, share.high))
 
-    for piece, found in ahead(read, pieces, threads):
-        placed = found.writes if found.delta is None else _placed(found.share, found.delta)
-        nbytes += sum(one.patch.own_nbytes for _, one in placed)
-        if nbytes <= budget:
-            kept += [one for _, one in placed]
-        elif placed:
-            deferred.append(piece)
-        for slot, one in placed:
-            effects[slot] += one.patch.effect
+    with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
+        for found in pool.ordered(read, pieces, ahead=2 * threads):
+            placed = found.writes if found.delta is None else _placed(found.share, found.delta)
+            nbytes += sum(one.patch.own_nbytes for _, one in placed)
+            if nbytes <= budget:
+                kept += [one for _, one in placed]
+            elif placed:
+                deferred.append(found.piece)
+            for slot, one in placed:
+                effects[slot] += one.patch.effect
     return RankStaged(tuple(kept), tuple(deferred), dict(effects))
 
 

@@ -19,6 +19,7 @@ from deltachain.store.base import (
     find_each,
     too_short,
 )
+from deltachain.types import Buffer
 
 Choose: TypeAlias = Callable[[int], tuple[int, int]]
 """Function from an object's size to the first byte and the length to read; raises to refuse."""
@@ -57,7 +58,7 @@ class SimpleStore(Store):
         return self._read(check_key(key), whole)
 
     @override
-    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         check_range(0, nbytes)
 
         def whole(actual: int) -> tuple[int, int]:

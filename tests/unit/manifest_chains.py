@@ -57,7 +57,7 @@ class WideStore(SingleWriterStore):
             if info is not None
         }
 
-    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         self.pinned.append(pin)
         return super().read(key, nbytes=nbytes)
 

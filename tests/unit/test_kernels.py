@@ -16,6 +16,7 @@ from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
 from deltachain.types import BITS_DTYPES, TensorSpec
 from tests.contract.arms import CrossingArm, DeviceArm
 from tests.contract.bits import BIT_CHECKS
+from tests.contract.host import HOST_CHECKS, HostArm
 from tests.contract.kernels import CHECKS, Arm, pairs
 
 ARMS: dict[str, Any] = {
@@ -30,6 +31,14 @@ ARMS: dict[str, Any] = {
 @pytest.mark.parametrize("name", ARMS)
 def test_implementation_keeps_the_contract(name: str, check: Callable[[Arm], None]) -> None:
     check(ARMS[name])
+
+
+@pytest.mark.parametrize("check", HOST_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("kernels", [reference, twolevel, jit])
+def test_kernels_of_the_host_keep_the_contract(
+    kernels: Any, check: Callable[[HostArm], None]
+) -> None:
+    check(kernels)
 
 
 LIVE: dict[str, LiveBits] = {

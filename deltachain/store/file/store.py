@@ -12,10 +12,12 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import unquote
 
+import numpy as np
 from typing_extensions import override
 
 from deltachain.errors import (
@@ -30,6 +32,7 @@ from deltachain.store.base import (
     already_exists,
     bytes_view,
     check_key,
+    check_nbytes,
     check_prefix,
     not_found,
     split_url,
@@ -47,12 +50,18 @@ from deltachain.store.file.posix import (
 )
 from deltachain.store.guard import guarded
 from deltachain.store.simple import Choose, SimpleStore
+from deltachain.threads import Pool, cores
 from deltachain.types import Buffer
+
+_T = TypeVar("_T")
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
 
 _MAX_PRUNE_RACES: Final = 32
 """Attempts of one write whose folder other processes remove; each failure needs a delete."""
+
+_PIECE: Final = 1 << 25
+"""Bytes of a large object that a thread reads at a time."""
 
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
@@ -200,18 +209,47 @@ class FileStore(SimpleStore):
             raise
 
     @override
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
+        if nbytes <= _PIECE:
+            return super().read(key, nbytes=nbytes, pin=pin)
+        return self._again(check_key(key), partial(self._read_large, nbytes=nbytes))
+
+    @override
     def _read(self, key: str, choose: Choose) -> bytes:
+        return self._again(key, partial(self._read_once, choose=choose))
+
+    def _again(self, key: str, read: Callable[[str], _T]) -> _T:
+        """Read an object, once more if a file server replaced it between two calls."""
         with self._errors_named(key):
             try:
-                return self._read_once(key, choose)
+                return read(key)
             except OSError as exc:
-                if exc.errno != errno.ESTALE:  # a file server replaced it between two calls
+                if exc.errno != errno.ESTALE:
                     raise
-            return self._read_once(key, choose)
+            return read(key)
 
     def _read_once(self, key: str, choose: Choose) -> bytes:
         with self._open_object(key) as (file, nbytes):
             return self._pread(key, file, *choose(nbytes))
+
+    def _read_large(self, key: str, nbytes: int) -> memoryview:
+        """Read a whole object in threads into one array, for which numpy asks for large pages."""
+        with self._open_object(key) as (file, actual):
+            check_nbytes(key, self.url, expected=nbytes, actual=actual)
+            view = np.empty(nbytes, np.uint8).data
+
+            def fill(at: int) -> None:
+                end = min(at + _PIECE, nbytes)
+                while at < end:
+                    count = os.preadv(file, [view[at:end]], at)
+                    if not count:
+                        raise too_short(key, self.url, nbytes=at, end=end)
+                    at += count
+
+            with Pool(cores()) as pool:
+                for _ in pool.map(fill, range(0, nbytes, _PIECE)):
+                    pass
+        return view.toreadonly()
 
     @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:

@@ -164,7 +164,7 @@ def take_back(begun: Sequence[Write], version: Version, cause: BaseException) ->
     Raises:
         PoisonedError: A write could not be undone, or its old bits were not kept.
     """
-    lost = next((w.patch.spec.name for w in reversed(begun) if w.patch.old is None), "")
+    lost = next((w.patch.spec.name for w in reversed(begun) if not w.patch.can_undo), "")
     if lost:
         raise PoisonedError(
             f"swap to version {version} failed after {lost!r} was overwritten: {cause}",

@@ -46,9 +46,10 @@ from deltachain.kernels.protocol import same_bits
 from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.journal import Journal, Seal
-from deltachain.subscribe.targets.live import WholeTensor, state_of
+from deltachain.subscribe.targets.live import WholeTensor, state_of, sum_states
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, prepare
+from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest, TensorSpec, check_spec
 
 logger = logging.getLogger(__name__)
@@ -153,13 +154,16 @@ class FolderTarget(PatchedTarget):
         """Recompute the state digest from the files; see :class:`Target`."""
         if not self._live:
             return None
-        total = StateDigest()
-        with explained(self.folder):
-            for name, live in self._live.items():
-                if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
-                    return None
-                total += state_of(self._specs[name], WholeTensor(live[0].bits))
-        return total
+        with explained(self.folder), Pool(cores()) as pool:
+            states = pool.ordered(self._state_of, self._live, ahead=2 * cores())
+            return sum_states(states)
+
+    def _state_of(self, name: str) -> StateDigest | None:
+        """Return the state digest of one tensor; ``None`` if tied weights are not equal."""
+        live = self._live[name]
+        if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
+            return None
+        return state_of(self._specs[name], WholeTensor(live[0].bits))
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
@@ -171,13 +175,14 @@ class FolderTarget(PatchedTarget):
                 check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
         return staged
 
-    def prepare(self, delta: TensorDelta) -> Patch:
+    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
         """Compute a patch; if there are no weights yet, from zeros, for dense deltas only."""
         live = self._live.get(delta.spec.name)
         with explained(self.folder):
             if live is not None:
-                return prepare(WholeTensor(live[0].bits), delta)
-        return prepare(WholeTensor(np.zeros(delta.spec.numel, delta.spec.bits_dtype)), delta)
+                return prepare(WholeTensor(live[0].bits), delta, base_too=base_too)
+        zeros = WholeTensor(np.zeros(delta.spec.numel, delta.spec.bits_dtype))
+        return prepare(zeros, delta, base_too=base_too)
 
     @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:

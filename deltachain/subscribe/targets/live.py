@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,3 +86,13 @@ class WholeTensor(LiveElements):
 def state_of(spec: TensorSpec, live: LiveElements) -> StateDigest:
     """Return the state digest of live elements of a tensor."""
     return live.digest(digest_key(spec), live.view)
+
+
+def sum_states(states: Iterable[StateDigest | None]) -> StateDigest | None:
+    """Add up the state digests of tensors; ``None`` if one of them has none."""
+    total = StateDigest()
+    for state in states:
+        if state is None:
+            return None
+        total += state
+    return total

@@ -16,6 +16,7 @@ from deltachain.errors import BrokenChainError
 from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.patch import Patch
+from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest
 
 
@@ -64,8 +65,13 @@ class PatchedTarget(Target, ABC):
     """A target whose bits this process can read and write, tensor by tensor."""
 
     @abstractmethod
-    def prepare(self, delta: TensorDelta) -> Patch:
-        """Compute the patch of a delta from live bits."""
+    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
+        """Compute the patch of a delta from live bits; thread-safe.
+
+        Args:
+            delta: Delta of one tensor; the patch may write into its values.
+            base_too: Whether to compute the digest of old bits that a dense delta replaces.
+        """
 
     @abstractmethod
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
@@ -84,18 +90,15 @@ class PatchedTarget(Target, ABC):
         deferred: list[str] = []
         effect = Effect()
         nbytes = 0
-        for name, delta in zip(fetched.names, fetched.deltas(), strict=True):
-            if fetched.from_nothing and not delta.is_dense:  # before space for the rest is taken
-                raise BrokenChainError(
-                    f"{name}: the plan from nothing gives only {delta.nnz} elements"
-                )
-            patch = self.prepare(delta)
-            nbytes += patch.nbytes
-            if nbytes <= budget:
-                patches.append(patch)
-            else:
-                deferred.append(name)
-            effect += patch.effect
+        one = partial(self._stage_one, fetched, base_too=base is not None)
+        with Pool(cores(), "deltachain-stage") as pool:
+            for patch in pool.ordered(one, fetched.names, ahead=2 * cores()):
+                nbytes += patch.nbytes
+                if nbytes <= budget:
+                    patches.append(patch)
+                else:
+                    deferred.append(patch.spec.name)
+                effect += patch.effect
         check_whole(fetched)
         base_too = judge(
             fetched, effect, base=base, state=state, suspect=partial(_suspect, fetched, patches)
@@ -107,6 +110,13 @@ class PatchedTarget(Target, ABC):
             nnz=effect.nnz,
             base_too=base_too,
         )
+
+    def _stage_one(self, fetched: Fetched, name: str, *, base_too: bool) -> Patch:
+        """Decode the delta of one tensor and compute its patch."""
+        delta = fetched.read(name)
+        if fetched.from_nothing and not delta.is_dense:  # before space for the rest is taken
+            raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
+        return self.prepare(delta, base_too=base_too)
 
     @override
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
@@ -121,7 +131,7 @@ class PatchedTarget(Target, ABC):
         yield from prepared.patches
         if prepared.fetched is not None:
             for name in prepared.deferred:
-                yield replace(self.prepare(prepared.fetched.read(name)), old=None)
+                yield self.prepare(prepared.fetched.read(name), base_too=False).without_old()
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> str:

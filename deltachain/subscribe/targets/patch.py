@@ -17,6 +17,7 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels.move import move_at, write_
 from deltachain.kernels.protocol import LiveBits, kernels_for
 from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.targets.exchange import Exchange
 from deltachain.subscribe.targets.live import LiveElements, WholeTensor
 from deltachain.types import StateDigest, TensorSpec
 
@@ -32,10 +33,12 @@ class Patch:
         spec: Spec of the tensor.
         indices: ``(nnz,)`` int64 positions in the live storage, which for a whole tensor are its
             flat indices; ``None`` if every element of the view is written.
-        old: Bits before, to undo the write; ``None`` if there was no space to keep them.
-        new: Bits after.
-        change: Change of the state digest.
+        old: Bits before, to undo the write; ``None`` if they are not kept, or with ``exchange``.
+        new: Bits after; with ``exchange``, the bits before once the patch is written.
+        change: Change of the state digest; zero if that of the old bits was not computed.
         written: State digest of the new bits if every element is written; zero otherwise.
+        exchange: Exchange of the new bits with the old ones, which needs no copy of these.
+        back: Whether the patch takes the exchange back.
     """
 
     spec: TensorSpec
@@ -44,6 +47,13 @@ class Patch:
     new: LiveBits
     change: StateDigest
     written: StateDigest = field(default_factory=StateDigest)
+    exchange: Exchange | None = None
+    back: bool = False
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the old bits are kept, or will be."""
+        return self.old is not None or self.exchange is not None
 
     @property
     def nnz(self) -> int:
@@ -73,22 +83,45 @@ class Patch:
         Raises:
             ValueError: The old bits were not kept.
         """
+        change = StateDigest() - self.change
+        if self.exchange is not None:
+            return replace(self, change=change, written=StateDigest(), back=not self.back)
         if self.old is None:
             raise ValueError(f"{self.spec.name}: the old bits were not kept")
-        change = StateDigest() - self.change
         return replace(self, old=self.new, new=self.old, change=change, written=StateDigest())
 
+    def without_old(self) -> Patch:
+        """Return a patch of the same new bits that keeps no old ones; before it is written only."""
+        return replace(self, old=None, exchange=None)
 
-def prepare(live: LiveElements, delta: TensorDelta) -> Patch:
-    """Compute a patch from live elements and a delta of their tensor; nothing is written."""
+
+def prepare(
+    live: LiveElements, delta: TensorDelta, *, base_too: bool = True, exchange: bool = False
+) -> Patch:
+    """Compute a patch from live elements and a delta of their tensor; nothing is written.
+
+    Args:
+        live: Live elements.
+        delta: Delta of their tensor.
+        base_too: Whether to compute the digest of the old bits, if every element is written.
+        exchange: Whether the patch may write into the delta's values, where memory allows it: then
+            a dense patch keeps no copy of the old bits. ``live`` must be flat, and its only place.
+    """
     storage, key = live.storage, digest_key(delta.spec)
     kernels = kernels_for(storage)
     if delta.indices is None:
-        old, new = kernels.copy(live.view), live.take(delta.values, delta.start)
+        new = live.take(delta.values, delta.start)
         written = live.digest(key, new)
-        change = written - live.digest(key, old)
+        change = written - live.digest(key, live.view) if base_too else StateDigest()
+        swapped = Exchange(new) if exchange and _is_writable(new) else None
         return Patch(
-            spec=delta.spec, indices=None, old=old, new=new, change=change, written=written
+            spec=delta.spec,
+            indices=None,
+            old=None if swapped else kernels.copy(live.view),
+            new=new,
+            change=change,
+            written=written,
+            exchange=swapped,
         )
     indices: Any = kernels.receive(delta.indices, storage)
     values: Any = kernels.receive(delta.values, storage)
@@ -106,10 +139,17 @@ def write(live: LiveElements, patch: Patch) -> None:
     """Write a patch in place into the live elements it was prepared for, or into a copy of them."""
     storage = live.storage
     receive = kernels_for(storage).receive
-    if patch.indices is None:
+    if patch.exchange is not None:
+        patch.exchange.run(live.view, back=patch.back)
+    elif patch.indices is None:
         write_(live.view, None, receive(patch.new, storage))
     else:
         write_(storage, receive(patch.indices, storage), receive(patch.new, storage))
+
+
+def _is_writable(bits: LiveBits) -> bool:
+    """Return whether an array may be written into; a view of frames or of a file may not."""
+    return not isinstance(bits, np.ndarray) or bits.flags.writeable
 
 
 def varied(bits: LiveBits) -> bool:

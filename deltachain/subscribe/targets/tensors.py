@@ -12,9 +12,10 @@ from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismat
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
-from deltachain.subscribe.targets.live import WholeTensor, state_of
+from deltachain.subscribe.targets.live import WholeTensor, state_of, sum_states
 from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.subscribe.targets.patch import Patch, prepare
+from deltachain.threads import Pool, cores
 from deltachain.torch_names import WIRE_NAMES, named_tensors
 from deltachain.types import StateDigest, TensorSpec, check_spec
 
@@ -79,16 +80,21 @@ class TensorTarget(PatchedTarget):
     @override
     def state(self) -> StateDigest | None:
         self._has_moved()
-        total = StateDigest()
-        for name, live in self._live.items():
-            if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
-                return None
-            total += state_of(self._specs[name], live[0])
-        return total
+        with Pool(cores()) as pool:
+            states = pool.ordered(self._state_of, self._live, ahead=2 * cores())
+            return sum_states(states)
+
+    def _state_of(self, name: str) -> StateDigest | None:
+        """Return the state digest of one tensor; ``None`` if tied weights are not equal."""
+        live = self._live[name]
+        if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
+            return None
+        return state_of(self._specs[name], live[0])
 
     @override
-    def prepare(self, delta: TensorDelta) -> Patch:
-        return prepare(self._live[delta.spec.name][0], delta)
+    def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
+        places = self._live[delta.spec.name]
+        return prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
 
     @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:

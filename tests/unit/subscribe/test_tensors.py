@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_decoded_again_while_it_is_written(
     subscribe: Subscribe, publish: Publish, zeros: dict[str, Tensor], model: TinyModel
 ) -> None:
     publish(1)
-    subscriber = subscribe(zeros, stage_budget=6000)
+    subscriber = subscribe(zeros, stage_budget=4000)
     staged = subscriber.stage()
     assert staged is not None
     assert isinstance(staged.prepared, Patches)
