@@ -145,28 +145,6 @@ def scatter_(weights: Tensor, indices: Tensor, bits: Tensor) -> None:
     weights.index_copy_(0, indices, bits)
 
 
-def decode_gaps(gaps: Tensor) -> Tensor:
-    """Decode gaps to the ``(nnz,)`` int64 offsets of the changes, by one prefix sum.
-
-    Args:
-        gaps: Gaps as uint8, or as int32 for 16-bit gaps.
-    """
-    limit = 255 if gaps.dtype == torch.uint8 else 65535
-    escape = gaps == limit
-    advance = torch.cumsum(gaps.to(torch.int64) + (~escape).to(torch.int64), 0)
-    return advance[~escape] - 1
-
-
-def join_steps(negative: Tensor, exception: Tensor, magnitude: Tensor, wide: Tensor) -> Tensor:
-    """Join ``(nnz,)`` steps from the four arrays of :class:`.reference.SplitSteps`."""
-    steps = torch.where(negative, -1, 1).to(torch.int64)
-    at = exception.nonzero().view(-1)
-    beyond = magnitude.to(torch.int64) * steps[at]
-    beyond[magnitude == 255] = wide.to(torch.int64)
-    steps[at] = beyond
-    return steps.to(wide.dtype)
-
-
 def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
     """Compute the state digest of ``(nnz,)`` elements at flat indices."""
     total = StateDigest()
@@ -187,21 +165,22 @@ def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
 
 
 def _digest(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
-    position = indices * _signed(PHI)
+    position = indices * signed(PHI)
     extended = bits.to(torch.int64)
     if bits.dtype in (torch.int16, torch.int32):
         extended = extended & ((1 << 8 * bits.element_size()) - 1)
-    lanes = [int(_mix((position + _signed(k)) ^ extended).sum()) % (1 << 64) for k in key]
+    lanes = [int(mix((position + signed(k)) ^ extended).sum()) % (1 << 64) for k in key]
     return StateDigest(*lanes)
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = x * _signed(MIX_A)
+def mix(x: Tensor) -> Tensor:
+    """Mix keys, positions and bits, already combined, into a lane of the state digest."""
+    x = x * signed(MIX_A)
     x = x ^ ((x >> 32) & 0xFFFFFFFF)
-    x = x * _signed(MIX_B)
+    x = x * signed(MIX_B)
     return x ^ ((x >> 29) & ((1 << 35) - 1))
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """Return the int64 with the bits of an unsigned 64-bit integer."""
     return value - (1 << 64) if value >= 1 << 63 else value

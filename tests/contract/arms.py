@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import crossing, device
+from deltachain.kernels import batched, crossing, device
 from deltachain.kernels.reference import Changes, SplitSteps
+from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
 from deltachain.types import Bits, Indices, StateDigest
 
 
@@ -32,14 +33,35 @@ class DeviceArm:
         return _changes(found, snapshot)
 
     def decode_gaps(self, gaps: Bits) -> Indices:
-        wide = gaps if gaps.dtype == np.uint8 else gaps.astype(np.int32)
-        return device.decode_gaps(torch.from_numpy(wide).to(self._where)).cpu().numpy()
+        """As the only segment of a batch of new bits."""
+        planes = list(gaps.view(np.uint8).reshape(-1, gaps.itemsize).T)
+        nnz = int(np.count_nonzero(gaps != np.iinfo(gaps.dtype).max))
+        layout = StreamLayout(1, gaps.itemsize, absolute=True)
+        segments = np.array([[0, 1 << 20, nnz, gaps.size, 0, 0]])
+        values = [np.zeros(nnz, np.uint8)]
+        return self._decode(TensorStreams(0, 1 << 20, segments, values, planes), layout)[0]
 
     def join_steps(self, split: SplitSteps) -> Bits:
-        parts = (split.negative, split.exception, split.magnitude)
-        negative, exception, magnitude = (torch.from_numpy(p).to(self._where) for p in parts)
-        wide = self.send(split.wide)
-        return _receive(device.join_steps(negative, exception, magnitude, wide), split.wide)
+        """As the only segment of a batch of steps without gaps."""
+        nnz, width = split.negative.size, split.wide.itemsize
+        segments = np.array([[0, nnz, nnz, 0, split.magnitude.size, split.wide.size]])
+        streams = TensorStreams(
+            tensor=0,
+            numel=nnz,
+            segments=segments,
+            planes=list(split.wide.view(np.uint8).reshape(-1, width).T),
+            sign=np.packbits(split.negative, bitorder="little"),
+            exception=np.packbits(split.exception, bitorder="little"),
+            magnitude=split.magnitude,
+        )
+        values: Bits = self._decode(streams, StreamLayout(width, 0, absolute=False))[1]
+        return values.view(split.wide.dtype)
+
+    def _decode(self, streams: TensorStreams, layout: StreamLayout) -> tuple[Indices, Bits]:
+        batch = pack(layout, [streams])
+        found = batched.decode(batch, batched.upload(batch, self._where))
+        batch.check(found.verdicts[0][1].cpu().numpy(), ["w"])
+        return found.indices.cpu().numpy(), found.values.cpu().numpy()
 
     def digest(self, key: tuple[int, int], bits: Bits, start: int) -> StateDigest:
         return device.digest(key, self.send(bits), start)

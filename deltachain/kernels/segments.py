@@ -1,0 +1,279 @@
+"""Segments of many tensors in one buffer, as the batched decoders read them (FORMAT.md 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.errors import MalformedError
+
+Table = npt.NDArray[np.int64]
+Plane = npt.NDArray[np.uint8]
+
+MAX_LENGTH: Final = 1 << 20
+"""Upper bound of the elements of a segment (FORMAT.md 3)."""
+
+
+def _empty(nbytes: int) -> Plane:
+    return np.empty(nbytes, np.uint8)
+
+
+class Column(IntEnum):
+    """Columns of :attr:`SegmentBatch.table`.
+
+    ``FIRST``, ``GAP``, ``EXCEPTION`` and ``WIDE`` are positions in the arrays of the whole batch:
+    counts are differences of consecutive rows, and the last row of the table has the totals.
+    """
+
+    TENSOR = 0
+    """Number of the tensor, chosen by the caller."""
+    START = 1
+    """Flat index of the segment's first element."""
+    LENGTH = 2
+    """Number of elements that the segment covers."""
+    FIRST = 3
+    """Position of its first given element, in the output and in planes of values."""
+    GAP = 4
+    """Position of its first gap entry."""
+    EXCEPTION = 5
+    """Position of its first magnitude."""
+    WIDE = 6
+    """Position of its first wide step."""
+    BIT = 7
+    """Position of its first bit in ``sign`` and in ``exception``."""
+
+
+class Reason(IntEnum):
+    """Why a segment is malformed; of several reasons the largest is reported."""
+
+    NONE = 0
+    WIDE_STEP = 1
+    WIDES = 2
+    MAGNITUDE = 3
+    EXCEPTIONS = 4
+    LENGTH = 5
+    LAST_GAP = 6
+    GAPS = 7
+
+
+MESSAGES: Final[dict[Reason, str]] = {
+    Reason.WIDE_STEP: "a wide step is not canonical",
+    Reason.WIDES: "the number of wide steps differs from the directory",
+    Reason.MAGNITUDE: "a magnitude is not canonical",
+    Reason.EXCEPTIONS: "the number of exceptions differs from the directory",
+    Reason.LENGTH: "gaps leave the segment",
+    Reason.LAST_GAP: "the last gap gives no element",
+    Reason.GAPS: "gaps give another number of elements than the directory",
+}
+
+
+class StreamLayout(NamedTuple):
+    """Which streams a batch has; the same for all of its tensors.
+
+    Attributes:
+        width: Bytes of an element: 1, 2, 4 or 8.
+        gap: Bytes of a gap entry: 1 or 2; 0 if every element of a segment is given (``dense``).
+        absolute: Whether ``planes`` has the new bits of every given element (``overwrite`` and
+            ``dense``); otherwise changes are steps, and it has the wide ones (``step``).
+    """
+
+    width: int
+    gap: int
+    absolute: bool
+
+
+class Counts(NamedTuple):
+    """Totals of a batch: given elements, gap entries, exceptions and wide steps."""
+
+    nnz: int
+    gaps: int
+    exceptions: int
+    wide: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorStreams:
+    """Inflated streams of consecutive segments of one tensor; values are untrusted.
+
+    Attributes:
+        tensor: Number of the tensor.
+        numel: Elements of the tensor.
+        segments: ``(n, 6)`` int64 rows of start, length, nnz, gaps, exceptions and wide.
+        planes: Byte planes of the wide steps, or of the values: as many as an element has bytes.
+        gaps: Byte planes of the gap entries: as many as an entry has bytes.
+        sign: Packed sign bits; empty unless changes are steps.
+        exception: Packed exception bits, laid out as ``sign``.
+        magnitude: One byte for each exception.
+        bit: Position of the first bit of the tensor in ``sign`` and ``exception``, below 8.
+    """
+
+    tensor: int
+    numel: int
+    segments: Table
+    planes: Sequence[Plane]
+    gaps: Sequence[Plane] = ()
+    sign: Plane = field(default_factory=lambda: _empty(0))
+    exception: Plane = field(default_factory=lambda: _empty(0))
+    magnitude: Plane = field(default_factory=lambda: _empty(0))
+    bit: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentBatch:
+    """Segments of many tensors: a table and all streams, in one buffer that is copied at once.
+
+    Every number of the table lies within the tensors and the streams, so that only the *content* of
+    streams remains untrusted.
+
+    Attributes:
+        layout: Streams of the batch.
+        table: ``(segments + 1, 8)`` int64, see :class:`Column`; a view of the beginning of
+            ``buffer``.
+        buffer: Table, then gap planes, ``sign``, ``exception``, ``magnitude`` and value planes.
+        offsets: Offset of each of these streams in ``buffer``, and the end of the last.
+    """
+
+    layout: StreamLayout
+    table: Table
+    buffer: Plane
+    offsets: tuple[int, ...]
+
+    @property
+    def counts(self) -> Counts:
+        """Totals of the batch."""
+        columns = (Column.FIRST, Column.GAP, Column.EXCEPTION, Column.WIDE)
+        return Counts(*(int(self.table[-1, column]) for column in columns))
+
+    def streams(self, buffer: Any) -> list[Any]:  # noqa: ANN401 - an array of either kind
+        """Return views of all streams in a copy of the buffer, on any device.
+
+        Order: ``gap`` planes, ``sign``, ``exception``, ``magnitude``, ``width`` value planes.
+        """
+        return [buffer[a:b] for a, b in zip(self.offsets, self.offsets[1:], strict=False)]
+
+    def spans(self) -> Table:
+        """Return the given elements of each tensor: rows of tensor, first and count, and bound.
+
+        The bound is greater than every index of the tensor in this batch.
+        """
+        tensor = self.table[:-1, Column.TENSOR]
+        begins = np.flatnonzero(np.diff(tensor, prepend=-1))
+        first = self.table[begins, Column.FIRST]
+        ends = np.append(first[1:], self.table[-1, Column.FIRST])
+        bound = self.table[:-1, Column.START] + self.table[:-1, Column.LENGTH]
+        bounds = np.maximum.reduceat(bound, begins) if begins.size else bound
+        return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
+
+    def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
+        """Raise the error of the first malformed segment, if any.
+
+        Args:
+            verdict: A :class:`Reason` for each segment.
+            names: Names of the tensors, by number.
+
+        Raises:
+            MalformedError: A segment is malformed.
+        """
+        bad = np.flatnonzero(verdict)
+        if bad.size:
+            row = self.table[bad[0]]
+            name, start = names[int(row[Column.TENSOR])], int(row[Column.START])
+            why = MESSAGES[Reason(int(verdict[bad[0]]))]
+            raise MalformedError(f"{name!r}, segment at {start}: {why}")
+
+
+def pack(
+    layout: StreamLayout,
+    tensors: Sequence[TensorStreams],
+    allocate: Callable[[int], Plane] = _empty,
+) -> SegmentBatch:
+    """Copy the streams of many tensors into one buffer.
+
+    Args:
+        layout: Streams of every tensor.
+        tensors: In the order of the output; numbers ascend.
+        allocate: Function that returns that many bytes of memory, aligned to 8; pass one that
+            returns page-locked memory for a faster copy to a device.
+
+    Raises:
+        MalformedError: Counts contradict each other, the tensor or the length of a stream.
+    """
+    table = _table(layout, tensors)
+    gap_planes = [[t.gaps[k] for t in tensors] for k in range(layout.gap)]
+    bits = [] if layout.absolute else [[t.sign for t in tensors], [t.exception for t in tensors]]
+    parts = [
+        *gap_planes,
+        *(bits or [[], []]),
+        [] if layout.absolute else [t.magnitude for t in tensors],
+        *([t.planes[k] for t in tensors] for k in range(layout.width)),
+    ]
+    sizes = [sum(map(len, part)) for part in parts]
+    offsets = tuple(np.cumsum([table.nbytes, *sizes]).tolist())
+    buffer = allocate(offsets[-1])
+    buffer[: table.nbytes] = table.reshape(-1).view(np.uint8)
+    for part, begin, end in zip(parts, offsets, offsets[1:], strict=False):
+        if begin < end:
+            np.concatenate(part, out=buffer[begin:end])
+    view = buffer[: table.nbytes].view(np.int64).reshape(table.shape)
+    return SegmentBatch(layout, view, buffer, offsets)
+
+
+def _table(layout: StreamLayout, tensors: Sequence[TensorStreams]) -> Table:
+    """Build the table, after a check of every number in it."""
+    tensors_of = [len(t.segments) for t in tensors]
+    segments = np.concatenate([np.empty((0, 6), np.int64), *(t.segments for t in tensors)])
+    number = np.array([t.tensor for t in tensors], np.int64)
+    numel = np.array([t.numel for t in tensors], np.int64)
+    owner = np.repeat(np.arange(len(tensors)), tensors_of)
+    start, length, nnz, gaps, exceptions, wide = segments.T
+    fits = (start >= 0) & (length <= MAX_LENGTH) & (start <= numel[owner] - length)
+    fits &= (nnz > 0) & (nnz <= length) & (wide >= 0) & (wide <= exceptions)
+    fits &= exceptions <= (0 if layout.absolute else nnz)
+    fits[1:] &= (start[1:] >= start[:-1] + length[:-1]) | (owner[1:] != owner[:-1])
+    if layout.gap:
+        fits &= (nnz <= gaps) & (gaps <= nnz + length // ((1 << 8 * layout.gap) - 1))
+    else:
+        fits &= (gaps == 0) & (nnz == length)
+    ends = np.cumsum([0, *tensors_of])
+    sums = np.concatenate([np.zeros((1, 6), np.int64), np.cumsum(segments, axis=0)])
+    totals = sums[ends[1:]] - sums[ends[:-1]]
+    bits = np.array([[t.bit, t.sign.size, t.exception.size] for t in tensors]).reshape(-1, 3)
+    enough = _enough(layout, tensors, totals, bits)
+    if not fits.all() or not enough.all() or bool(np.any(number[1:] < number[:-1])):
+        raise MalformedError("segments contradict the tensors or the lengths of streams")
+    table = np.zeros((len(segments) + 1, len(Column)), np.int64)
+    table[:-1, Column.TENSOR] = number[owner]
+    table[:-1, Column.START] = start
+    table[:-1, Column.LENGTH] = length
+    table[:, Column.FIRST : Column.WIDE + 1] = sums[:, 2:]
+    byte = np.cumsum(bits[:, 1]) - bits[:, 1]
+    before = sums[:-1, 2] - sums[ends[:-1], 2][owner]
+    table[:-1, Column.BIT] = 8 * byte[owner] + bits[owner, 0] + before
+    return table
+
+
+def _enough(
+    layout: StreamLayout, tensors: Sequence[TensorStreams], totals: Table, bits: Table
+) -> npt.NDArray[np.bool_]:
+    """Return for each tensor whether its streams have the lengths that its segments need."""
+    _, _, nnz, gaps, exceptions, wide = totals.T
+    values = nnz if layout.absolute else wide
+    found = [
+        (
+            len(t.gaps) == layout.gap and all(plane.size == want for plane in t.gaps),
+            len(t.planes) == layout.width and all(plane.size == n for plane in t.planes),
+            layout.absolute or t.magnitude.size == count,
+        )
+        for t, want, n, count in zip(tensors, gaps, values, exceptions, strict=True)
+    ]
+    enough: npt.NDArray[np.bool_] = np.all(np.array(found, np.bool_).reshape(-1, 3), axis=1)
+    if not layout.absolute:
+        need = (bits[:, 0] + nnz + 7) // 8
+        enough &= (bits[:, 0] >= 0) & (bits[:, 0] < 8)
+        enough &= (bits[:, 1] == need) & (bits[:, 2] == need)
+    return enough

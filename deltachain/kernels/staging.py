@@ -1,0 +1,94 @@
+"""From inflated streams of many tensors to changes that are staged for live weights.
+
+The order of calls: :func:`.segments.pack` and :func:`upload` for each batch, :func:`decode`,
+:func:`fold` if there are several versions, :func:`stage`; then :func:`write_`, and :func:`undo_` to
+take it back. Weights on a CUDA device are served by Triton kernels if triton is installed, all
+others by torch operations; results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from deltachain.kernels import batched
+from deltachain.kernels.batched import fold, upload
+from deltachain.kernels.placements import ChangeBatch, PlacementTable, StagedChanges
+from deltachain.kernels.segments import SegmentBatch
+
+__all__ = ["decode", "fold", "stage", "undo_", "upload", "write_"]
+
+
+class StagingKernels(Protocol):
+    """Kernels of one implementation: :mod:`.batched` in torch, :mod:`.fused` in Triton."""
+
+    def decode(self, batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
+        """See :func:`decode`."""
+
+    def stage(
+        self, changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
+    ) -> StagedChanges:
+        """See :func:`stage`."""
+
+    def write_(self, staged: StagedChanges, bits: Tensor) -> None:
+        """Write ``(n,)`` bits at the staged positions."""
+
+
+def kernels_of(device: torch.device) -> StagingKernels:
+    """Return the kernels for a device."""
+    return _fused() if device.type == "cuda" and _has_triton() else batched
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _fused() -> StagingKernels:
+    return cast("StagingKernels", import_module("deltachain.kernels.fused"))
+
+
+def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
+    """Decode all segments of a batch.
+
+    Args:
+        batch: The batch.
+        buffer: Its buffer on a device, from :func:`upload`.
+
+    Returns:
+        The changes in the order of the table. Errors are not raised yet: :func:`stage` reads the
+        verdict.
+    """
+    return kernels_of(buffer.device).decode(batch, buffer)
+
+
+def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]) -> StagedChanges:
+    """Find the changes in the placements of this rank, and compute their new bits; write nothing.
+
+    The device is waited for once, to read the verdict and the number of elements.
+
+    Args:
+        changes: Changes of tensors of one element width.
+        placements: Placements of these tensors, in storages of that width.
+        names: Names of the tensors, by number, for errors.
+
+    Raises:
+        MalformedError: A segment is malformed.
+    """
+    return kernels_of(changes.indices.device).stage(changes, placements, names)
+
+
+def write_(staged: StagedChanges) -> None:
+    """Write the new bits."""
+    kernels_of(staged.new.device).write_(staged, staged.new)
+
+
+def undo_(staged: StagedChanges) -> None:
+    """Write the old bits back."""
+    kernels_of(staged.old.device).write_(staged, staged.old)

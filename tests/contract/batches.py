@@ -1,0 +1,379 @@
+"""What the batched decode and stage kernels promise, as checks that need numpy and torch alone.
+
+Each check compares an implementation with the reference, bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold_all, new_bits
+from deltachain.errors import MalformedError
+from deltachain.kernels import reference
+from deltachain.kernels.batched import fold, upload
+from deltachain.kernels.device import INT_DTYPES
+from deltachain.kernels.placements import ChangeBatch, LivePlacement, PlacementTable, effects
+from deltachain.kernels.segments import MESSAGES, Reason, SegmentBatch, StreamLayout
+from deltachain.kernels.staging import StagingKernels
+from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
+from tests.contract.segments import Given, batch_of, decoded
+
+LAYOUTS = [
+    StreamLayout(width, gap, absolute)
+    for width in BITS_DTYPES
+    for gap, absolute in ((1, False), (2, False), (1, True), (2, True), (0, True))
+]
+GUARD = 64
+"""Elements before and after live bits that nothing may write."""
+
+
+@dataclass(frozen=True)
+class BatchArm:
+    """An implementation on one device."""
+
+    kernels: StagingKernels
+    device: torch.device
+
+    def decode(self, batch: SegmentBatch) -> ChangeBatch:
+        return self.kernels.decode(batch, upload(batch, self.device))
+
+
+def check_decode(arm: BatchArm) -> None:
+    """Every width, gap and encoding; empty, full and single elements; steps at their edges."""
+    rng = np.random.default_rng(21)
+    for layout in LAYOUTS:
+        given = [_given(rng, t, n, d, layout) for t, (n, d) in enumerate(_shapes(layout))]
+        for tensors in (given, given[:1], []):
+            batch = batch_of(tensors, layout, length=700)
+            found = arm.decode(batch)
+            _same(found.indices, np.concatenate([_NO_INDEX, *(g.indices for g in tensors)]))
+            _same(found.values, np.concatenate([_none(layout), *(g.values for g in tensors)]))
+            assert not found.verdicts[0][1].any()
+
+
+def check_refusals(arm: BatchArm) -> None:
+    """Each rule of FORMAT.md 4 that is broken: a reason for its segment, indices in bounds."""
+    seen = set()
+    for batch in hostile():
+        indices, values, verdict = decoded(batch)
+        found = arm.decode(batch)
+        reasons = found.verdicts[0][1].cpu().numpy()
+        np.testing.assert_array_equal(reasons, verdict)
+        seen |= set(verdict.tolist())
+        _check_bounds(batch, found.indices)
+        good = np.repeat(verdict == 0, np.diff(batch.table[:, 3]))
+        np.testing.assert_array_equal(found.indices.cpu().numpy()[good], indices[good])
+        _same(found.values.cpu()[torch.from_numpy(good)], values[good])
+    assert seen == set(map(int, Reason)), seen
+
+
+def check_verdict(arm: BatchArm) -> None:
+    """A malformed batch is refused by tensor, segment and reason before anything is staged."""
+    for batch in itertools.islice(hostile(), 0, None, 5):
+        verdict = decoded(batch)[2]
+        bad = np.flatnonzero(verdict)
+        tensors = 1 + int(batch.table[:-1, 0].max())
+        live = [_storage(arm, np.zeros(9, BITS_DTYPES[batch.layout.width])) for _ in range(tensors)]
+        placements = [
+            LivePlacement(t, 0, [(9, 1, 1)], one[GUARD:-GUARD]) for t, one in enumerate(live)
+        ]
+        keys = [(1, 2)] * tensors
+        table = PlacementTable.build(placements, keys, arm.device)
+        names = [f"tensor {t}" for t in range(tensors)]
+        message = ""
+        try:
+            arm.kernels.stage(arm.decode(batch), table, names)
+        except MalformedError as exc:
+            message = str(exc)
+        assert bool(message) == bool(bad.size)
+        if bad.size:
+            row, why = batch.table[bad[0]], MESSAGES[Reason(int(verdict[bad[0]]))]
+            assert f"'tensor {row[0]}', segment at {row[1]}: {why}" in message
+        assert all(_intact(one, 9) for one in live)
+
+
+def check_stage(arm: BatchArm) -> None:
+    """Whole tensors, rows, columns, placements of four dimensions, several and no placements, all widths."""
+    rng = np.random.default_rng(22)
+    for layout in LAYOUTS:
+        numels = [_NUMEL, _NUMEL, 5, _NUMEL, 1]
+        given = [_given(rng, t, n, 0.4, layout) for t, n in enumerate(numels)]
+        if not layout.gap:
+            given = [_given(rng, t, n, 1.0, layout) for t, n in enumerate(numels)]
+        scene = Scenery(arm, layout, PLACEMENTS, len(numels), rng)
+        changes = arm.decode(batch_of(given, layout, length=500))
+        scene.check(changes, [(g, bool(layout.absolute)) for g in given])
+
+
+def check_far(arm: BatchArm) -> None:
+    """Indices and positions beyond 2^31, as windows of a tensor of 2^40 elements."""
+    rng = np.random.default_rng(23)
+    far = (1 << 40) - 3_000_000
+    for layout in LAYOUTS[:4]:
+        begins = [0, (1 << 31) - 40, (1 << 32) - 40, far, (1 << 40) - 90]
+        indices = np.concatenate([b + np.flatnonzero(rng.random(90) < 0.5) for b in begins])
+        values = _values(rng, indices.size, layout)
+        given = Given(0, 1 << 40, indices, values)
+        dims = [(30, 3, 1)]
+        placements = [(0, begin + 1, dims, at % 2) for at, begin in enumerate(begins)]
+        scene = Scenery(arm, layout, placements, 1, rng)
+        changes = arm.decode(batch_of([given], layout))
+        scene.check(changes, [(given, bool(layout.absolute))])
+
+
+def check_fold(arm: BatchArm) -> None:
+    """Three versions of steps and of new bits: they add up, vanish at 0, and replace."""
+    rng = np.random.default_rng(24)
+    for width, kinds in itertools.product(BITS_DTYPES, itertools.product((False, True), repeat=3)):
+        versions = []
+        for absolute in kinds:
+            layout = StreamLayout(width, 1, absolute)
+            given = [_given(rng, t, 90, 0.5, layout) for t in (0, 2) if rng.random() < 0.9]
+            versions.append((given, layout))
+        versions.append((_opposite(versions[-1][0]), versions[-1][1]))
+        together = [arm.decode(batch_of(g, layout, length=40)) for g, layout in versions]
+        expected = [_folded(t, width, versions) for t in (0, 1, 2)]
+        found = fold([fold(together[:2]), *together[2:]])
+        placements = [(t, 3, [(80, 1, 1)], 0) for t in (0, 1, 2)]
+        scene = Scenery(arm, versions[0][1], placements, 3, rng)
+        scene.check(found, [one for one in expected if one])
+
+
+def check_digest_keys(arm: BatchArm) -> None:
+    """NaN payloads, -0.0 and the largest keys keep every bit."""
+    bits = np.array([0x8000, 0x7FC1, 0xFFFF, 0x7F81, 0], np.uint16)
+    layout = StreamLayout(2, 1, absolute=True)
+    given = Given(0, 5, np.arange(5), bits[::-1].copy())
+    live = torch.from_numpy(bits.view(np.int16).copy()).to(arm.device)
+    key = (2**64 - 1, 2**63)
+    table = PlacementTable.build([LivePlacement(0, 0, [(5, 1, 1)], live)], [key], arm.device)
+    staged = arm.kernels.stage(arm.decode(batch_of([given], layout)), table, ["w"])
+    (effect,) = effects(staged.sums)
+    assert effect.added == reference.digest(key, given.values)
+    assert effect.removed == reference.digest(key, bits)
+    arm.kernels.write_(staged, staged.new)
+    _same(live, given.values)
+
+
+BATCH_CHECKS: tuple[Callable[[BatchArm], None], ...] = (
+    check_decode,
+    check_refusals,
+    check_verdict,
+    check_stage,
+    check_far,
+    check_fold,
+    check_digest_keys,
+)
+
+_NUMEL = 4 * 5 * 6 * 10
+_NO_INDEX = np.empty(0, np.int64)
+_Place = tuple[int, int, list[tuple[int, int, int]], int]
+
+
+PLACEMENTS: list[_Place] = [
+    (0, 0, [(_NUMEL, 1, 1)], 0),  # a whole tensor
+    (1, 300, [(300, 1, 1)], 0),  # rows
+    (1, 5, [(60, 20, 5), (5, 1, 1)], 2),  # columns
+    (1, 5, [(60, 20, 11), (5, 1, 2)], 1),  # a copy of them, with others between
+    (1, 301, [(2, 300, 60), (3, 60, 1), (4, 10, 3), (5, 2, 12)], 1),  # every second column
+    (3, 7, [], 3),  # one element
+    (3, 0, [(10, 120, 1)], 0),
+]
+"""Tensor, offset, dimensions and slot; tensors 2 and 4 have none."""
+
+
+class Scenery:
+    """Live bits of some placements between guards, and what staging has to make of changes."""
+
+    def __init__(
+        self,
+        arm: BatchArm,
+        layout: StreamLayout,
+        placements: Sequence[_Place],
+        tensors: int,
+        rng: Any,
+    ) -> None:
+        dtype = BITS_DTYPES[layout.width]
+        self.arm, self.placements, self.dtype = arm, placements, dtype
+        self.keys = [tuple(rng.integers(0, 1 << 64, 2, np.uint64).tolist()) for _ in range(tensors)]
+        self.bits = [rng.integers(0, 256, 3 + _extent(dims), dtype) for _, _, dims, _ in placements]
+        self.live = [_storage(arm, one) for one in self.bits]
+        rows = [
+            LivePlacement(t, offset, dims, live[GUARD:-GUARD], 2, slot)
+            for (t, offset, dims, slot), live in zip(placements, self.live, strict=True)
+        ]
+        self.table = PlacementTable.build(rows, self.keys, arm.device)
+
+    def check(self, changes: ChangeBatch, given: Sequence[tuple[Given, Any]]) -> None:
+        """Stage, write and undo."""
+        staged = self.arm.kernels.stage(changes, self.table, ["w"] * len(self.keys))
+        order = sorted(range(len(self.placements)), key=lambda at: self.placements[at][0])
+        slots = [[StateDigest(), StateDigest(), 0] for _ in range(self.table.slots)]
+        expected = [one.copy() for one in self.bits]
+        wanted: list[list[Any]] = [[], [], []]
+        for at, one, absolute in ((a, g, m) for g, m in given for a in order):
+            if one.tensor == self.placements[at][0]:
+                _stage_one(self, at, (one, absolute), (wanted, slots, expected))
+        _same(staged.positions, np.concatenate([_NO_INDEX, *wanted[0]]))
+        _same(staged.old, np.concatenate([np.empty(0, self.dtype), *wanted[1]]))
+        _same(staged.new, np.concatenate([np.empty(0, self.dtype), *wanted[2]]))
+        assert [[e.added, e.removed, e.nnz] for e in effects(staged.sums)] == slots
+        self._equal(self.bits)
+        self.arm.kernels.write_(staged, staged.new)
+        self._equal(expected)
+        self.arm.kernels.write_(staged, staged.old)
+        self._equal(self.bits)
+
+    def _equal(self, expected: Sequence[Bits]) -> None:
+        for live, bits in zip(self.live, expected, strict=True):
+            assert _intact(live, bits.size)
+            _same(live[GUARD:-GUARD], bits)
+
+
+def _stage_one(scene: Scenery, at: int, change: tuple[Given, Any], out: Any) -> None:
+    """What the reference makes of one tensor's changes in one placement."""
+    (given, absolute), (wanted, slots, expected) = change, out
+    tensor, offset, dims, slot = scene.placements[at]
+    there, live = np.array([offset]), np.array([2])
+    for size, stride, step in dims:
+        there = np.add.outer(there, np.arange(size) * stride).ravel()
+        live = np.add.outer(live, np.arange(size) * step).ravel()
+    ascending = np.argsort(there)
+    common, mine, found = np.intersect1d(given.indices, there[ascending], return_indices=True)
+    positions = live[ascending][found]
+    old = expected[at][positions]
+    mask = np.broadcast_to(np.asarray(absolute), given.values.shape)[mine]
+    new = new_bits(old, given.values[mine], mask)
+    expected[at][positions] = new
+    for column, array in zip(wanted, (positions, old, new), strict=True):
+        column.append(array)
+    slots[slot][0] += reference.digest_at(scene.keys[tensor], common, new)
+    slots[slot][1] += reference.digest_at(scene.keys[tensor], common, old)
+    slots[slot][2] += common.size
+
+
+def hostile() -> Iterator[SegmentBatch]:
+    """Batches that break each rule: bytes changed anywhere in a stream, and in its last entry."""
+    rng = np.random.default_rng(25)
+    for layout in LAYOUTS:
+        if not layout.gap:
+            continue
+        given = [_given(rng, t, n, 0.3, layout) for t, n in enumerate((40, 900, 30))]
+        batch = batch_of(given, layout, length=400)
+        planes = [(begin, end) for begin, end in itertools.pairwise(batch.offsets) if begin < end]
+        for begin, end in planes:
+            for at in (begin, end - 1, *rng.integers(begin, end, 6).tolist()):
+                yield _changed(
+                    batch, [at], int(rng.choice(np.array([0, 1, 255, int(rng.integers(0, 256))])))
+                )
+        far = Given(0, 1 << 20, np.array([0, 600_000]), np.full(2, 1, BITS_DTYPES[layout.width]))
+        batch = batch_of([far], layout)
+        ends = [batch.offsets[k + 1] for k in range(layout.gap)]
+        escape = _changed(batch, [end - 1 for end in ends], 255)
+        yield escape  # as many elements as before, less one
+        yield _changed(escape, [end - 2 for end in ends], 1)  # as many, the last entry too large
+        if layout == StreamLayout(8, 1, absolute=False):
+            # Magnitude 254, and 255 with another sign.
+            for value in (254, 1 << 63):
+                wide = Given(0, 9, np.array([3]), np.array([300], np.uint64))
+                batch = batch_of([wide], layout)
+                ending = np.array([value], np.uint64).view(np.uint8)
+                yield replace(batch, buffer=np.append(batch.buffer[:-8], ending))
+
+
+def _changed(batch: SegmentBatch, places: Sequence[int], value: int) -> SegmentBatch:
+    buffer = batch.buffer.copy()
+    buffer[list(places)] = value
+    return replace(batch, buffer=buffer)
+
+
+def _shapes(layout: StreamLayout) -> list[tuple[int, float]]:
+    if not layout.gap:
+        return [(n, 1.0) for n in (1, 699, 701, 3, 2_000)]
+    densities = (0.3, 1.0, 0.0, 0.001, 1.0, 0.02, 1.0)
+    return list(zip((900, 1, 40, 5_000, 701, 70_000, 2_100), densities, strict=True))
+
+
+def _given(rng: Any, tensor: int, numel: int, density: float, layout: StreamLayout) -> Given:
+    indices = np.flatnonzero(rng.random(numel) < density)
+    return Given(tensor, numel, indices, _values(rng, indices.size, layout))
+
+
+def _values(rng: Any, count: int, layout: StreamLayout) -> Bits:
+    dtype, top = BITS_DTYPES[layout.width], 1 << (8 * layout.width - 1)
+    edges = [1, 2 * top - 1, 2, 254 % (2 * top), 255, top, top - 1, top + 1, 2 * top - 255]
+    values = rng.choice(np.array([e or 1 for e in edges], dtype), count)
+    chance = rng.integers(1, 2 * top - 1, count, np.uint64, endpoint=True).astype(dtype)
+    mixed: Bits = np.where(rng.random(count) < 0.3, chance, values)
+    return mixed
+
+
+def _none(layout: StreamLayout) -> Bits:
+    return np.empty(0, BITS_DTYPES[layout.width])
+
+
+def _opposite(given: Sequence[Given]) -> list[Given]:
+    """Steps back for every other element."""
+    return [Given(g.tensor, g.numel, g.indices[::2], -g.values[::2]) for g in given]
+
+
+def _folded(tensor: int, width: int, versions: Any) -> tuple[Given, Any] | None:
+    dtype = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}[width]
+    spec = TensorSpec("w", dtype, (90,))
+    deltas = [
+        TensorDelta(
+            spec=spec,
+            indices=g.indices,
+            values=g.values,
+            absolute=ABSOLUTE if layout.absolute else STEP,
+        )
+        for given, layout in versions
+        for g in given
+        if g.tensor == tensor
+    ]
+    if not deltas:
+        return None
+    whole = fold_all(deltas)
+    indices = np.arange(90) if whole.indices is None else whole.indices
+    return Given(tensor, 90, indices, whole.values), whole.absolute
+
+
+def _extent(dims: Sequence[tuple[int, int, int]]) -> int:
+    return 1 + sum((size - 1) * live for size, _, live in dims)
+
+
+def _storage(arm: BatchArm, bits: Bits) -> Tensor:
+    """Live bits between guards of 0x55."""
+    guard = np.full(GUARD * bits.itemsize, 0x55, np.uint8).view(bits.dtype)
+    whole = np.concatenate([guard, bits, guard])
+    signed = whole if bits.itemsize == 1 else whole.view(f"<i{bits.itemsize}")
+    return torch.from_numpy(signed).to(arm.device)
+
+
+def _intact(live: Tensor, size: int) -> bool:
+    assert live.numel() == size + 2 * GUARD
+    guards = torch.cat([live[:GUARD], live[-GUARD:]]).cpu().numpy().view(np.uint8)
+    return bool((guards == 0x55).all())
+
+
+def _check_bounds(batch: SegmentBatch, indices: Tensor) -> None:
+    low = np.repeat(batch.table[:-1, 1], np.diff(batch.table[:, 3]))
+    high = low + np.repeat(batch.table[:-1, 2], np.diff(batch.table[:, 3]))
+    found = indices.cpu().numpy()
+    assert ((low <= found) & (found < high)).all()
+
+
+def _same(found: Tensor, expected: Any) -> None:
+    """Equal dtype and bits."""
+    array = found.cpu().numpy()
+    if expected.dtype.kind == "u":
+        assert found.dtype == INT_DTYPES[expected.dtype.itemsize]
+        array = array.view(expected.dtype)
+    np.testing.assert_array_equal(array, expected)

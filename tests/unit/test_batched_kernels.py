@@ -1,0 +1,118 @@
+"""Decoding, folding and staging of many tensors at once, against the reference and the codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltachain.errors import MalformedError
+from deltachain.kernels import batched, staging
+from deltachain.kernels.placements import LivePlacement, PlacementTable
+from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
+from tests.contract.batches import BATCH_CHECKS, BatchArm
+from tests.contract.segments import Given, batch_of, streams_of
+
+CPU = torch.device("cpu")
+STEPS = StreamLayout(2, 1, absolute=False)
+
+
+@pytest.mark.parametrize("check", BATCH_CHECKS, ids=lambda check: check.__name__)
+def test_torch_operations_keep_the_contract(check: Callable[[BatchArm], None]) -> None:
+    check(BatchArm(batched, CPU))
+
+
+def test_weights_on_the_host_are_served_by_torch() -> None:
+    assert staging.kernels_of(CPU) is batched
+
+
+def scene(numels: tuple[int, ...], density: float, exceptions: float) -> list[Given]:
+    """Changes of one tensor each, most of them by 1 or -1."""
+    rng = np.random.default_rng(1)
+    made = []
+    for tensor, numel in enumerate(numels):
+        indices = np.flatnonzero(rng.random(numel) < density)
+        steps = rng.choice(np.array([1, 65535], np.uint16), indices.size)
+        large = rng.random(indices.size) < exceptions
+        made.append(Given(tensor, numel, indices, np.where(large, np.uint16(3), steps)))
+    return made
+
+
+def test_what_crosses_is_below_1_6_bytes_a_change() -> None:
+    """At 1 %, streams, table and placements of each batch together, for large and small tensors."""
+    given = scene((1 << 22, 1 << 20, 1 << 20, 2560 * 640, 2560, 2560), 0.01, 0.15)
+    batch = batch_of(given, STEPS)
+    live = torch.zeros(8, dtype=torch.int16)
+    placements = [LivePlacement(t, 0, [(8, 1, 1)], live) for t in range(len(given))]
+    table = PlacementTable.build(placements, [(1, 2)] * len(given), CPU)
+    crossing = batch.buffer.nbytes + table.visits(batch.spans()).nbytes
+    assert crossing / batch.counts.nnz < 1.6
+
+
+def test_one_buffer_may_be_memory_of_the_caller() -> None:
+    given = scene((900, 40), 0.3, 0.5)
+    memory = torch.empty(1 << 16, dtype=torch.uint8)
+    streams = [streams_of(g, STEPS, 700, 0) for g in given]
+    batch = pack(STEPS, streams, lambda nbytes: memory[:nbytes].numpy())
+    assert batch.buffer.ctypes.data == memory.data_ptr()
+    assert batch.table.base is not None
+    found = staging.decode(batch, staging.upload(batch, CPU))
+    np.testing.assert_array_equal(found.indices.numpy(), np.concatenate([g.indices for g in given]))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [(0, -1), (0, 500), (1, 1 << 21), (2, 0), (2, 701), (3, 0), (3, 1 << 20), (4, 1 << 20), (5, 9)],
+)
+def test_counts_that_contradict_each_other_are_refused(column: int, value: int) -> None:
+    (given,) = scene((900,), 0.3, 0.5)
+    streams = streams_of(given, STEPS, 700, 0)
+    segments = streams.segments.copy()
+    segments[1, column] = value
+    with pytest.raises(MalformedError, match="segments contradict"):
+        pack(STEPS, [replace(streams, segments=segments)])
+
+
+@pytest.mark.parametrize("name", ["gaps", "sign", "exception", "magnitude", "planes"])
+def test_streams_of_another_length_are_refused(name: str) -> None:
+    (given,) = scene((900,), 0.3, 0.5)
+    streams = streams_of(given, STEPS, 700, 0)
+    found: Any = getattr(streams, name)
+    one = np.zeros(1, np.uint8)
+    longer = (
+        [np.append(plane, one) for plane in found]
+        if isinstance(found, list)
+        else np.append(found, one)
+    )
+    for other in (longer, [] if isinstance(found, list) else found[:-1]):
+        with pytest.raises(MalformedError, match="segments contradict"):
+            changed: dict[str, Any] = {name: other}
+            pack(STEPS, [replace(streams, **changed)])
+
+
+@pytest.mark.parametrize("bit", [-1, 8])
+def test_a_first_bit_outside_its_byte_is_refused(bit: int) -> None:
+    (given,) = scene((900,), 0.3, 0.5)
+    streams: TensorStreams = replace(streams_of(given, STEPS, 700, 0), bit=bit)
+    with pytest.raises(MalformedError, match="segments contradict"):
+        pack(STEPS, [streams])
+
+
+@pytest.mark.parametrize(
+    ("at", "dims"),
+    [(-1, [(4, 1, 1)]), (5, [(4, 1, 1)]), (0, [(2, 1, 1), (2, 4, 2)]), (0, [(0, 1, 1)])],
+)
+def test_a_box_outside_its_storage_is_refused(at: int, dims: list[tuple[int, int, int]]) -> None:
+    live = torch.zeros(8, dtype=torch.int16)
+    with pytest.raises(ValueError, match="placement"):
+        PlacementTable.build([LivePlacement(0, 0, dims, live, at)], [(1, 2)], CPU)
+
+
+def test_a_box_on_another_device_is_refused() -> None:
+    live = torch.zeros(8, dtype=torch.int16, device="meta")
+    with pytest.raises(ValueError, match="meta"):
+        PlacementTable.build([LivePlacement(0, 0, [(4, 1, 1)], live)], [(1, 2)], CPU)
