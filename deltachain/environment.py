@@ -144,6 +144,12 @@ def _line(text: str) -> str:
     return line
 
 
+def _place(text: str) -> str:
+    if text not in PLACES:
+        raise ValueError(" or ".join(PLACES))
+    return text
+
+
 VARIABLES: Final[Mapping[str, Variable]] = {
     "URL": Variable("URL of the chain that a server follows", _line),
     "FOLLOW": Variable("whether the server applies versions as they are committed", _switch),
@@ -156,12 +162,16 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "STAGE_BUDGET": Variable("bytes of staged and undo bits", _count),
     "POLL_S": Variable("seconds between polls for a new version", _seconds),
     "SPOOL": Variable("folder shared by the leader and all ranks", Path),
+    "DECODE": Variable("where ranks decode changes, host or device", _place),
     "HF_CALLS": Variable("limit of requests to the Hub in 5 minutes", lambda text: _count(text, 1)),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
     "VENVS": Variable("folder of the virtual environments of engine tests", Path),
     "TEST_STRIKE": Variable("for tests: file with the faults to inject", str),
     "TEST_RENDEZVOUS": Variable("for tests: rendezvous address of ranks", str),
 }
+
+PLACES: Final = ("host", "device")
+"""Values of ``DECODE``; by default, changes are decoded where the weights are."""
 
 SECRETS: Final = ("TOKEN", "ENGINE_KEY")
 """Variables whose values are never printed."""

@@ -122,6 +122,12 @@ class TensorStreams:
     magnitude: Plane = field(default_factory=lambda: _empty(0))
     bit: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all streams."""
+        arrays = (*self.planes, *self.gaps, self.sign, self.exception, self.magnitude)
+        return sum(array.nbytes for array in arrays)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentBatch:

@@ -26,8 +26,9 @@ from deltachain.errors import (
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.protocol import same_bits
+from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.discover import discover, rediscover
+from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.load_methods import load_with
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from deltachain.replica.layout.members import SavedBits, undisturbed
@@ -58,12 +59,20 @@ class Rank:
         model: Model of the engine.
         specs: Specs of the chain's tensors.
         aliases: Other names of tied tensors.
+        decode: Where changes are decoded: ``host`` or ``device``; where the weights are by default.
     """
 
     def __init__(
-        self, model: EngineModel, specs: Iterable[TensorSpec], aliases: Mapping[str, str]
+        self,
+        model: EngineModel,
+        specs: Iterable[TensorSpec],
+        aliases: Mapping[str, str],
+        *,
+        decode: str = "",
     ) -> None:
         self.model = model
+        self._decode = decode
+        self._stager: tuple[Layout, DeviceStager] | None = None
         self.staged: dict[int, RankStaged] = {}
         self._written: set[int] = set()
         self._changing = Lock()
@@ -100,6 +109,7 @@ class Rank:
         """
         self._require(classes)
         self._classes, self._holders = classes, holders
+        self._stager = None
         self.keep(())
         self._copies = {
             name: self._copies[name] if name in self._copies else self._source.copy(name)
@@ -189,7 +199,8 @@ class Rank:
         """
         attached = self._attached
         with own_stream(self.model):
-            staged = stage(SpoolReader(folder, abandon).pieces(), self._share, budget, threads)
+            pieces = SpoolReader(folder, abandon).pieces()
+            staged = stage(pieces, self._share, budget, threads, self._device_stager())
         with self._changing:
             if self._attached is not attached:
                 raise BaseMismatchError(REPLACED)
@@ -245,6 +256,23 @@ class Rank:
         (self._written.remove if back else self._written.add)(ticket)
         settle()  # include the device's work in the measured time
         return time.perf_counter() - start
+
+    def _device_stager(self) -> DeviceStager | None:
+        """Return the stager of the tensors in place on a device; ``None`` if there are none."""
+        if self._stager is None or self._stager[0] is not self._attached:
+            places = {
+                name: [(slot, place) for place, slot in self._places(name) if self._decodes(place)]
+                for name in self._specs
+                if name not in self._copies
+            }
+            self._stager = self._attached, DeviceStager(places, self._specs)
+        stager = self._stager[1]
+        return stager if stager.tensors else None
+
+    def _decodes(self, place: Placement) -> bool:
+        """Return whether changes of a place are decoded where it is, in batches."""
+        where = "host" if place.live.device.type == "cpu" else "device"
+        return place.numel > 0 and (self._decode or where) == "device"
 
     def _share(self, name: str) -> Share:
         """Return what this rank holds of a tensor.

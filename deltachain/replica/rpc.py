@@ -190,7 +190,9 @@ class RankService:
             )
         folder = self._folder_id(*request.probe) if request.probe else ""
         if self._rank is None or not self._rank.is_for(request.specs, request.aliases):
-            self._rank = Rank(self._model(), request.specs, request.aliases)
+            self._rank = Rank(
+                self._model(), request.specs, request.aliases, decode=self._settings.decode
+            )
         self._url = request.url
         host = socket.gethostname()
         return AttachReply(tensors=self._rank.report(), host=host, folder=folder)

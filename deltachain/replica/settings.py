@@ -33,15 +33,22 @@ class RankSettings:
     Attributes:
         spool: ``SPOOL``: the only folder from which plans are read.
         url: ``URL``: the only chain that the rank accepts; empty for any.
+        decode: ``DECODE``: where changes are decoded, ``host`` or ``device``; empty for where the
+            weights are.
     """
 
     spool: Path
     url: str = ""
+    decode: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RankSettings:
         """Read the settings from environment variables, without any validation in workers."""
-        return cls(spool=spool_folder(environment), url=environment.get("DELTACHAIN_URL", ""))
+        return cls(
+            spool=spool_folder(environment),
+            url=environment.get("DELTACHAIN_URL", ""),
+            decode=environment.get("DELTACHAIN_DECODE", ""),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

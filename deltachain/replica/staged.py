@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
 from deltachain.delta import TensorDelta
+from deltachain.kernels.segments import StreamLayout, TensorStreams
 from deltachain.replica.spool_reader import Piece
 from deltachain.subscribe.proof import Effect
-from deltachain.subscribe.targets.base import Write
+from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import prepare
 from deltachain.threads import Pool
@@ -46,6 +47,28 @@ class Share:
 
 NOTHING: Final = Share((), 0, 0)
 
+BATCH: Final = 64 << 20
+"""Bytes of streams that are decoded at once: enough to fill a device, and temporaries of a few
+hundred megabytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceStreams:
+    """Inflated streams of one piece.
+
+    Attributes:
+        piece: The piece.
+        versions: Its streams and their layout, for each object, oldest first.
+    """
+
+    piece: Piece
+    versions: tuple[tuple[StreamLayout, TensorStreams], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the streams."""
+        return sum(streams.nbytes for _, streams in self.versions)
+
 
 @dataclass(frozen=True, slots=True)
 class RankStaged:
@@ -57,46 +80,138 @@ class RankStaged:
         effects: Effects on the state digest.
     """
 
-    placed: tuple[Write, ...]
+    placed: tuple[StagedWrite, ...]
     deferred: tuple[Piece, ...]
     effects: Effects
 
     @property
     def names(self) -> set[str]:
         """Names of the tensors to write."""
-        placed = {one.patch.spec.name for one in self.placed}
+        placed = {name for one in self.placed for name in one.names}
         return placed | {piece.spec.name for piece in self.deferred}
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept by the patches."""
-        return sum(placed.patch.own_nbytes for placed in self.placed)
+        """Bytes kept by the writes."""
+        return sum(placed.nbytes for placed in self.placed)
 
-    def writes(self, share_of: Callable[[str], Share]) -> Iterator[Write]:
+    def writes(self, share_of: Callable[[str], Share]) -> Iterator[StagedWrite]:
         """Yield every write; compute deferred ones on demand."""
         yield from self.placed
         for piece in self.deferred:
             for _, placed in _prepared(piece, share_of(piece.spec.name)):
-                yield replace(placed, patch=placed.patch.without_old())
+                yield placed.without_old()
 
-    def undoes(self) -> Iterator[Write]:
+    def undoes(self) -> Iterator[StagedWrite]:
         """Yield the writes that undo those that were kept, the last one first."""
         for placed in reversed(self.placed):
-            yield replace(placed, patch=placed.patch.undo())
+            yield placed.undo()
+
+
+class BatchStager(Protocol):
+    """Stages many tensors at once, where their weights are."""
+
+    def takes(self, piece: Piece) -> bool:
+        """Return whether a piece can be staged with others."""
+
+    def read(self, piece: Piece, low: int, high: int) -> PieceStreams:
+        """Verify and inflate a piece near the elements ``[low, high)``; any thread may call it."""
+
+    def stage(
+        self, pieces: Sequence[PieceStreams]
+    ) -> Iterable[tuple[StagedWrite, Mapping[HolderKey, Effect]]]:
+        """Stage pieces of this rank; nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A piece that was read by a thread, and prepared by it if everything is on the host."""
+    """A piece as a thread has read it.
+
+    Attributes:
+        piece: The piece.
+        share: What the rank holds of its tensor.
+        writes: Its writes, if everything is on the host.
+        streams: Its streams, if it is staged with others.
+        delta: Its changes otherwise: the caller's stream computes the writes.
+    """
 
     piece: Piece
     share: Share
-    delta: TensorDelta | None
     writes: Sequence[tuple[HolderKey, Write]] = ()
+    streams: PieceStreams | None = None
+    delta: TensorDelta | None = None
+
+
+class _Stage:
+    """One stage of a rank: pieces are read in any thread, and taken in order by one."""
+
+    def __init__(
+        self, share_of: Callable[[str], Share], budget: int, batches: BatchStager | None
+    ) -> None:
+        self._share_of, self._budget, self._batches = share_of, budget, batches
+        self._nbytes = 0
+        self._kept: list[StagedWrite] = []
+        self._deferred: list[Piece] = []
+        self._effects: Effects = defaultdict(Effect)
+        self._waiting: list[PieceStreams] = []
+
+    def read(self, piece: Piece) -> _Read:
+        """Read a piece, and compute its writes if everything is on the host."""
+        share = self._share_of(piece.spec.name)
+        if not share.places:
+            return _Read(piece, share)
+        if self._batches is not None and self._batches.takes(piece):
+            streams = self._batches.read(piece, share.low, share.high)
+            return _Read(piece, share, streams=streams)
+        if share.on_host:
+            return _Read(piece, share, _prepared(piece, share))
+        return _Read(piece, share, delta=piece.read(share.low, share.high))
+
+    def take(self, found: _Read) -> None:
+        """Keep the writes of a piece, or let it wait for others to be staged with."""
+        if found.streams is not None:
+            if sum(one.nbytes for one in self._waiting) + found.streams.nbytes > BATCH:
+                self._stage_waiting()
+            self._waiting.append(found.streams)
+            return
+        placed = found.writes if found.delta is None else _placed(found.share, found.delta)
+        writes = [one for _, one in placed]
+        self._add([found.piece], writes, ((slot, one.patch.effect) for slot, one in placed))
+
+    def result(self) -> RankStaged:
+        """Stage what still waits, and return everything."""
+        self._stage_waiting()
+        return RankStaged(tuple(self._kept), tuple(self._deferred), dict(self._effects))
+
+    def _stage_waiting(self) -> None:
+        ready, self._waiting = self._waiting, []
+        for write, effects in self._batches.stage(ready) if self._batches and ready else ():
+            named = set(write.names)
+            pieces = [one.piece for one in ready if one.piece.spec.name in named]
+            self._add(pieces, (write,), effects.items())
+
+    def _add(
+        self,
+        pieces: Sequence[Piece],
+        writes: Sequence[StagedWrite],
+        effects: Iterable[tuple[HolderKey, Effect]],
+    ) -> None:
+        """Keep the writes of some pieces, or defer the pieces if the budget is spent."""
+        self._nbytes += sum(write.nbytes for write in writes)
+        if self._nbytes <= self._budget:
+            self._kept += writes
+        elif writes:
+            self._deferred += pieces
+        for slot, effect in effects:
+            self._effects[slot] += effect
 
 
 def stage(
-    pieces: Iterator[Piece], share_of: Callable[[str], Share], budget: int, threads: int
+    pieces: Iterator[Piece],
+    share_of: Callable[[str], Share],
+    budget: int,
+    threads: int,
+    batches: BatchStager | None = None,
 ) -> RankStaged:
     """Compute the writes of a plan's pieces on one rank; nothing is written.
 
@@ -106,34 +221,16 @@ def stage(
         budget: Bytes of old and new bits to keep.
         threads: Number of threads that inflate and decode. Weights on a device are read by the
             caller alone, whose stream its kernels run on.
+        batches: Stager of many tensors at once; ``None`` if all weights are on the host.
 
     Raises:
         DeltaChainError: A piece cannot be read, or ``share_of`` refuses its tensor.
     """
-    kept: list[Write] = []
-    deferred: list[Piece] = []
-    effects: Effects = defaultdict(Effect)
-    nbytes = 0
-
-    def read(piece: Piece) -> _Read:
-        share = share_of(piece.spec.name)
-        if not share.places:
-            return _Read(piece, share, None)
-        if share.on_host:
-            return _Read(piece, share, None, _prepared(piece, share))
-        return _Read(piece, share, piece.read(share.low, share.high))
-
+    work = _Stage(share_of, budget, batches)
     with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
-        for found in pool.ordered(read, pieces, ahead=2 * threads):
-            placed = found.writes if found.delta is None else _placed(found.share, found.delta)
-            nbytes += sum(one.patch.own_nbytes for _, one in placed)
-            if nbytes <= budget:
-                kept += [one for _, one in placed]
-            elif placed:
-                deferred.append(found.piece)
-            for slot, one in placed:
-                effects[slot] += one.patch.effect
-    return RankStaged(tuple(kept), tuple(deferred), dict(effects))
+        for found in pool.ordered(work.read, pieces, ahead=2 * threads):
+            work.take(found)
+    return work.result()
 
 
 def _prepared(piece: Piece, share: Share) -> list[tuple[HolderKey, Write]]:

@@ -13,7 +13,6 @@ from deltachain.errors import EngineVersionError
 from deltachain.replica.layout.recorder import live_tensors
 from deltachain.testing.sharding import (
     HIDDEN,
-    VOCAB,
     Full,
     RankModel,
     Sharding,
@@ -177,7 +176,7 @@ class FakeModel:
         live = self.root.get_parameter(f"{layer}.weight").data
         part, kind = self.share.part, layer.rpartition(".")[2]
         if kind in ("embed", "head"):
-            here = w[part * len(live) : min((part + 1) * len(live), VOCAB)]
+            here = w[part * len(live) : min((part + 1) * len(live), len(w))]
             live[: len(here)].copy_(here)
             live[len(here) :].fill_(0)
         elif kind in ("qkv", "gate_up"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from typing_extensions import override
 
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import PartialApplyError, PoisonedError
@@ -117,15 +119,72 @@ class Target(Protocol):
         """Release the target's resources; closing twice is allowed."""
 
 
+class StagedWrite(Protocol):
+    """Staged bits of one tensor or of many, and where they go."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors, at least one."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of its own."""
+
+    @property
+    def can_undo(self) -> bool:
+        """Whether the old bits are kept, or will be."""
+
+    def run(self) -> None:
+        """Write into live bits; after an interruption, ``undo().run()`` restores them."""
+
+    def undo(self) -> StagedWrite:
+        """Return the write that undoes this one.
+
+        Raises:
+            ValueError: The old bits were not kept.
+        """
+
+    def without_old(self) -> StagedWrite:
+        """Return the same write, which cannot be undone; before it is run only."""
+
+
 @dataclass(frozen=True, slots=True)
-class Write:
+class Write(StagedWrite):
     """A patch, and all places to write it to."""
 
     patch: Patch
     places: Sequence[LiveElements]
 
+    @property
+    @override
+    def names(self) -> Sequence[str]:
+        return (self.patch.spec.name,)
 
-def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.patch.own_nbytes
+
+    @property
+    @override
+    def can_undo(self) -> bool:
+        return self.patch.can_undo
+
+    @override
+    def run(self) -> None:
+        for live in self.places:
+            write_patch(live, self.patch)
+
+    @override
+    def undo(self) -> Write:
+        return replace(self, patch=self.patch.undo())
+
+    @override
+    def without_old(self) -> Write:
+        return replace(self, patch=self.patch.without_old())
+
+
+def write_all(writes: Iterable[StagedWrite], version: Version) -> list[StagedWrite]:
     """Write patches into live bits; if one fails, undo all that were begun.
 
     Args:
@@ -140,12 +199,11 @@ def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
         PartialApplyError: A write failed, and the old bits are restored.
         PoisonedError: A write failed, and the undo failed as well.
     """
-    begun: list[Write] = []
+    begun: list[StagedWrite] = []
     try:
         for write in writes:
             begun.append(write)
-            for live in write.places:
-                write_patch(live, write.patch)
+            write.run()
     except BaseException as exc:
         take_back(begun, version, exc)
         if not isinstance(exc, Exception):
@@ -153,18 +211,18 @@ def write_all(writes: Iterable[Write], version: Version) -> list[Write]:
         raise PartialApplyError(
             f"swap to version {version} failed and was taken back: {exc}",
             version=version,
-            tensor=begun[-1].patch.spec.name if begun else "",
+            tensor=begun[-1].names[0] if begun else "",
         ) from exc
     return begun
 
 
-def take_back(begun: Sequence[Write], version: Version, cause: BaseException) -> None:
+def take_back(begun: Sequence[StagedWrite], version: Version, cause: BaseException) -> None:
     """Restore the bits from before some writes, newest first.
 
     Raises:
         PoisonedError: A write could not be undone, or its old bits were not kept.
     """
-    lost = next((w.patch.spec.name for w in reversed(begun) if not w.patch.can_undo), "")
+    lost = next((w.names[0] for w in reversed(begun) if not w.can_undo), "")
     if lost:
         raise PoisonedError(
             f"swap to version {version} failed after {lost!r} was overwritten: {cause}",
@@ -173,8 +231,7 @@ def take_back(begun: Sequence[Write], version: Version, cause: BaseException) ->
         ) from cause
     try:
         for write in reversed(begun):
-            for live in write.places:
-                write_patch(live, write.patch.undo())
+            write.undo().run()
     except BaseException as exc:
         raise PoisonedError(
             f"swap to version {version} failed ({cause}), and so did taking it back: {exc}",

@@ -1,0 +1,222 @@
+"""Staging on a device: streams of many tensors are decoded, routed and proven there at once.
+
+The host reads, verifies and inflates segments, and copies their streams to the device as they are:
+about 1.3 bytes a change. Everything else runs where the weights are, in batches of many tensors.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from deltachain.codec.tensor_reader import TensorReader
+from deltachain.format.digest import digest_key
+from deltachain.kernels import staging
+from deltachain.kernels.device import storage_bits
+from deltachain.kernels.placements import (
+    ChangeBatch,
+    LivePlacement,
+    PlacementTable,
+    StagedChanges,
+    effects,
+)
+from deltachain.kernels.segments import Plane, StreamLayout, TensorStreams, pack
+from deltachain.replica.spool_reader import Piece
+from deltachain.replica.staged import BatchStager, HolderKey, PieceStreams
+from deltachain.replica.windows import Placement
+from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.targets.base import StagedWrite
+from deltachain.types import TensorSpec
+
+_NONE: Final[Plane] = np.empty(0, np.uint8)
+
+ON_DEVICE: Final = frozenset({"step", "overwrite"})
+"""Encodings that are decoded on the device; others are read as a whole tensor, by the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceWrite(StagedWrite):
+    """Changes of many tensors, staged on their device.
+
+    Attributes:
+        changes: Positions, old bits and new bits.
+        tensors: Names of the tensors.
+        back: Whether the write restores the old bits.
+    """
+
+    changes: StagedChanges
+    tensors: tuple[str, ...]
+    back: bool = False
+
+    @property
+    @override
+    def names(self) -> Sequence[str]:
+        return self.tensors
+
+    @property
+    @override
+    def nbytes(self) -> int:
+        return self.changes.nbytes
+
+    @property
+    @override
+    def can_undo(self) -> bool:
+        return True
+
+    @override
+    def run(self) -> None:
+        (staging.undo_ if self.back else staging.write_)(self.changes)
+
+    @override
+    def undo(self) -> DeviceWrite:
+        return replace(self, back=not self.back)
+
+    @override
+    def without_old(self) -> DeviceWrite:
+        return self
+
+
+class DeviceStager(BatchStager):
+    """Stages pieces of tensors whose elements are all in place on one device.
+
+    Args:
+        placements: Placements of each tensor on this rank, each with its holders.
+        specs: Specs of these tensors.
+    """
+
+    def __init__(
+        self,
+        placements: Mapping[str, Sequence[tuple[HolderKey, Placement]]],
+        specs: Mapping[str, TensorSpec],
+    ) -> None:
+        found = {name: places for name, places in placements.items() if places}
+        self._names = tuple(found)
+        self._numbers = {name: number for number, name in enumerate(found)}
+        self._slots = tuple(dict.fromkeys(slot for places in found.values() for slot, _ in places))
+        slots = {slot: number for number, slot in enumerate(self._slots)}
+        self._keys = [digest_key(specs[name]) for name in found]
+        by_width: dict[int, list[LivePlacement]] = defaultdict(list)
+        for name, places in found.items():
+            for slot, place in places:
+                by_width[specs[name].itemsize].append(
+                    LivePlacement(
+                        tensor=self._numbers[name],
+                        offset=place.offset,
+                        dims=tuple(tuple(dim) for dim in place.dims),
+                        storage=storage_bits(place.live),
+                        at=place.at,
+                        slot=slots[slot],
+                    )
+                )
+        self._device = next((p.storage.device for ps in by_width.values() for p in ps), None)
+        self._tables = {
+            width: PlacementTable.build(live, self._keys, live[0].storage.device)
+            for width, live in by_width.items()
+        }
+
+    @override
+    def takes(self, piece: Piece) -> bool:
+        """Return whether a piece is decoded on the device: changes only, in known encodings."""
+        return (
+            piece.spec.name in self._numbers
+            and piece.base is None
+            and not piece.from_nothing
+            and all(part.rows[piece.spec.name].encoding in ON_DEVICE for part in piece.parts)
+        )
+
+    @override
+    def read(self, piece: Piece, low: int, high: int) -> PieceStreams:
+        """Verify and inflate the segments of a piece near the elements ``[low, high)``.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: An object violates FORMAT.md.
+        """
+        number = self._numbers[piece.spec.name]
+        read = (part.reader(piece.spec.name, (low, high)) for part in piece.parts)
+        versions = tuple(_streams(reader, number) for reader in read if reader.segments)
+        return PieceStreams(piece, versions)
+
+    @override
+    def stage(
+        self, pieces: Sequence[PieceStreams]
+    ) -> Iterator[tuple[DeviceWrite, Mapping[HolderKey, Effect]]]:
+        """Stage pieces of different tensors, one write for each element width.
+
+        Raises:
+            MalformedError: The streams of a tensor violate FORMAT.md.
+        """
+        by_width: dict[int, list[PieceStreams]] = defaultdict(list)
+        for one in pieces:
+            if one.versions:
+                by_width[one.piece.spec.itemsize].append(one)
+        for width, group in by_width.items():
+            changes = staging.fold(list(self._decoded(group)))
+            staged = staging.stage(changes, self._tables[width], self._names)
+            names = tuple(dict.fromkeys(one.piece.spec.name for one in group))
+            yield DeviceWrite(staged, names), self._effects(staged)
+
+    def _decoded(self, group: Sequence[PieceStreams]) -> Iterator[ChangeBatch]:
+        """Decode all pieces of one width, one batch for each version and layout, oldest first."""
+        for version in range(max(len(one.versions) for one in group)):
+            layouts: dict[StreamLayout, list[TensorStreams]] = defaultdict(list)
+            for one in group:
+                if version < len(one.versions):
+                    layout, streams = one.versions[version]
+                    layouts[layout].append(streams)
+            for layout, tensors in layouts.items():
+                tensors.sort(key=lambda streams: streams.tensor)
+                batch = pack(layout, tensors, self._allocate)
+                yield staging.decode(batch, staging.upload(batch, self.device))
+
+    @property
+    def tensors(self) -> int:
+        """Number of tensors that can be staged."""
+        return len(self._names)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self._device or torch.device("cpu")
+
+    def _allocate(self, nbytes: int) -> Plane:
+        """Return page-locked memory where weights are on CUDA: it is copied without blocking."""
+        pinned = self.device.type == "cuda"
+        memory: Plane = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
+        return memory
+
+    def _effects(self, staged: StagedChanges) -> Mapping[HolderKey, Effect]:
+        found = zip(self._slots, effects(staged.sums), strict=False)
+        return {
+            slot: Effect(change=one.added - one.removed, nnz=one.nnz)
+            for slot, one in found
+            if one.nnz
+        }
+
+
+def _streams(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:
+    """Inflate the streams of segments, without decoding them."""
+    row, width = reader.row, reader.spec.itemsize
+    absolute = row.encoding != "step"
+    rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in reader.segments]
+    gaps = ("gap8",) if row.gap == 1 else ("gap16.0", "gap16.1")
+    values = "value" if absolute else "wide"
+    sign, bit = (_NONE, 0) if absolute else reader.packed("sign")
+    streams = TensorStreams(
+        tensor=number,
+        numel=reader.spec.numel,
+        segments=np.array(rows, np.int64).reshape(-1, 6),
+        planes=[reader.units(f"{values}.{k}") for k in range(width)],
+        gaps=[reader.units(name) for name in gaps],
+        sign=sign,
+        exception=_NONE if absolute else reader.packed("exception")[0],
+        magnitude=_NONE if absolute else reader.units("magnitude"),
+        bit=bit,
+    )
+    return StreamLayout(width, row.gap, absolute), streams

@@ -1,0 +1,258 @@
+"""Changes of many tensors decoded at once where the weights are: bit for bit as on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from deltachain.codec import Part
+from deltachain.errors import DigestMismatchError, FormatError
+from deltachain.kernels import staging
+from deltachain.kernels.device import INT_DTYPES
+from deltachain.replica.device_staging import DeviceStager, DeviceWrite
+from deltachain.replica.rpc import RankService
+from deltachain.replica.settings import RankSettings
+from deltachain.replica.spool import object_file
+from deltachain.replica.spool_reader import Piece
+from deltachain.replica.staged import RankStaged
+from deltachain.replica.windows import Placement
+from deltachain.subscribe.proof import Effect
+from deltachain.subscribe.targets.patch import prepare
+from deltachain.subscribe.targets.patch import write as write_patch
+from deltachain.testing.sharding import Sharding, full_of
+from deltachain.types import StateDigest
+from tests.format.forge import take_apart
+from tests.format.forgeries import FORGERIES, PARTS, forged
+from tests.gpu.ranks import Bench
+from tests.unit.replica.replicas import SHAPES, Followed
+
+
+class OnDevice(Followed):
+    """As :class:`Followed`, with ranks that decode on the device that holds their weights."""
+
+    def __init__(self, shape: Sharding, folder: Path, **settings: Any) -> None:
+        super().__init__(shape, folder, **settings)
+        for number, model in enumerate(self.engine.models):
+            place = RankSettings(spool=self.spool, decode="device")
+            service = RankService(lambda model=model: model, number, place)  # type: ignore[misc]
+            self.engine.services[number] = service
+
+    def staged(self) -> list[RankStaged]:
+        """What every rank has staged last."""
+        return [list(one.rank.staged.values())[-1] for one in self.engine.services]
+
+
+@pytest.fixture(params=SHAPES)
+def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OnDevice]:
+    made = OnDevice(SHAPES[request.param], tmp_path)
+    yield made
+    made.close()
+
+
+def test_versions_are_followed_folded_and_taken_back(here: OnDevice) -> None:
+    here.publish(1)
+    here.subscriber.update()
+    assert here.holds(1)
+    assert all(any(isinstance(w, DeviceWrite) for w in one.placed) for one in here.staged())
+    here.publish(2, 3, 4)
+    here.subscriber.update()
+    assert here.holds(4)
+    assert any(isinstance(w, DeviceWrite) for w in here.staged()[0].placed)
+    here.subscriber.rollback()
+    assert here.holds(1)
+    here.subscriber.release()
+    here.subscriber._poison()
+    here.anchor()
+    here.publish(5)
+    here.subscriber.update()
+    assert here.holds(5)
+
+
+def test_what_does_not_fit_the_budget_is_read_again(tmp_path: Path) -> None:
+    here = OnDevice(Sharding(tp=2), tmp_path, stage_budget=100)
+    here.publish(1)
+    here.subscriber.update()
+    assert here.holds(1)
+    assert all(one.deferred for one in here.staged())
+    here.close()
+
+
+def test_several_batches_are_one_stage(here: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltachain.replica.staged.BATCH", 100)
+    here.publish(1)
+    here.subscriber.update()
+    assert here.holds(1)
+    assert sum(isinstance(w, DeviceWrite) for w in here.staged()[0].placed) > 1
+
+
+@pytest.mark.parametrize("kind", ["step", "mixed"])
+def test_the_effect_is_that_of_the_host(tmp_path: Path, kind: str) -> None:
+    effects = []
+    for place in ("host", "device"):
+        bench = Bench("cpu", kind, tmp_path / place)
+        bench.rank._decode = place
+        bench.rank._stager = None
+        before = bench.state()
+        effects.append(bench.stage(1))
+        bench.rank.swap(1, 1, back=False)
+        assert bench.model.holds(bench.new)
+        assert bench.state() == before + effects[-1].change
+        bench.rank.swap(1, 0, back=True)
+        assert bench.model.holds(bench.old)
+    assert effects[0] == effects[1]
+
+
+def test_a_write_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = OnDevice(Sharding(tp=2), tmp_path)
+    here.publish(1)
+    staged = here.subscriber.stage()
+    assert staged is not None
+    write, left = staging.write_, [1]
+
+    def half(changes: Any) -> None:
+        if left:
+            left.pop()
+            number, begin, end = changes.runs[0].tolist()
+            live = changes.placements.storages[number]
+            live.index_copy_(0, changes.positions[begin:end], changes.new[begin:end])
+            raise torch.OutOfMemoryError("no room")
+        write(changes)
+
+    monkeypatch.setattr(staging, "write_", half)
+    with pytest.raises(Exception, match="no room"):
+        here.subscriber.swap(staged)
+    assert here.holds(0)
+    here.subscriber.update()
+    assert here.holds(1)
+    here.close()
+
+
+def test_one_byte_and_a_half_a_change_cross_to_the_device(
+    one_percent: OnDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor of one million elements, 1 % of which changes by one bit step."""
+    crossed = []
+    upload = staging.upload
+
+    def counted(batch: Any, device: torch.device) -> Any:
+        crossed.append(batch.buffer.nbytes)
+        return upload(batch, device)
+
+    monkeypatch.setattr(staging, "upload", counted)
+    here = one_percent
+    here.subscriber.update()
+    (staged,) = here.staged()
+    nnz = sum(effect.nnz for effect in staged.effects.values())
+    assert here.holds(1)
+    assert nnz > 10_000
+    assert sum(crossed) <= 1.6 * nnz
+
+
+def test_what_lies_in_the_spool_is_what_came_over_the_wire(one_percent: OnDevice) -> None:
+    here, wire = one_percent, wire_nbytes(one_percent, 1)
+    staged = here.subscriber.stage()
+    assert staged is not None
+    (spool,) = here.spools()
+    written = sum(file.stat().st_size for file in spool.iterdir())
+    assert wire <= written <= 1.1 * wire
+    here.subscriber.swap(staged)
+    assert here.holds(1)
+
+
+@pytest.fixture
+def one_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevice]:
+    """A model with a large embedding, and its next version, in which 1 % of it has changed."""
+    for name in ("VOCAB", "PADDED"):
+        monkeypatch.setattr(f"deltachain.testing.sharding.{name}", 1 << 16)
+    here = OnDevice(Sharding(), tmp_path)
+    here.subscriber.update()
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        bits = here.model.get_parameter("embed.weight").view(-1).view(torch.int16)
+        at = torch.from_numpy(rng.permutation(bits.numel())[: bits.numel() // 100])
+        bits[at] += torch.from_numpy(rng.choice([1, -1], at.numel()).astype(np.int16))
+    here.publisher.publish(step=1)
+    here.publisher.flush()
+    here.truth.append(full_of(here.model))
+    yield here
+    here.close()
+
+
+def wire_nbytes(here: OnDevice, version: int) -> int:
+    """Bytes of the parts of a version."""
+    return sum(part.nbytes for part in here.subscriber.chain.read(version).manifest.edge.parts)
+
+
+def test_a_damaged_frame_is_refused(tmp_path: Path) -> None:
+    bench = Bench("cpu", "step", tmp_path)
+    bench.rank._decode = "device"
+    bench.rank._stager = None
+    file = object_file(bench.spool.folder, 0)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(DigestMismatchError):
+        bench.stage(1)
+    assert bench.rank.staged == {}
+    assert bench.model.holds(bench.old)
+
+
+def outcome(data: bytes, *, on_device: bool) -> tuple[str, object]:
+    """What staging a part on live bits of zeros says: an error, or the new bits and effects."""
+    try:
+        part = Part.from_bytes(data, key="part")
+        found = []
+        for row in part.directory.tensors:
+            live = torch.zeros(row.spec.shape, dtype=INT_DTYPES[row.itemsize])
+            place = Placement(live.view(-1), 0, (1,))
+            piece = Piece(row.spec, (part,))
+            stager = DeviceStager({row.name: [(("0", 0), place)]}, {row.name: row.spec})
+            if on_device and stager.takes(piece):
+                written = list(stager.stage([stager.read(piece, 0, row.spec.numel)]))
+                found += [effect for _, effects in written for effect in effects.values()]
+                for write, _ in written:
+                    write.run()
+            else:
+                patch = prepare(place, piece.read(0, row.spec.numel))
+                found += [patch.effect] if patch.nnz else []
+                write_patch(place, patch)
+            found.append(live.numpy().tobytes())
+    except FormatError as exc:
+        return type(exc).__name__, ""
+    return "sound", [
+        replace(one, written=StateDigest()) if isinstance(one, Effect) else one for one in found
+    ]
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_hostile_part_is_refused_as_on_the_host(name: str) -> None:
+    data = forged(name)
+    assert outcome(data, on_device=True) == outcome(data, on_device=False)
+    assert outcome(data, on_device=True)[0] != "sound"
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_random_streams_are_refused_or_decoded_as_on_the_host(part: str) -> None:
+    """Every digest is right, so that only the content is wrong."""
+    rng = np.random.default_rng(sum(part.encode()))
+    found = set()
+    for _ in range(150):
+        forgery = take_apart(PARTS[part])
+        for _ in range(rng.integers(1, 3)):
+            name = list(forgery.streams)[rng.integers(len(forgery.streams))]
+            data = bytearray(forgery.streams[name])
+            data[rng.integers(len(data))] = rng.choice(
+                [0, 1, 2, 127, 128, 254, 255, rng.integers(256)]
+            )
+            forgery.streams[name] = bytes(data)
+        data = forgery.build()
+        mine = outcome(data, on_device=True)
+        assert mine == outcome(data, on_device=False)
+        found.add(mine[0])
+    assert "sound" in found
