@@ -48,16 +48,27 @@ class TensorReader:
             MalformedError: The padding bits after the last bit are not zero.
         """
         count, at = self.lengths[stream], self.starts[stream]
+        if in_bits(stream):
+            packed, first = self.packed(stream)
+            return np.unpackbits(packed, bitorder="little")[first : first + count]
         name = stream_name(self.row.bucket, stream)
-        if not count:
-            return np.empty(0, np.uint8)
-        if not in_bits(stream):
-            return np.frombuffer(self.streams[name].read(at, at + count), np.uint8)
-        packed = self.streams[name].read(at // 8, (at + count + 7) // 8)
-        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")[at % 8 :]
-        if at + count == self.ends[name] and np.any(bits[count:]):
+        return np.frombuffer(self.streams[name].read(at, at + count) if count else b"", np.uint8)
+
+    def packed(self, stream: str) -> tuple[npt.NDArray[np.uint8], int]:
+        """Return the bytes of the tensor's range of a stream of bits, and the range's first bit.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: The padding bits after the last bit are not zero.
+        """
+        at, end = self.starts[stream], self.starts[stream] + self.lengths[stream]
+        name = stream_name(self.row.bucket, stream)
+        if at == end:
+            return np.frombuffer(b"", np.uint8), 0
+        data = np.frombuffer(self.streams[name].read(at // 8, (end + 7) // 8), np.uint8)
+        if end == self.ends[name] and end % 8 and int(data[-1]) >> end % 8:
             raise MalformedError(f"{self.key}: {name!r} is not filled up with zeros", key=self.key)
-        return bits[:count]
+        return data, at % 8
 
     def planes(self, stream: str, width: int) -> Bits:
         """Join elements of ``width`` bytes from the planes ``stream.0``, ``stream.1``, ...
