@@ -6,20 +6,21 @@ twice as long. numpy asks for large pages itself, but gets them only inside of l
 
 from __future__ import annotations
 
+import sys
 import threading
-import weakref
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-NBYTES: Final = 1 << 26
+NBYTES: Final = 1 << 25
 """Bytes of a piece of memory."""
 
 SMALL: Final = 1 << 16
 """Bytes below which an array has memory of its own, as it has above a quarter of a piece."""
 
 ALIGNMENT: Final = 64
+"""Bytes that the start of an array is a multiple of, within its piece."""
 
 _local = threading.local()
 
@@ -27,18 +28,19 @@ _local = threading.local()
 def empty(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return a ``(count,)`` array with any content.
 
-    It shares a piece of memory with the arrays that this thread asks for next; the piece is
-    released with the last of them.
+    It shares a piece of memory with other arrays that this thread asked for. A piece is released
+    with the last of them; a thread keeps its newest one, and begins it anew once nobody uses it.
     """
     kind = np.dtype(dtype)
     nbytes = count * kind.itemsize
     if not SMALL <= nbytes <= NBYTES // 4:
         return np.empty(count, kind)
-    known, at = getattr(_local, "piece", (lambda: None, 0))
-    piece = known()
+    piece: npt.NDArray[np.uint8] | None = getattr(_local, "piece", None)
+    at: int = getattr(_local, "at", 0)
+    if piece is not None and sys.getrefcount(piece) == 3:  # here, in _local and in the argument
+        at = 0
     if piece is None or at + nbytes > NBYTES:
         piece, at = np.empty(NBYTES, np.uint8), 0
-        known = weakref.ref(piece)
-    _local.piece = known, at + nbytes + -nbytes % ALIGNMENT
+    _local.piece, _local.at = piece, at + nbytes + -nbytes % ALIGNMENT
     found: npt.NDArray[Any] = piece[at : at + nbytes].view(kind)
     return found

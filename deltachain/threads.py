@@ -67,7 +67,12 @@ class Pool:
         return (future.result() for future in futures)
 
     def ordered(
-        self, function: Callable[[_A], _T], items: Iterable[_A], *, ahead: int
+        self,
+        function: Callable[[_A], _T],
+        items: Iterable[_A],
+        *,
+        ahead: int,
+        small: Callable[[_A], bool] = lambda _: False,
     ) -> Iterator[_T]:
         """Yield the results of calls in the order of the items.
 
@@ -75,14 +80,17 @@ class Pool:
             function: Called with each item.
             items: Consumed as results are.
             ahead: Largest number of calls that are begun before their results are consumed.
+            small: Whether the caller's thread makes the call for an item: threads that call short
+                functions wait for the interpreter's lock more than they compute.
         """
-        begun: deque[Future[_T]] = deque()
+        begun: deque[Callable[[], _T]] = deque()
         for item in items:
-            begun.append(self.submit(function, item))
+            mine = partial(function, item)
+            begun.append(mine if small(item) else self.submit(mine).result)
             if len(begun) >= ahead:
-                yield begun.popleft().result()
+                yield begun.popleft()()
         while begun:
-            yield begun.popleft().result()
+            yield begun.popleft()()
 
     def shutdown(self) -> None:
         """Wait for all work and join the threads; may be called again."""

@@ -29,6 +29,7 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.live import WholeTensor
 from deltachain.subscribe.targets.patch import Patch, write
 from deltachain.subscribe.targets.tensors import TensorTarget
+from deltachain.threads import Pool
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 
 TENSORS: Final = 16
@@ -36,6 +37,12 @@ NUMEL: Final = 1 << 22
 """Elements of a tensor."""
 DENSITY: Final = 0.012
 ROUNDS: Final = 20
+THREADS: Final = 2
+"""Threads of the row that stages in several."""
+SMALL: Final = 18_000
+"""Tensors of the model of small ones, as many as a large mixture of experts has."""
+SMALL_NUMEL: Final = 4096
+SMALL_ROUNDS: Final = 4
 AIM: Final = 2.0
 """Limit of the swap's duration, as a multiple of the bare ``index_copy_``."""
 
@@ -43,6 +50,7 @@ BARE: Final = "torch index_copy_, bare"
 SWAP: Final = "swap"
 UNDO: Final = "undo"
 STAGE: Final = "stage: read, verify, decode, gather, digest"
+STAGE_SEVERAL: Final = "stage, a tensor a thread"
 WHOLE: Final = "stage and swap"
 HELD: Final = HeldVersion(chain="", version=1, epoch=0, manifest="", state="")
 
@@ -124,14 +132,22 @@ class Scene:
         for tensor in self.tensors:
             tensor.put(tensor.new)
 
-    def stage(self) -> list[Patch]:
+    def stage(self, threads: int = 1) -> list[Patch]:
         """Stage the part, including the proof.
+
+        Args:
+            threads: Number of threads, each with a tensor at a time.
 
         Raises:
             ArithmeticError: The staged bits have another digest.
         """
         part = Part.from_bytes(self.data)
-        patches = [self.target.prepare(delta) for delta in part]
+        if threads == 1:
+            patches = [self.target.prepare(delta) for delta in part]
+        else:
+            with Pool(threads) as pool:
+                names = [tensor.spec.name for tensor in self.tensors]
+                patches = list(pool.map(lambda name: self.target.prepare(part.read(name)), names))
         if sum((patch.change for patch in patches), StateDigest()) != self.change:
             raise ArithmeticError("the staged bits have another digest")
         return patches
@@ -161,6 +177,7 @@ class ApplyRow:
     """
 
     name: str
+    threads: int
     best_ns: float
     median_ns: float
     gb_per_s: float
@@ -202,27 +219,102 @@ def measure(scene: Scene, rounds: int) -> Timings:
         return round_robin(candidates, rounds)
 
 
-def rows(timings: Timings, scene: Scene) -> list[ApplyRow]:
+def measure_threads(scene: Scene, rounds: int) -> Timings:
+    """Measure staging with one thread and with several, in turn, on as many cores as there are."""
+    several = Candidate(STAGE_SEVERAL, partial(scene.stage, THREADS), scene.put_old)
+    return round_robin([Candidate(STAGE, scene.stage, scene.put_old), several], rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Bytes of memory a changed element.
+
+    Attributes:
+        wire: Bytes of the part.
+        host: Bytes of the part, of its inflated streams, and of the arrays that staging makes
+            (indices, values, old and new bits): each once, however often it is read.
+        device: Bytes of indices and values, which cross to weights on a device.
+    """
+
+    wire: float
+    host: float
+    device: float
+
+
+def count_bytes(scene: Scene) -> Bytes:
+    """Count what staging a scene reads and makes."""
+    part = Part.from_bytes(scene.data)
+    inflated = sum(sum(row.raw) for row in part.directory.streams)
+    deltas = sum(delta.nbytes for delta in part)
+    kept = sum(tensor.old.nbytes + tensor.new.nbytes for tensor in scene.tensors)
+    wire = len(scene.data)
+    host_bytes = wire + inflated + deltas + kept
+    return Bytes(wire=wire / scene.nnz, host=host_bytes / scene.nnz, device=deltas / scene.nnz)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerTensor:
+    """Best microseconds a tensor, in a model of many small ones; one thread."""
+
+    tensors: int
+    numel: int
+    nnz: int
+    stage_us: float
+    swap_us: float
+
+
+def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerTensor:
+    """Check and measure staging and swapping many small tensors, on one core."""
+    scene = Scene.generate(tensors, numel, density)
+    with one_core():
+        patches = scene.check()
+        candidates = [
+            Candidate(STAGE, scene.stage, scene.put_old),
+            Candidate(SWAP, partial(scene.target.write, patches, HELD), scene.put_old),
+        ]
+        timings = round_robin(candidates, rounds)
+    return PerTensor(
+        tensors=tensors,
+        numel=scene.numel,
+        nnz=scene.nnz,
+        stage_us=timings.best(STAGE) / tensors * 1e6,
+        swap_us=timings.best(SWAP) / tensors * 1e6,
+    )
+
+
+def rows(timings: Timings, scene: Scene, threads: int = 1) -> list[ApplyRow]:
     """Compute the figures of every candidate."""
     return [
         ApplyRow(
             name=name,
+            threads=threads,
             best_ns=timings.best(name) / scene.nnz * 1e9,
             median_ns=timings.typical(name) / scene.nnz * 1e9,
             gb_per_s=2 * scene.numel / timings.best(name) / 1e9,
-            times_bare=None if name in (STAGE, WHOLE) else 1 / timings.ratio(name, BARE),
+            times_bare=None
+            if name in (STAGE, STAGE_SEVERAL, WHOLE)
+            else 1 / timings.ratio(name, BARE),
         )
         for name in timings.seconds
     ]
 
 
 def run(
-    *, tensors: int = TENSORS, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS
+    *,
+    tensors: int = TENSORS,
+    numel: int = NUMEL,
+    density: float = DENSITY,
+    rounds: int = ROUNDS,
+    small: int = SMALL,
 ) -> Mapping[str, Any]:
     """Generate, check and measure; return all figures for JSON."""
     say(f"{tensors} tensors of {numel / 1e6:.1f} M elements, {density:.2%} changed")
     scene = Scene.generate(tensors, numel, density)
     found = rows(measure(scene, rounds), scene)
+    several = measure_threads(scene, rounds)
+    found += [row for row in rows(several, scene, THREADS) if row.name == STAGE_SEVERAL]
+    say(f"{small} tensors of {SMALL_NUMEL} elements")
+    per_tensor = measure_small(small, SMALL_NUMEL, density, min(rounds, SMALL_ROUNDS))
     slow = [r.name for r in found if r.name in (SWAP, UNDO) and (r.times_bare or 0) > AIM]
     return {
         "benchmark": "apply",
@@ -232,8 +324,10 @@ def run(
         "nbytes": len(scene.data),
         "encoding": "step",
         "rounds": rounds,
-        "threads": 1,
         "rows": [asdict(row) for row in found],
+        "stage_speedup": several.ratio(STAGE_SEVERAL, STAGE),
+        "bytes_a_change": asdict(count_bytes(scene)),
+        "small": asdict(per_tensor),
         "aim_times_bare": AIM,
         "missed": slow,
         "machine": report.machine(),
@@ -244,17 +338,30 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
     """Run ``deltachain bench apply``; return 0 if a swap takes at most twice the bare writes."""
     result = run()
     title = f"Write {result['nnz'] / 1e6:.2f} M of {result['numel'] / 1e6:.0f} M bf16 elements"
-    columns = ("", "best ns/change", "median", "dense GB/s", "times index_copy_")
+    columns = ("", "threads", "best ns/change", "median", "dense GB/s", "times index_copy_")
     table = report.grid(title, *columns)
     for row in result["rows"]:
         table.add_row(
             row["name"],
+            str(row["threads"]),
             f"{row['best_ns']:.2f}",
             f"{row['median_ns']:.2f}",
             f"{row['gb_per_s']:.1f}",
             "" if row["times_bare"] is None else f"{row['times_bare']:.2f}",
         )
-    report.emit(result, [table], json_output=json_output)
+    memory, small = result["bytes_a_change"], result["small"]
+    counts = report.grid("Memory", "bytes a changed element", "")
+    counts.add_row("on the wire", f"{memory['wire']:.2f}")
+    counts.add_row("on the host, each array once", f"{memory['host']:.2f}")
+    counts.add_row("to weights on a device", f"{memory['device']:.2f}")
+    many = report.grid(
+        "Many small tensors, one thread",
+        f"{small['tensors']} of {SMALL_NUMEL} elements",
+        "us/tensor",
+    )
+    many.add_row("stage", f"{small['stage_us']:.1f}")
+    many.add_row(SWAP, f"{small['swap_us']:.1f}")
+    report.emit(result, [table, counts, many], json_output=json_output)
     if plot is not None:
         costs = {row["name"]: row["best_ns"] for row in result["rows"]}
         report.bars(plot, title, costs, "ns a changed element, one core")

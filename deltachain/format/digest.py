@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from blake3 import blake3
@@ -20,6 +21,7 @@ def object_digest(data: bytes | bytearray | memoryview) -> str:
     return blake3(data, max_threads=blake3.AUTO if len(data) > 1 << 20 else 1).hexdigest()
 
 
+@lru_cache(maxsize=1 << 16)
 def digest_key(spec: TensorSpec) -> DigestKey:
     """Derive the two lane keys of a tensor from its name, wire dtype and shape."""
     shape = ",".join(map(str, spec.shape))

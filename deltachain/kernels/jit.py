@@ -8,22 +8,43 @@ which prevents vectorisation.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Any, Final
 
-import numba
 import numpy as np
 import numpy.typing as npt
-from numba.core import caching
-from typing_extensions import override
 
-from deltachain.kernels.reference import MIX_A, MIX_B, PHI, Changes, SplitSteps
-from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
+from deltachain.kernels.compiling import compiled, inlined
+from deltachain.kernels.reading import (
+    decode_gaps,
+    decode_steps,
+    digest,
+    digest_at,
+    exchange_,
+    gather,
+    join_planes,
+    join_steps,
+    scatter_,
+)
+from deltachain.kernels.reference import Changes, SplitSteps
+from deltachain.types import BITS_DTYPES, Bits, Indices
 
-logger = logging.getLogger(__name__)
-
-_F = TypeVar("_F", bound=Callable[..., Any])
+__all__ = [
+    "cast_bf16",
+    "cast_diff_",
+    "decode_gaps",
+    "decode_steps",
+    "diff_",
+    "digest",
+    "digest_at",
+    "encode_gaps",
+    "exchange_",
+    "gather",
+    "join_planes",
+    "join_steps",
+    "scatter_",
+    "split_steps",
+]
 
 NAME: Final = "numba"
 BLOCK: Final = 512
@@ -31,60 +52,11 @@ BLOCK: Final = 512
 at 1.2 % density, 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
 
 _U = np.uint64
-_PHI, _MIX_A, _MIX_B = _U(PHI), _U(MIX_A), _U(MIX_B)
 _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 """Multiplier: ``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the byte's number."""
 
 
-_FunctionCache: Final[Any] = caching.FunctionCache  # also untyped
-_njit: Final[Any] = numba.njit  # untyped up to numba 0.67, too narrow since
-
-
-class _Cache(_FunctionCache):  # type: ignore[misc]  # see there
-    """Cache of compiled kernels on disk; without one, every process compiles them anew."""
-
-    @override
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            super().save_overload(sig, data)
-        except OSError as exc:
-            _warn(exc)
-
-    @override
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except OSError as exc:
-            _warn(exc)
-            return None
-
-
-def _warn(cause: Exception) -> None:
-    if not _warned:
-        _warned.append(True)
-        logger.warning("compiled kernels are not kept, each process compiles them anew: %s", cause)
-
-
-_warned: Final[list[bool]] = []
-
-
-def _jit(function: _F) -> _F:
-    compiled: Any = _njit(nogil=True)(function)
-    try:
-        compiled._cache = _Cache(function)  # as in numba's enable_caching
-    except (OSError, RuntimeError) as exc:  # no writable folder
-        _warn(exc)
-    kernel: _F = compiled
-    return kernel
-
-
-def _inlined(function: _F) -> _F:
-    """Inline a function that runs once a block: array arguments cost a sixth of the diff."""
-    compiled: _F = _njit(inline="always")(function)
-    return compiled
-
-
-@_inlined
+@inlined
 def _emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: int) -> int:  # noqa: ANN401
     """Compare one block, copy changes to the snapshot, and append them to ``out``."""
     indices, old, new = out
@@ -109,7 +81,7 @@ def _emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: i
     return count
 
 
-@_jit
+@compiled
 def _emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:  # noqa: ANN401
     """Run :func:`_emit` on the last, incomplete block."""
     indices, old, new = out
@@ -123,7 +95,7 @@ def _emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> in
     return count
 
 
-@_jit
+@compiled
 def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
     """Diff from ``start`` while ``out`` has room for a block; return the end and the count."""
     mask = np.empty(BLOCK, np.uint8)
@@ -139,7 +111,7 @@ def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
     return at, count
 
 
-@_jit
+@compiled
 def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
     """Cast one block of fp32 bits to bf16 bits: round to nearest even, NaN stays quiet NaN."""
     for i in range(master.shape[0]):
@@ -149,7 +121,7 @@ def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
         out[i] = np.uint16(((b >> np.uint32(16)) | np.uint32(0x40)) if is_nan else r)
 
 
-@_jit
+@compiled
 def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
     """Run :func:`_diff` on fp32 bits, cast a block at a time, without a full bf16 copy."""
     mask = np.empty(BLOCK, np.uint8)
@@ -204,48 +176,7 @@ def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
     return out
 
 
-@_jit
-def _mix(x: Any) -> Any:  # noqa: ANN401
-    x *= _MIX_A
-    x ^= x >> _U(32)
-    x *= _MIX_B
-    return x ^ (x >> _U(29))
-
-
-@_jit
-def _digest(key0: Any, key1: Any, bits: Any, start: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    lane0, lane1 = _U(0), _U(0)
-    position = start * _PHI
-    for i in range(bits.shape[0]):
-        p = position + _U(i) * _PHI
-        lane0 += _mix((key0 + p) ^ _U(bits[i]))
-        lane1 += _mix((key1 + p) ^ _U(bits[i]))
-    return lane0, lane1
-
-
-@_jit
-def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]:  # noqa: ANN401
-    lane0, lane1 = _U(0), _U(0)
-    for i in range(bits.shape[0]):
-        p = _U(indices[i]) * _PHI
-        lane0 += _mix((key0 + p) ^ _U(bits[i]))
-        lane1 += _mix((key1 + p) ^ _U(bits[i]))
-    return lane0, lane1
-
-
-def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
-    """Compute the state digest of ``(n,)`` consecutive elements, the first at index ``start``."""
-    lane0, lane1 = _digest(_U(key[0]), _U(key[1]), bits, _U(start))
-    return StateDigest(int(lane0), int(lane1))
-
-
-def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
-    """Compute the state digest of ``(nnz,)`` elements at flat indices."""
-    lane0, lane1 = _digest_at(_U(key[0]), _U(key[1]), indices, bits)
-    return StateDigest(int(lane0), int(lane1))
-
-
-@_jit
+@compiled
 def _count_gaps(offsets: Any, limit: int) -> int:  # noqa: ANN401
     count: int = offsets.shape[0]
     previous = -1
@@ -255,7 +186,7 @@ def _count_gaps(offsets: Any, limit: int) -> int:  # noqa: ANN401
     return count
 
 
-@_jit
+@compiled
 def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:  # noqa: ANN401
     at, previous = 0, -1
     for i in range(offsets.shape[0]):
@@ -277,27 +208,7 @@ def encode_gaps(offsets: Indices, width: int) -> Bits:
     return out
 
 
-@_jit
-def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:  # noqa: ANN401
-    count = 0
-    at = np.int64(-1)
-    for i in range(gaps.shape[0]):
-        gap = np.int64(gaps[i])
-        names_one = gap != limit
-        at += gap + names_one
-        out[count] = at
-        count += names_one
-    return count
-
-
-def decode_gaps(gaps: Bits) -> Indices:
-    """Decode gaps to the ``(nnz,)`` int64 offsets of the changes."""
-    out = np.empty(gaps.size + 1, np.int64)
-    count = _decode_gaps(gaps, np.iinfo(gaps.dtype).max, out)
-    return out[:count]
-
-
-@_jit
+@compiled
 def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:  # noqa: ANN401
     negative, exception, magnitude, wide = out
     exceptions, wides = 0, 0
@@ -324,82 +235,3 @@ def split_steps(steps: Bits) -> SplitSteps:
     top = _U(1 << (8 * steps.itemsize - 1))
     exceptions, wides = _split(steps, top, (negative, exception, magnitude, wide))
     return SplitSteps(negative, exception, magnitude[:exceptions], wide[:wides])
-
-
-@_jit
-def _join(negative: Any, exception: Any, magnitude: Any, wide: Any, out: Any) -> None:  # noqa: ANN401
-    e, w = 0, 0
-    for i in range(out.shape[0]):
-        size = _U(1)
-        if exception[i]:
-            size = _U(magnitude[e])
-            e += 1
-            if size == _U(255):
-                out[i] = wide[w]
-                w += 1
-                continue
-        out[i] = (~size + _U(1)) if negative[i] else size
-
-
-def join_steps(split: SplitSteps) -> Bits:
-    """Join steps split by :func:`split_steps`."""
-    out = np.empty(split.negative.size, split.wide.dtype)
-    _join(*split, out)
-    return out
-
-
-@_jit
-def _join2(low: Any, high: Any, out: Any) -> None:  # noqa: ANN401
-    for i in range(out.shape[0]):
-        out[i] = np.uint16(low[i]) | (np.uint16(high[i]) << np.uint16(8))
-
-
-@_jit
-def _join4(planes: Any, out: Any) -> None:  # noqa: ANN401
-    a, b, c, d = planes
-    for i in range(out.shape[0]):
-        low = np.uint32(a[i]) | (np.uint32(b[i]) << np.uint32(8))
-        out[i] = low | (np.uint32(c[i]) << np.uint32(16)) | (np.uint32(d[i]) << np.uint32(24))
-
-
-def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
-    """Join ``(n,)`` byte planes, lowest byte first, into the ``(n,)`` elements of ``out``."""
-    if out.itemsize == 2:
-        _join2(planes[0], planes[1], out)
-    elif out.itemsize == 4:
-        _join4(tuple(planes), out)
-    else:
-        for k, plane in enumerate(planes):
-            out.view(np.uint8)[k :: out.itemsize] = plane
-
-
-@_jit
-def _gather(weights: Any, indices: Any, out: Any) -> None:  # noqa: ANN401
-    for i in range(indices.shape[0]):
-        out[i] = weights[indices[i]]
-
-
-def gather(weights: Bits, indices: Indices) -> Bits:
-    """Return the bits at ``(nnz,)`` indices."""
-    out = np.empty(indices.size, weights.dtype)
-    _gather(weights, indices, out)
-    return out
-
-
-@_jit
-def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
-    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``."""
-    first, last = min(done[0], end), max(done[0], end)
-    mine, yours = one[first:last], other[first:last]
-    for i in range(mine.shape[0]):
-        bits = mine[i]
-        mine[i] = yours[i]
-        yours[i] = bits
-    done[0] = end
-
-
-@_jit
-def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
-    """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices."""
-    for i in range(indices.shape[0]):
-        weights[indices[i]] = bits[i]

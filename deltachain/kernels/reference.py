@@ -19,6 +19,9 @@ PHI: Final = 0x9E3779B97F4A7C15
 MIX_A: Final = 0xD6E8FEB86659FD93
 MIX_B: Final = 0xA0761D6478BD642F
 """Odd multipliers of the finaliser."""
+LEAVES: Final = "gaps leave the segment"
+CANONICAL: Final = "steps are not canonical"
+"""What is wrong with streams that are refused."""
 CHUNK: Final = 1 << 16
 """Elements hashed at a time, so that temporaries stay in cache."""
 
@@ -43,6 +46,28 @@ class SplitSteps(NamedTuple):
 
     negative: npt.NDArray[np.bool_]
     exception: npt.NDArray[np.bool_]
+    magnitude: npt.NDArray[np.uint8]
+    wide: Bits
+
+
+class StepStreams(NamedTuple):
+    """Streams of one tensor in the encoding ``step`` (FORMAT.md 4); contents are untrusted.
+
+    Attributes:
+        gaps: Gap entries, uint8 or uint16.
+        sign: Bytes with the sign bits.
+        sign_at: Number of the first sign bit of the tensor in them.
+        exception: Bytes with the exception bits.
+        exception_at: Number of the first exception bit of the tensor in them.
+        magnitude: Magnitudes of the exceptions, uint8.
+        wide: Wide steps, bits of the tensor's width.
+    """
+
+    gaps: Bits
+    sign: npt.NDArray[np.uint8]
+    sign_at: int
+    exception: npt.NDArray[np.uint8]
+    exception_at: int
     magnitude: npt.NDArray[np.uint8]
     wide: Bits
 
@@ -150,6 +175,63 @@ def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
     out[:] = 0
     for k, plane in enumerate(planes):
         out |= plane.astype(out.dtype) << out.dtype.type(8 * k)
+
+
+def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple[Indices, Bits]:
+    """Decode the segments of one tensor in the encoding ``step``.
+
+    Args:
+        segments: ``(n, 6)``: start, length, nnz, gaps, exceptions and wide of each segment.
+        streams: Their streams, of the lengths that the segments say; contents are untrusted.
+
+    Returns:
+        ``(nnz,)`` flat int64 indices, strictly increasing inside the segments, and ``(nnz,)``
+        wrapping steps, none of them zero.
+
+    Raises:
+        ValueError: The streams break a rule of FORMAT.md 4.
+    """
+    found = [np.empty(0, np.int64)], [streams.wide[:0]]
+    g = n = e = w = 0
+    for start, length, nnz, gaps, exceptions, wide in segments.tolist():
+        mine = streams.gaps[g : g + gaps]
+        offsets = decode_gaps(mine)
+        if offsets.size != nnz or offsets[-1] >= length or mine[-1] == np.iinfo(mine.dtype).max:
+            raise ValueError(LEAVES)
+        split = SplitSteps(
+            _bits(streams.sign, streams.sign_at + n, nnz),
+            _bits(streams.exception, streams.exception_at + n, nnz),
+            streams.magnitude[e : e + exceptions],
+            streams.wide[w : w + wide],
+        )
+        if not _is_canonical(split):
+            raise ValueError(CANONICAL)
+        found[0].append(offsets + start)
+        found[1].append(join_steps(split))
+        g, n, e, w = g + gaps, n + nnz, e + exceptions, w + wide
+    return np.concatenate(found[0]), np.concatenate(found[1])
+
+
+def _bits(packed: npt.NDArray[np.uint8], first: int, count: int) -> npt.NDArray[np.bool_]:
+    """Unpack ``count`` bits from bit ``first`` on, the lowest of a byte first."""
+    data = packed[first // 8 : (first + count + 7) // 8]
+    bits = np.unpackbits(data, bitorder="little")[first % 8 :][:count]
+    return bits.astype(np.bool_)
+
+
+def _is_canonical(split: SplitSteps) -> bool:
+    """Return whether the counts of steps are right, and their form is canonical."""
+    escaped = split.magnitude == 255
+    counts = int(np.count_nonzero(split.exception)), int(np.count_nonzero(escaped))
+    if counts != (split.magnitude.size, split.wide.size) or bool(np.any(split.magnitude < 2)):
+        return False
+    negative = split.negative[split.exception]
+    if split.wide.itemsize == 1:  # larger magnitudes belong to the other sign
+        return not bool(np.any(split.magnitude > negative + np.uint8(127)))
+    again = split_steps(split.wide)
+    if again.magnitude.size != split.wide.size or bool(np.any(again.magnitude != 255)):
+        return False
+    return np.array_equal(again.negative, negative[escaped])
 
 
 def gather(weights: Bits, indices: Indices) -> Bits:

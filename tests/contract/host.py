@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from deltachain.types import Bits, Indices
+from deltachain.kernels import reference
+from deltachain.kernels.reference import StepStreams
+from deltachain.types import BITS_DTYPES, Bits, Indices
 from tests.contract.kernels import pairs
 
 
@@ -15,6 +17,8 @@ class HostArm(Protocol):
     """Kernels in numpy or numba that decode parts and write into host memory."""
 
     def join_planes(self, planes: Sequence[Any], out: Bits) -> None: ...
+
+    def decode_steps(self, segments: Any, streams: StepStreams) -> tuple[Indices, Bits]: ...
 
     def exchange_(self, one: Bits, other: Bits, done: Indices, end: int) -> None: ...
 
@@ -41,4 +45,80 @@ def check_exchange(arm: HostArm) -> None:
                 np.testing.assert_array_equal(found[end:], rest[end:])
 
 
-HOST_CHECKS: tuple[Callable[[HostArm], None], ...] = (check_planes, check_exchange)
+def check_decode(arm: HostArm) -> None:
+    """Every width, both gaps, streams that begin inside of a byte; edges of steps and of gaps."""
+    for segments, streams, indices, steps in _coded():
+        found = arm.decode_steps(segments, streams)
+        for one, other in zip(found, (indices, steps), strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, other)
+
+
+def check_hostile_decode(arm: HostArm) -> None:
+    """Changed streams are refused, or decoded, exactly as by the reference."""
+    rng = np.random.default_rng(11)
+    refused = 0
+    for segments, streams, _, _ in _coded():
+        for _ in range(40):
+            name = str(rng.choice(["gaps", "sign", "exception", "magnitude", "wide"]))
+            data = getattr(streams, name).copy()
+            if not data.size:
+                continue
+            edges = [0, 1, 2, 127, 128, 129, 254, 255, -1, -2, -254, -255, 1 << 15, 1 << 31]
+            value = int(rng.choice(edges)) % (1 << 8 * data.itemsize)
+            data[rng.integers(data.size)] = value
+            changed = streams._replace(**{name: data if name == "wide" else _frozen(data)})
+            expected = _outcome(reference, segments, changed)
+            assert _outcome(arm, segments, changed) == expected
+            refused += isinstance(expected, str)
+    assert refused > 100
+
+
+def _outcome(arm: Any, segments: Any, streams: StepStreams) -> object:
+    try:
+        return [array.tobytes() for array in arm.decode_steps(segments, streams)]
+    except ValueError as exc:
+        return str(exc)
+
+
+def _coded() -> Iterator[tuple[Any, StepStreams, Indices, Bits]]:
+    """Segments and streams of random steps, and what they decode to."""
+    rng = np.random.default_rng(10)
+    for width, dtype in BITS_DTYPES.items():
+        top = 1 << (8 * width - 1)
+        edges = [1, 2 * top - 1, 2, 254 % (2 * top), 255, top, top - 1, top + 1]
+        for gap, count, first in ((1, 1, 0), (1, 60, 3), (2, 3, 7), (1, 3000, 5)):
+            rows, pieces, indices, values = [], [], [], []
+            for start in (0, 3000, 1 << 33):
+                offsets = np.sort(rng.choice(3000, count, replace=False))
+                steps = rng.choice(np.array(edges, dtype), count)
+                split, gaps = reference.split_steps(steps), reference.encode_gaps(offsets, gap)
+                counts = gaps.size, split.magnitude.size, split.wide.size
+                rows.append((start, 3000, count, *counts))
+                pieces.append((gaps, *split))
+                indices.append(offsets + start)
+                values.append(steps)
+            gaps, negative, exception, magnitude, wide = map(
+                np.concatenate, zip(*pieces, strict=True)
+            )
+            sign, flags = (
+                _frozen(np.packbits(np.append(np.ones(first, np.bool_), bits), bitorder="little"))
+                for bits in (negative, exception)
+            )
+            streams = StepStreams(
+                _frozen(gaps), sign, first, flags, first, _frozen(magnitude), wide
+            )
+            yield np.array(rows), streams, np.concatenate(indices), np.concatenate(values)
+
+
+def _frozen(array: Any) -> Any:
+    """A read-only copy, as frames are."""
+    return np.frombuffer(array.tobytes(), array.dtype)
+
+
+HOST_CHECKS: tuple[Callable[[HostArm], None], ...] = (
+    check_planes,
+    check_exchange,
+    check_decode,
+    check_hostile_decode,
+)

@@ -16,7 +16,9 @@ from typing import Final
 import atheris
 
 # What is not instrumented gives the fuzzer no direction; numba cannot compile what is.
-with atheris.instrument_imports(include=["deltachain"], exclude=["deltachain.kernels.jit"]):
+with atheris.instrument_imports(
+    include=["deltachain"], exclude=["deltachain.kernels.jit", "deltachain.kernels.reading"]
+):
     from tests.fuzz.mutate import MUTATORS
     from tests.fuzz.seeds import seeds
     from tests.fuzz.targets import TARGETS, Target, must

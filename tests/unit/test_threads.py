@@ -136,3 +136,27 @@ def test_a_fleet_without_threads_says_so_and_tells_all_once_there_are_some(tmp_p
         assert fleet.announce(1).enough
         fleet.close()
         fleet.close()
+
+
+def test_results_come_in_order_and_only_a_few_calls_are_ahead() -> None:
+    began: list[int] = []
+    caller = threading.get_ident()
+
+    def work(number: int) -> tuple[int, bool]:
+        began.append(number)
+        return number, threading.get_ident() == caller
+
+    with Pool(2) as pool:
+        results = pool.ordered(work, range(9), ahead=3, small=lambda number: number % 2 == 0)
+        for expected in range(9):
+            assert next(results) == (expected, expected % 2 == 0)
+            assert max(began) <= expected + 3
+        assert next(results, None) is None
+
+
+def test_an_ordered_call_that_fails_raises_in_its_turn() -> None:
+    with Pool(2) as pool:
+        results = pool.ordered(lambda number: 1 // number, [1, 0, 1], ahead=2)
+        assert next(results) == 1
+        with pytest.raises(ZeroDivisionError):
+            next(results)

@@ -40,12 +40,14 @@ class Encoding(ABC):
             elements minus that of the old; otherwise that of the new elements alone.
         absolute: Whether it stores new bits, so that a reader needs no base; otherwise steps.
         own_arrays: Whether a tensor has arrays of its own, and no segments.
+        checked: Whether :meth:`decode` itself checks all that :meth:`TensorDelta.validate` does.
     """
 
     name: ClassVar[str]
     sparse: ClassVar[bool]
     absolute: ClassVar[bool] = True
     own_arrays: ClassVar[bool] = False
+    checked: ClassVar[bool] = False
 
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         """Estimate the size of a tensor's changes before compression, in bytes.
@@ -92,7 +94,8 @@ class Encoding(ABC):
         """Decode the changes of one tensor.
 
         Lengths of streams and arrays are already checked; their values are untrusted. The caller
-        calls :meth:`TensorDelta.validate` on the result.
+        calls :meth:`TensorDelta.validate` on the result, and may write into arrays of it that are
+        writable.
 
         Raises:
             MalformedError: The streams contradict the row, or are not in canonical form.

@@ -114,8 +114,13 @@ def _put_gaps(offsets: Indices, width: int, out: BucketWriter) -> int:
     return int(gaps.size)
 
 
+def read_gaps(tensor: TensorReader) -> Bits:
+    """Return the gap entries of the segments, uint8 or uint16."""
+    return tensor.units("gap8") if tensor.row.gap == 1 else tensor.planes("gap16", 2)
+
+
 def _read_indices(tensor: TensorReader) -> Indices:
-    gaps = tensor.units("gap8") if tensor.row.gap == 1 else tensor.planes("gap16", 2)
+    gaps = read_gaps(tensor)
     out = np.empty(sum(s.nnz for s in tensor.segments), np.int64)
     at, filled = 0, 0
     for segment in tensor.segments:

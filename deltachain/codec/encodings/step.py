@@ -11,10 +11,11 @@ from typing_extensions import override
 
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import Segment, TensorRow
-from deltachain.codec.encodings.sparse import SparseEncoding
+from deltachain.codec.encodings.sparse import SparseEncoding, read_gaps
 from deltachain.codec.tensor_reader import TensorReader
+from deltachain.delta import TensorDelta
 from deltachain.kernels import host
-from deltachain.kernels.reference import Changes, SplitSteps
+from deltachain.kernels.reference import Changes, StepStreams
 from deltachain.types import Bits, TensorSpec
 
 
@@ -29,6 +30,7 @@ class StepEncoding(SparseEncoding):
     name: ClassVar[str] = "step"
     absolute: ClassVar[bool] = False
     has_exceptions: ClassVar[bool] = True
+    checked: ClassVar[bool] = True
 
     @override
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
@@ -58,42 +60,22 @@ class StepEncoding(SparseEncoding):
         return split.magnitude.size, split.wide.size
 
     @override
-    def read_values(self, tensor: TensorReader) -> Bits:
-        split = SplitSteps(
-            negative=tensor.units("sign").astype(np.bool_),
-            exception=tensor.units("exception").astype(np.bool_),
+    def decode(self, tensor: TensorReader) -> TensorDelta:
+        sign, exception = tensor.packed("sign"), tensor.packed("exception")
+        streams = StepStreams(
+            read_gaps(tensor),
+            *sign,
+            *exception,
             magnitude=tensor.units("magnitude"),
             wide=tensor.planes("wide", tensor.spec.itemsize),
         )
-        if not _add_up(split, tensor.segments) or not _is_canonical(split):
-            raise tensor.malformed("steps are not canonical")
-        return host.join_steps(split)
+        rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in tensor.segments]
+        try:
+            indices, steps = host.decode_steps(np.array(rows, np.int64).reshape(-1, 6), streams)
+        except ValueError as exc:
+            raise tensor.malformed(str(exc)) from exc
+        return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
 
-
-def _add_up(split: SplitSteps, segments: tuple[Segment, ...]) -> bool:
-    """Return whether the counts of exceptions and wide steps of each segment are right."""
-    escaped = split.magnitude == 255
-    at = short = 0
-    for s in segments:
-        exceptions = int(np.count_nonzero(split.exception[at : at + s.nnz]))
-        wide = int(np.count_nonzero(escaped[short : short + s.exceptions]))
-        if (exceptions, wide) != (s.exceptions, s.wide):
-            return False
-        at, short = at + s.nnz, short + s.exceptions
-    return True
-
-
-def _is_canonical(split: SplitSteps) -> bool:
-    """Return whether steps are in canonical form."""
-    escaped = split.magnitude == 255
-    if bool(np.any(split.magnitude < 2)):
-        return False
-    if not split.wide.size and split.wide.itemsize > 1:
-        return True
-    negative = split.negative[split.exception]
-    if split.wide.itemsize == 1:  # larger magnitudes belong to the other sign
-        return not bool(np.any(split.magnitude > negative + np.uint8(127)))
-    again = host.split_steps(split.wide)
-    if again.magnitude.size != split.wide.size or bool(np.any(again.magnitude != 255)):
-        return False
-    return np.array_equal(again.negative, negative[escaped])
+    @override
+    def read_values(self, tensor: TensorReader) -> Bits:
+        return self.decode(tensor).values

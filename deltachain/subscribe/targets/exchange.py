@@ -50,6 +50,12 @@ class Exchange:
         self._staged: Any = staged
         self._done = np.zeros(1, np.int64)  # elements exchanged, unless a block is open
         self._block: _Block | None = None
+        if self._is_compiled():  # before the pause, if it was not yet
+            none: Any = staged[:0]
+            host.exchange_(none, none, self._done, 0)
+
+    def _is_compiled(self) -> bool:
+        return isinstance(self._staged, np.ndarray) and str(host.NAME) == "numba"
 
     @property
     def staged(self) -> LiveBits:
@@ -66,7 +72,7 @@ class Exchange:
         """
         bits: Any = live
         end = 0 if back else len(self._staged)
-        if isinstance(bits, np.ndarray) and str(host.NAME) == "numba":
+        if self._is_compiled():
             host.exchange_(bits, self._staged, self._done, end)
             return
         while self._block is not None or self._done[0] != end:

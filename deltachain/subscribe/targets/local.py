@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Final, TypeVar
 
 from typing_extensions import override
 
@@ -17,7 +18,12 @@ from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.patch import Patch
 from deltachain.threads import Pool, cores
-from deltachain.types import StateDigest
+from deltachain.types import StateDigest, TensorSpec
+
+_T = TypeVar("_T")
+
+SMALL: Final = 1 << 18
+"""Elements below which the calling thread stages a tensor itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,7 @@ class PatchedTarget(Target, ABC):
         nbytes = 0
         one = partial(self._stage_one, fetched, base_too=base is not None)
         with Pool(cores(), "deltachain-stage") as pool:
-            for patch in pool.ordered(one, fetched.names, ahead=2 * cores()):
+            for patch in self.ordered(pool, one, fetched.specs, fetched.names):
                 nbytes += patch.nbytes
                 if nbytes <= budget:
                     patches.append(patch)
@@ -117,6 +123,28 @@ class PatchedTarget(Target, ABC):
         if fetched.from_nothing and not delta.is_dense:  # before space for the rest is taken
             raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
         return self.prepare(delta, base_too=base_too)
+
+    @staticmethod
+    def ordered(
+        pool: Pool,
+        function: Callable[[str], _T],
+        specs: Mapping[str, TensorSpec],
+        names: Iterable[str] | None = None,
+    ) -> Iterator[_T]:
+        """Call a function for tensors, large ones in threads; yield the results in order.
+
+        Args:
+            pool: The threads.
+            function: Called with the name of each tensor.
+            specs: Specs of tensors.
+            names: Names of the tensors; all of ``specs`` if ``None``.
+        """
+        return pool.ordered(
+            function,
+            specs if names is None else names,
+            ahead=2 * cores(),
+            small=lambda name: specs[name].numel < SMALL,
+        )
 
     @override
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:

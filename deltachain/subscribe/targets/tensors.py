@@ -81,8 +81,7 @@ class TensorTarget(PatchedTarget):
     def state(self) -> StateDigest | None:
         self._has_moved()
         with Pool(cores()) as pool:
-            states = pool.ordered(self._state_of, self._live, ahead=2 * cores())
-            return sum_states(states)
+            return sum_states(self.ordered(pool, self._state_of, self._specs))
 
     def _state_of(self, name: str) -> StateDigest | None:
         """Return the state digest of one tensor; ``None`` if tied weights are not equal."""

@@ -42,11 +42,24 @@ def test_rows_compare_writes_with_bare_ones(scene: Scene) -> None:
     assert all(0 < row.best_ns <= row.median_ns for row in found.values())
 
 
+def test_threads_stage_the_same(scene: Scene) -> None:
+    for one, other in zip(scene.stage(), scene.stage(threads=2), strict=True):
+        assert one.spec == other.spec
+        assert np.array_equal(np.asarray(one.new), np.asarray(other.new))
+
+
+def test_bytes_are_those_of_the_part_its_streams_and_the_arrays(scene: Scene) -> None:
+    counted = apply.count_bytes(scene)
+    assert counted.wire == len(scene.data) / scene.nnz
+    assert counted.device == 8 + 2
+    assert counted.host > counted.wire + counted.device + 2 + 2
+
+
 def test_main_writes_one_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    result = {**apply.run(tensors=1, numel=1 << 12, rounds=1), "missed": []}
+    result = {**apply.run(tensors=1, numel=1 << 12, rounds=1, small=3), "missed": []}
     monkeypatch.setattr(apply, "run", lambda: result)
     assert apply.main(json_output=True, plot=tmp_path / "costs.svg") == 0
     out = capsys.readouterr().out

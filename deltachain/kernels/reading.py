@@ -1,0 +1,252 @@
+"""Compiled kernels of a reader: they decode, digest, and write into weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain import slab
+from deltachain.kernels.compiling import compiled
+from deltachain.kernels.reference import (
+    CANONICAL,
+    LEAVES,
+    MIX_A,
+    MIX_B,
+    PHI,
+    SplitSteps,
+    StepStreams,
+)
+from deltachain.types import Bits, Indices, StateDigest
+
+_U = np.uint64
+_PHI, _MIX_A, _MIX_B = _U(PHI), _U(MIX_A), _U(MIX_B)
+
+
+@compiled
+def _mix(x: Any) -> Any:  # noqa: ANN401
+    x *= _MIX_A
+    x ^= x >> _U(32)
+    x *= _MIX_B
+    return x ^ (x >> _U(29))
+
+
+@compiled
+def _digest(key0: Any, key1: Any, bits: Any, start: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    lane0, lane1 = _U(0), _U(0)
+    position = start * _PHI
+    for i in range(bits.shape[0]):
+        p = position + _U(i) * _PHI
+        lane0 += _mix((key0 + p) ^ _U(bits[i]))
+        lane1 += _mix((key1 + p) ^ _U(bits[i]))
+    return lane0, lane1
+
+
+@compiled
+def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]:  # noqa: ANN401
+    lane0, lane1 = _U(0), _U(0)
+    for i in range(bits.shape[0]):
+        p = _U(indices[i]) * _PHI
+        lane0 += _mix((key0 + p) ^ _U(bits[i]))
+        lane1 += _mix((key1 + p) ^ _U(bits[i]))
+    return lane0, lane1
+
+
+def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
+    """Compute the state digest of ``(n,)`` consecutive elements, the first at index ``start``."""
+    lane0, lane1 = _digest(_U(key[0]), _U(key[1]), bits, _U(start))
+    return StateDigest(int(lane0), int(lane1))
+
+
+def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
+    """Compute the state digest of ``(nnz,)`` elements at flat indices."""
+    lane0, lane1 = _digest_at(_U(key[0]), _U(key[1]), indices, bits)
+    return StateDigest(int(lane0), int(lane1))
+
+
+@compiled
+def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:  # noqa: ANN401
+    count = 0
+    at = np.int64(-1)
+    for i in range(gaps.shape[0]):
+        gap = np.int64(gaps[i])
+        names_one = gap != limit
+        at += gap + names_one
+        out[count] = at
+        count += names_one
+    return count
+
+
+def decode_gaps(gaps: Bits) -> Indices:
+    """Decode gaps to the ``(nnz,)`` int64 offsets of the changes."""
+    out = np.empty(gaps.size + 1, np.int64)
+    count = _decode_gaps(gaps, np.iinfo(gaps.dtype).max, out)
+    return out[:count]
+
+
+@compiled
+def _join(negative: Any, exception: Any, magnitude: Any, wide: Any, out: Any) -> None:  # noqa: ANN401
+    e, w = 0, 0
+    for i in range(out.shape[0]):
+        size = _U(1)
+        if exception[i]:
+            size = _U(magnitude[e])
+            e += 1
+            if size == _U(255):
+                out[i] = wide[w]
+                w += 1
+                continue
+        out[i] = (~size + _U(1)) if negative[i] else size
+
+
+def join_steps(split: SplitSteps) -> Bits:
+    """Join steps split by :func:`split_steps`."""
+    out = np.empty(split.negative.size, split.wide.dtype)
+    _join(*split, out)
+    return out
+
+
+@compiled
+def _offsets(gaps: Any, start: Any, length: Any, out: Any) -> bool:  # noqa: ANN401
+    """Decode the gaps of one segment to flat indices; return whether they keep the rules."""
+    nnz, limit = out.shape[0], gaps.dtype.type(-1)
+    named = 0
+    for i in range(gaps.shape[0]):
+        named += gaps[i] != limit
+    if named != nnz or gaps[gaps.shape[0] - 1] == limit:
+        return False
+    count, at = 0, start - 1
+    for i in range(gaps.shape[0]):
+        names_one = gaps[i] != limit
+        at += np.int64(gaps[i]) + names_one
+        out[count] = at
+        count += names_one
+    return bool(at < start + length)
+
+
+@compiled
+def _bit(packed: Any, at: Any) -> Any:  # noqa: ANN401
+    return (packed[at >> _U(3)] >> np.uint8(at & _U(7))) & np.uint8(1)
+
+
+@compiled
+def _is_wide(step: Any, negative: Any) -> bool:  # noqa: ANN401
+    """Return whether a step with this sign bit has a magnitude of 255 or more."""
+    kind, shift = step.dtype.type, 8 * step.itemsize - 1
+    size = kind(kind(0) - step[0]) if negative else step[0]  # wraps in the width, not in 64 bits
+    return bool((step[0] >> kind(shift)) == negative and size >= kind(255))
+
+
+@compiled
+def _steps(bits: Any, firsts: Any, magnitude: Any, wide: Any, out: Any) -> bool:  # noqa: ANN401
+    """Join the steps of one segment; return whether they are canonical and their counts right."""
+    kind, narrow = out.dtype.type, out.itemsize == 1
+    e, w = 0, 0
+    for i in range(out.shape[0]):
+        negative = _bit(bits[0], firsts[0] + _U(i))
+        if not _bit(bits[1], firsts[1] + _U(i)):
+            out[i] = kind(0) - kind(1) if negative else kind(1)
+            continue
+        if e == magnitude.shape[0]:
+            return False
+        size = magnitude[e]
+        e += 1
+        if size < 2 or (narrow and size > np.uint8(127) + negative):
+            return False
+        if size < 255:
+            out[i] = kind(0) - kind(size) if negative else kind(size)
+            continue
+        if w == wide.shape[0] or not _is_wide(wide[w : w + 1], negative):
+            return False
+        out[i] = wide[w]
+        w += 1
+    return bool(e == magnitude.shape[0] and w == wide.shape[0])
+
+
+@compiled
+def _decode_steps(segments: Any, streams: Any, firsts: Any, indices: Any, values: Any) -> int:  # noqa: ANN401
+    """Decode all segments; return 0, or 1 for gaps and 2 for steps against the rules."""
+    gaps, sign, exception, magnitude, wide = streams
+    g, n, e, w = 0, 0, 0, 0
+    for s in range(segments.shape[0]):
+        start, length, nnz, gap_count, exceptions, wides = segments[s]
+        mine = slice(n, n + nnz)
+        if not _offsets(gaps[g : g + gap_count], start, length, indices[mine]):
+            return 1
+        at = firsts[0] + _U(n), firsts[1] + _U(n)
+        short, long = magnitude[e : e + exceptions], wide[w : w + wides]
+        if not _steps((sign, exception), at, short, long, values[mine]):
+            return 2
+        g, n, e, w = g + gap_count, n + nnz, e + exceptions, w + wides
+    return 0
+
+
+def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple[Indices, Bits]:
+    """Decode the segments of one tensor in the encoding ``step``; see the reference."""
+    nnz = int(segments[:, 2].sum())
+    indices, values = slab.empty(nnz, np.int64), slab.empty(nnz, streams.wide.dtype)
+    firsts = _U(streams.sign_at), _U(streams.exception_at)
+    arrays = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
+    wrong = _decode_steps(segments, arrays, firsts, indices, values)
+    if wrong:
+        raise ValueError((LEAVES, CANONICAL)[wrong - 1])
+    return indices, values
+
+
+@compiled
+def _join2(low: Any, high: Any, out: Any) -> None:  # noqa: ANN401
+    for i in range(out.shape[0]):
+        out[i] = np.uint16(low[i]) | (np.uint16(high[i]) << np.uint16(8))
+
+
+@compiled
+def _join4(planes: Any, out: Any) -> None:  # noqa: ANN401
+    a, b, c, d = planes
+    for i in range(out.shape[0]):
+        low = np.uint32(a[i]) | (np.uint32(b[i]) << np.uint32(8))
+        out[i] = low | (np.uint32(c[i]) << np.uint32(16)) | (np.uint32(d[i]) << np.uint32(24))
+
+
+def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
+    """Join ``(n,)`` byte planes, lowest byte first, into the ``(n,)`` elements of ``out``."""
+    if out.itemsize == 2:
+        _join2(planes[0], planes[1], out)
+    elif out.itemsize == 4:
+        _join4(tuple(planes), out)
+    else:
+        for k, plane in enumerate(planes):
+            out.view(np.uint8)[k :: out.itemsize] = plane
+
+
+@compiled
+def _gather(weights: Any, indices: Any, out: Any) -> None:  # noqa: ANN401
+    for i in range(indices.shape[0]):
+        out[i] = weights[indices[i]]
+
+
+def gather(weights: Bits, indices: Indices) -> Bits:
+    """Return the bits at ``(nnz,)`` indices."""
+    out = np.empty(indices.size, weights.dtype)
+    _gather(weights, indices, out)
+    return out
+
+
+@compiled
+def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
+    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``."""
+    first, last = min(done[0], end), max(done[0], end)
+    mine, yours = one[first:last], other[first:last]
+    for i in range(mine.shape[0]):
+        bits = mine[i]
+        mine[i] = yours[i]
+        yours[i] = bits
+    done[0] = end
+
+
+@compiled
+def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
+    """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices."""
+    for i in range(indices.shape[0]):
+        weights[indices[i]] = bits[i]
