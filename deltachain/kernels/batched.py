@@ -249,8 +249,10 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     inside, positions = _locate(changes, placements, row, change)
     sums = torch.cumsum(inside, 0)
     found = _since(sums, torch.cat([ends.new_zeros(1), ends]))[1]
-    runs = _read(changes, visits, found, names)
-    kept = int(runs[-1, 2]) if len(runs) else 0
+    counts = read_counts(changes, found, names)
+    ended = np.cumsum(counts)
+    runs = np.stack([visits[:, 0], ended - counts, ended], axis=1)
+    kept = int(counts.sum())
     if kept < total:
         to = torch.where(inside, sums - 1, kept)
         positions, change, row = (_compact(x, to, kept) for x in (positions, change, row))
@@ -286,14 +288,18 @@ def _locate(
     return inside, torch.where(inside, position, 0)
 
 
-def _read(changes: ChangeBatch, visits: Table, found: Tensor, names: Sequence[str]) -> Table:
-    """Read verdicts and counts in one copy; return the runs of the visits."""
+def read_counts(changes: ChangeBatch, found: Tensor, names: Sequence[str]) -> Table:
+    """Read verdicts and ``(n,)`` counts from the device in one copy; return the counts.
+
+    Raises:
+        MalformedError: A segment is malformed.
+    """
     verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
     read = torch.cat([*verdicts, found]).cpu().numpy()
-    split = read.size - len(visits)
+    split = read.size - found.numel()
     changes.check(read[:split], names)
-    ends = np.cumsum(read[split:])
-    return np.stack([visits[:, 0], ends - read[split:], ends], axis=1)
+    counts: Table = read[split:]
+    return counts
 
 
 def _compact(values: Tensor, to: Tensor, kept: int) -> Tensor:

@@ -38,14 +38,14 @@ class Field(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LivePlacement:
-    """A strided placement of a checkpoint tensor, and the live bits that hold its elements.
+    """A strided window of a checkpoint tensor, and the live bits that hold its elements.
 
     Attributes:
         tensor: Number of the tensor.
         offset: Flat index of the first element in the tensor.
         dims: Size, stride in the flat tensor and stride in ``storage`` of each dimension, in
             descending order of the strides in the tensor; at most 8. Empty for a single element.
-        storage: ``(n,)`` flat bits that contain the placement, as a signed integer tensor of the
+        storage: ``(n,)`` flat bits that contain the elements, as a signed integer tensor of the
             element's width (uint8 for one byte).
         at: Position of the first element in ``storage``.
         slot: Number under which effects on the state digest are summed.
@@ -69,7 +69,7 @@ class PlacementTable:
         first: ``(tensors + 1,)`` int64: the number of the first placement of each tensor.
         storages: Live bits of each placement.
         slots: Number of slots.
-        ndim: Dimensions of each row; smaller placements are filled up with dimensions of one element.
+        ndim: Dimensions of each row; those that a placement lacks have one element.
     """
 
     rows: Tensor
@@ -109,7 +109,7 @@ class PlacementTable:
         )
 
     def visits(self, spans: Table) -> Table:
-        """Return which changes may be in which placement: rows of placement, first change and count.
+        """Pair changes and placements of a tensor: rows of placement, first change and count.
 
         Args:
             spans: Rows of :meth:`.segments.SegmentBatch.spans`.
@@ -212,29 +212,19 @@ def effects(sums: Tensor) -> list[SlotEffect]:
     return [SlotEffect(StateDigest(a, b), StateDigest(c, d), n) for a, b, c, d, n in rows]
 
 
-def _check_placement(placement: LivePlacement, device: torch.device) -> None:
-    low, high = (
-        placement.at,
-        placement.at + sum((size - 1) * live for size, _, live in placement.dims),
-    )
-    inside = 0 <= low <= high < placement.storage.numel() and placement.offset >= 0
-    strides = [there for _, there, _ in placement.dims]
+def _check_placement(one: LivePlacement, device: torch.device) -> None:
+    low, high = one.at, one.at + sum((size - 1) * live for size, _, live in one.dims)
+    inside = 0 <= low <= high < one.storage.numel() and one.offset >= 0
+    strides = [there for _, there, _ in one.dims]
     ordered = strides == sorted(strides, reverse=True)
-    positive = all(size > 0 and there > 0 and live >= 0 for size, there, live in placement.dims)
-    if not inside or not ordered or not positive or len(placement.dims) > MAX_DIMS:
-        raise ValueError(f"placement {placement.dims} at {placement.at} is outside its storage")
-    if placement.storage.device != device:
-        raise ValueError(f"placement on {placement.storage.device}, table on {device}")
+    positive = all(size > 0 and there > 0 and live >= 0 for size, there, live in one.dims)
+    if not inside or not ordered or not positive or len(one.dims) > MAX_DIMS:
+        raise ValueError(f"placement {one.dims} at {one.at} is outside its storage")
+    if one.storage.device != device:
+        raise ValueError(f"placement on {one.storage.device}, table on {device}")
 
 
-def _row(placement: LivePlacement, key: DigestKey, ndim: int) -> list[int]:
-    filled = [*placement.dims, *[(1, 1, 0)] * (ndim - len(placement.dims))]
-    address = placement.storage.data_ptr()
-    return [
-        placement.offset,
-        placement.at,
-        placement.slot,
-        *key,
-        address,
-        *(n for dim in filled for n in dim),
-    ]
+def _row(one: LivePlacement, key: DigestKey, ndim: int) -> list[int]:
+    filled = [*one.dims, *[(1, 1, 0)] * (ndim - len(one.dims))]
+    address = one.storage.data_ptr()
+    return [one.offset, one.at, one.slot, *key, address, *(n for dim in filled for n in dim)]

@@ -89,8 +89,8 @@ def test_streams_of_another_length_are_refused(name: str) -> None:
         else np.append(found, one)
     )
     for other in (longer, [] if isinstance(found, list) else found[:-1]):
+        changed: dict[str, Any] = {name: other}
         with pytest.raises(MalformedError, match="segments contradict"):
-            changed: dict[str, Any] = {name: other}
             pack(STEPS, [replace(streams, **changed)])
 
 
