@@ -238,7 +238,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     Raises:
         MalformedError: A segment is malformed.
     """
-    visits = placements.visits(changes.spans)
+    visits = placements.visits(changes.spans, changes.values.dtype)
     device = changes.indices.device
     placement, first, count = torch.from_numpy(visits.T.copy()).to(device)
     total = int(visits[:, 2].sum())
@@ -260,11 +260,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     for number, begin, end in runs.tolist():
         torch.index_select(placements.storages[number], 0, positions[begin:end], out=old[begin:end])
     new = _new_bits(changes, change, old)
-    keys = placements.rows[row]
-    lanes = [_lanes(keys, changes.indices[change], bits) for bits in (new, old)]
-    each = torch.stack([*lanes[0], *lanes[1], torch.ones_like(positions)], 1)
-    effect = torch.zeros((placements.slots, 5), dtype=torch.int64, device=device)
-    effect.index_add_(0, keys[:, Field.SLOT], each)
+    effect = _effects(placements, row, changes.indices[change], (new, old))
     return StagedChanges(positions, old, new, runs, effect, None, placements)
 
 
@@ -315,12 +311,22 @@ def _new_bits(changes: ChangeBatch, change: Tensor, old: Tensor) -> Tensor:
     return values if changes.absolute else old + values
 
 
-def _lanes(keys: Tensor, indices: Tensor, bits: Tensor) -> list[Tensor]:
-    extended = bits.to(torch.int64)
-    if bits.element_size() < 8:
-        extended &= (1 << 8 * bits.element_size()) - 1
-    at = indices * signed(PHI)
-    return [mix((at + keys[:, lane]) ^ extended) for lane in (Field.KEY0, Field.KEY1)]
+def _effects(
+    placements: PlacementTable, row: Tensor, indices: Tensor, bits: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Sum the contributions of new and old bits to the state digest, and their number."""
+    slot = placements.rows[row, Field.SLOT]
+    position = indices * signed(PHI)
+    sums = torch.zeros((5, placements.slots), dtype=torch.int64, device=row.device)
+    for which, mine in enumerate(bits):
+        extended = mine.to(torch.int64)
+        if mine.element_size() < 8:
+            extended &= (1 << 8 * mine.element_size()) - 1
+        for lane, key in enumerate((Field.KEY0, Field.KEY1)):
+            mixed = mix((position + placements.rows[row, key]) ^ extended)
+            sums[2 * which + lane].index_add_(0, slot, mixed)
+    sums[4].index_add_(0, slot, torch.ones_like(slot))
+    return sums.T.contiguous()
 
 
 def write_(staged: StagedChanges, bits: Tensor) -> None:

@@ -73,7 +73,7 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
 
 def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]) -> StagedChanges:
     """Find changes in placements, and compute their new bits; see :func:`.staging.stage`."""
-    visits = placements.visits(changes.spans)
+    visits = placements.visits(changes.spans, changes.values.dtype)
     cut, owners = _blocks(visits)
     device, grid = changes.indices.device, len(cut)
     blocks = torch.from_numpy(cut).to(device)

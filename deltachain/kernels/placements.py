@@ -68,6 +68,7 @@ class PlacementTable:
             ``storages``.
         first: ``(tensors + 1,)`` int64: the number of the first placement of each tensor.
         storages: Live bits of each placement.
+        widths: ``(placements,)`` bytes of an element.
         slots: Number of slots.
         ndim: Dimensions of each row; those that a placement lacks have one element.
     """
@@ -75,6 +76,7 @@ class PlacementTable:
     rows: Tensor
     first: Table
     storages: tuple[Tensor, ...]
+    widths: Table
     slots: int
     ndim: int
 
@@ -104,21 +106,29 @@ class PlacementTable:
             rows=torch.from_numpy(table).to(device),
             first=np.searchsorted(owners, np.arange(len(keys) + 1)),
             storages=tuple(placement.storage for placement in ordered),
+            widths=np.array([placement.storage.itemsize for placement in ordered], np.int64),
             slots=1 + max((placement.slot for placement in ordered), default=-1),
             ndim=ndim,
         )
 
-    def visits(self, spans: Table) -> Table:
+    def visits(self, spans: Table, bits: torch.dtype) -> Table:
         """Pair changes and placements of a tensor: rows of placement, first change and count.
 
         Args:
             spans: Rows of :meth:`.segments.SegmentBatch.spans`.
+            bits: Dtype of the changes.
+
+        Raises:
+            ValueError: A placement has bits of another dtype.
         """
         tensor = spans[:, 0]
         placements = self.first[tensor + 1] - self.first[tensor]
         span = np.repeat(np.arange(len(spans)), placements)
         nth = np.arange(span.size) - np.repeat(np.cumsum(placements) - placements, placements)
-        return np.stack([self.first[tensor[span]] + nth, spans[span, 1], spans[span, 2]], axis=1)
+        number = self.first[tensor[span]] + nth
+        if bool(np.any(self.widths[number] != bits.itemsize)):
+            raise ValueError(f"changes of {bits} for placements of another width")
+        return np.stack([number, spans[span, 1], spans[span, 2]], axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Protocol, cast
 
 import torch
@@ -42,16 +41,16 @@ class StagingKernels(Protocol):
 
 def kernels_of(device: torch.device) -> StagingKernels:
     """Return the kernels for a device."""
-    return _fused() if device.type == "cuda" and _has_triton() else batched
+    return _fused() if device.type == "cuda" else batched
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _fused() -> StagingKernels:
-    return cast("StagingKernels", import_module("deltachain.kernels.fused"))
+    """Return the kernels in Triton, or those in torch where triton cannot be imported."""
+    try:
+        return cast("StagingKernels", import_module("deltachain.kernels.fused"))
+    except ImportError:
+        return batched
 
 
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:

@@ -79,7 +79,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [TOOLS / "cuobjdump", "-res-usage", file.name]
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
     assert found, said
