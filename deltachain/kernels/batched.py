@@ -24,6 +24,12 @@ def upload(batch: SegmentBatch, device: torch.device) -> Tensor:
     return torch.from_numpy(batch.buffer).to(device, non_blocking=True)
 
 
+def send(array: Table, device: torch.device) -> Tensor:
+    """Copy a small table to a device, behind the work that is queued there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
     """Decode all segments of a batch.
 
@@ -35,8 +41,8 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
         The changes in the order of the table, and a verdict that is yet to be read.
     """
     rows = table_of(batch, buffer)
-    owner = _owners(rows, Column.FIRST, batch.counts.nnz)
-    rank = torch.arange(batch.counts.nnz, device=buffer.device) - rows[owner, Column.FIRST]
+    owner = _owners(rows, Column.FIRST, batch.totals.nnz)
+    rank = torch.arange(batch.totals.nnz, device=buffer.device) - rows[owner, Column.FIRST]
     verdict = torch.zeros(len(rows) - 1, dtype=torch.int32, device=buffer.device)
     if batch.layout.gap:
         offsets = _offsets(batch, buffer, rows, verdict)
@@ -82,7 +88,7 @@ def _refuse(verdict: Tensor, bad: Tensor, reason: Reason) -> None:
 
 def _offsets(batch: SegmentBatch, buffer: Tensor, rows: Tensor, verdict: Tensor) -> Tensor:
     """Decode gaps to ``(nnz,)`` offsets within the segments."""
-    gap, counts = batch.layout.gap, batch.counts
+    gap, counts = batch.layout.gap, batch.totals
     last = (1 << 8 * gap) - 1
     entries = _join(batch.streams(buffer)[:gap])
     given = entries != last
@@ -114,7 +120,7 @@ def _steps(
     verdict: Tensor,
 ) -> Tensor:
     """Join ``(nnz,)`` steps as int64; the bits above the element's width are not defined."""
-    width, gap, counts = batch.layout.width, batch.layout.gap, batch.counts
+    width, gap, counts = batch.layout.width, batch.layout.gap, batch.totals
     sign, exception, magnitude, *planes = batch.streams(buffer)[gap:]
     owner, rank = places
     bit = rows[owner, Column.BIT] + rank
@@ -175,8 +181,8 @@ def fold(changes: Sequence[ChangeBatch]) -> ChangeBatch:
         return changes[0]
     spans = np.concatenate([one.spans for one in changes])
     merged, bases = _merged(spans)
-    base = torch.from_numpy(bases).to(changes[0].indices.device)
-    counts = torch.from_numpy(spans[:, 2].copy()).to(base.device)
+    base = send(bases, changes[0].indices.device)
+    counts = send(spans[:, 2], base.device)
     total = int(spans[:, 2].sum())
     indices = torch.cat([one.indices for one in changes])
     keys, order = torch.sort(
@@ -240,7 +246,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     """
     visits = placements.visits(changes.spans, changes.values.dtype)
     device = changes.indices.device
-    placement, first, count = torch.from_numpy(visits.T.copy()).to(device)
+    placement, first, count = send(visits.T, device)
     total = int(visits[:, 2].sum())
     visit = torch.repeat_interleave(count, output_size=total)
     ends = torch.cumsum(count, 0)

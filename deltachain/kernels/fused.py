@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import programs
-from deltachain.kernels.batched import read_counts, table_of
+from deltachain.kernels.batched import read_counts, send, table_of
 from deltachain.kernels.device import INT_DTYPES
 from deltachain.kernels.placements import ChangeBatch, PlacementTable, StagedChanges
 from deltachain.kernels.segments import SegmentBatch, Table
@@ -44,7 +44,7 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
     """Decode all segments of a batch; see :func:`.staging.decode`."""
     layout, device = batch.layout, buffer.device
     rows = table_of(batch, buffer)
-    segments, nnz = len(rows) - 1, batch.counts.nnz
+    segments, nnz = len(rows) - 1, batch.totals.nnz
     indices = torch.empty(nnz, dtype=torch.int64, device=device)
     values = torch.empty(nnz, dtype=INT_DTYPES[layout.width], device=device)
     verdict = torch.empty(segments, dtype=torch.int32, device=device)
@@ -76,7 +76,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     visits = placements.visits(changes.spans, changes.values.dtype)
     cut, owners = _blocks(visits)
     device, grid = changes.indices.device, len(cut)
-    blocks = torch.from_numpy(cut).to(device)
+    blocks = send(cut, device)
     counts = torch.empty(grid, dtype=torch.int64, device=device)
     kept = changes.indices if changes.kept is None else changes.kept
     given = (blocks, placements.rows, changes.indices, kept)

@@ -55,7 +55,7 @@ def test_what_crosses_is_below_1_6_bytes_a_change() -> None:
     placements = [LivePlacement(t, 0, [(8, 1, 1)], live) for t in range(len(given))]
     table = PlacementTable.build(placements, [(1, 2)] * len(given), CPU)
     crossing = batch.buffer.nbytes + table.visits(batch.spans(), torch.int16).nbytes
-    assert crossing / batch.counts.nnz < 1.6
+    assert crossing / batch.totals.nnz < 1.6
 
 
 def test_one_buffer_may_be_memory_of_the_caller() -> None:
@@ -173,6 +173,11 @@ def _inflated(stored: Any, frames: Sequence[int]) -> Any:
 
 def _bytes(streams: dict[str, Any], name: str) -> Any:
     return streams.get(f"#0.{name}", np.empty(0, np.uint8))
+
+
+def test_memory_for_a_device_holds_a_batch() -> None:
+    memory = staging.allocator(CPU)(24)
+    assert (memory.dtype, memory.shape, memory.ctypes.data % 8) == (np.uint8, (24,), 0)
 
 
 def test_placements_of_another_width_are_refused() -> None:
