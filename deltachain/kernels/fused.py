@@ -20,10 +20,10 @@ from deltachain.kernels.device import INT_DTYPES
 from deltachain.kernels.placements import ChangeBatch, PlacementTable, StagedChanges
 from deltachain.kernels.segments import SegmentBatch, Table
 
-BLOCK: Final = 1024
+BLOCK: Final = 512
 """Elements that a program works on at a time."""
 WARPS: Final = 16
-"""Warps of a program: with fewer, ptxas spills registers of some programs."""
+"""Warps of a program, one thread an element: with more of them a thread, ptxas spills registers."""
 
 
 def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:  # noqa: ANN401

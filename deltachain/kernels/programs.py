@@ -1,8 +1,8 @@
 """Triton programs of :mod:`.fused`: decode one segment; stage or write one block of changes.
 
 Contents of streams are untrusted: every access is masked by bounds from the tables, and what is
-derived from contents is compared with them first. Types of arguments are those of the tables:
-int64, and pointers to the integers of the element's width.
+derived from contents is compared with them first. Tables are int64; pointers to bits have the
+integer type of the element's width.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def _join(buffer, at, stride, mask, WIDTH: tl.constexpr):
     """Join byte planes into int64; 0 where masked."""
     joined = tl.load(buffer + at, mask=mask, other=0).to(tl.int64)
     for k in tl.static_range(1, WIDTH):
-        joined |= tl.load(buffer + at + k * stride, mask=mask, other=0).to(tl.int64) << (8 * k)
+        plane = tl.load(buffer + at + k * stride.to(tl.int64), mask=mask, other=0)
+        joined |= plane.to(tl.int64) << (8 * k)
     return joined
 
 

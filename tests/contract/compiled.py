@@ -27,7 +27,7 @@ ELEMENTS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
 OF_AN_ELEMENT = ("values", "olds", "news", "bits")
 """Arguments that point to integers of the element's width."""
 OTHER_TYPES = {"buffer": "*u8", "kept": "*i1", "absolute": "*i1", "verdict": "*i32", "ndim": "i32"}
-OFFSETS = dict.fromkeys(programs.OFFSETS, "i64")
+OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
 Case = tuple[Any, int, dict[str, Any]]
 """Program, bytes of an element, and compile-time arguments."""
