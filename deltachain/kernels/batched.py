@@ -24,6 +24,12 @@ def upload(batch: SegmentBatch, device: torch.device) -> Tensor:
     return torch.from_numpy(batch.buffer).to(device, non_blocking=True)
 
 
+def send(array: Table, device: torch.device) -> Tensor:
+    """Copy a small table to a device, behind the work that is queued there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
     """Decode all segments of a batch.
 
@@ -35,8 +41,8 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
         The changes in the order of the table, and a verdict that is yet to be read.
     """
     rows = table_of(batch, buffer)
-    owner = _owners(rows, Column.FIRST, batch.counts.nnz)
-    rank = torch.arange(batch.counts.nnz, device=buffer.device) - rows[owner, Column.FIRST]
+    owner = _owners(rows, Column.FIRST, batch.totals.nnz)
+    rank = torch.arange(batch.totals.nnz, device=buffer.device) - rows[owner, Column.FIRST]
     verdict = torch.zeros(len(rows) - 1, dtype=torch.int32, device=buffer.device)
     if batch.layout.gap:
         offsets = _offsets(batch, buffer, rows, verdict)
@@ -82,7 +88,7 @@ def _refuse(verdict: Tensor, bad: Tensor, reason: Reason) -> None:
 
 def _offsets(batch: SegmentBatch, buffer: Tensor, rows: Tensor, verdict: Tensor) -> Tensor:
     """Decode gaps to ``(nnz,)`` offsets within the segments."""
-    gap, counts = batch.layout.gap, batch.counts
+    gap, counts = batch.layout.gap, batch.totals
     last = (1 << 8 * gap) - 1
     entries = _join(batch.streams(buffer)[:gap])
     given = entries != last
@@ -114,7 +120,7 @@ def _steps(
     verdict: Tensor,
 ) -> Tensor:
     """Join ``(nnz,)`` steps as int64; the bits above the element's width are not defined."""
-    width, gap, counts = batch.layout.width, batch.layout.gap, batch.counts
+    width, gap, counts = batch.layout.width, batch.layout.gap, batch.totals
     sign, exception, magnitude, *planes = batch.streams(buffer)[gap:]
     owner, rank = places
     bit = rows[owner, Column.BIT] + rank
@@ -175,8 +181,8 @@ def fold(changes: Sequence[ChangeBatch]) -> ChangeBatch:
         return changes[0]
     spans = np.concatenate([one.spans for one in changes])
     merged, bases = _merged(spans)
-    base = torch.from_numpy(bases).to(changes[0].indices.device)
-    counts = torch.from_numpy(spans[:, 2].copy()).to(base.device)
+    base = send(bases, changes[0].indices.device)
+    counts = send(spans[:, 2], base.device)
     total = int(spans[:, 2].sum())
     indices = torch.cat([one.indices for one in changes])
     keys, order = torch.sort(
@@ -238,9 +244,9 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     Raises:
         MalformedError: A segment is malformed.
     """
-    visits = placements.visits(changes.spans)
+    visits = placements.visits(changes.spans, changes.values.dtype)
     device = changes.indices.device
-    placement, first, count = torch.from_numpy(visits.T.copy()).to(device)
+    placement, first, count = send(visits.T, device)
     total = int(visits[:, 2].sum())
     visit = torch.repeat_interleave(count, output_size=total)
     ends = torch.cumsum(count, 0)
@@ -249,8 +255,10 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     inside, positions = _locate(changes, placements, row, change)
     sums = torch.cumsum(inside, 0)
     found = _since(sums, torch.cat([ends.new_zeros(1), ends]))[1]
-    runs = _read(changes, visits, found, names)
-    kept = int(runs[-1, 2]) if len(runs) else 0
+    counts = read_counts(changes, found, names)
+    ended = np.cumsum(counts)
+    runs = np.stack([visits[:, 0], ended - counts, ended], axis=1)
+    kept = int(counts.sum())
     if kept < total:
         to = torch.where(inside, sums - 1, kept)
         positions, change, row = (_compact(x, to, kept) for x in (positions, change, row))
@@ -258,11 +266,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     for number, begin, end in runs.tolist():
         torch.index_select(placements.storages[number], 0, positions[begin:end], out=old[begin:end])
     new = _new_bits(changes, change, old)
-    keys = placements.rows[row]
-    lanes = [_lanes(keys, changes.indices[change], bits) for bits in (new, old)]
-    each = torch.stack([*lanes[0], *lanes[1], torch.ones_like(positions)], 1)
-    effect = torch.zeros((placements.slots, 5), dtype=torch.int64, device=device)
-    effect.index_add_(0, keys[:, Field.SLOT], each)
+    effect = _effects(placements, row, changes.indices[change], (new, old))
     return StagedChanges(positions, old, new, runs, effect, None, placements)
 
 
@@ -286,14 +290,18 @@ def _locate(
     return inside, torch.where(inside, position, 0)
 
 
-def _read(changes: ChangeBatch, visits: Table, found: Tensor, names: Sequence[str]) -> Table:
-    """Read verdicts and counts in one copy; return the runs of the visits."""
+def read_counts(changes: ChangeBatch, found: Tensor, names: Sequence[str]) -> Table:
+    """Read verdicts and ``(n,)`` counts from the device in one copy; return the counts.
+
+    Raises:
+        MalformedError: A segment is malformed.
+    """
     verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
     read = torch.cat([*verdicts, found]).cpu().numpy()
-    split = read.size - len(visits)
+    split = read.size - found.numel()
     changes.check(read[:split], names)
-    ends = np.cumsum(read[split:])
-    return np.stack([visits[:, 0], ends - read[split:], ends], axis=1)
+    counts: Table = read[split:]
+    return counts
 
 
 def _compact(values: Tensor, to: Tensor, kept: int) -> Tensor:
@@ -309,12 +317,22 @@ def _new_bits(changes: ChangeBatch, change: Tensor, old: Tensor) -> Tensor:
     return values if changes.absolute else old + values
 
 
-def _lanes(keys: Tensor, indices: Tensor, bits: Tensor) -> list[Tensor]:
-    extended = bits.to(torch.int64)
-    if bits.element_size() < 8:
-        extended &= (1 << 8 * bits.element_size()) - 1
-    at = indices * signed(PHI)
-    return [mix((at + keys[:, lane]) ^ extended) for lane in (Field.KEY0, Field.KEY1)]
+def _effects(
+    placements: PlacementTable, row: Tensor, indices: Tensor, bits: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Sum the contributions of new and old bits to the state digest, and their number."""
+    slot = placements.rows[row, Field.SLOT]
+    position = indices * signed(PHI)
+    sums = torch.zeros((5, placements.slots), dtype=torch.int64, device=row.device)
+    for which, mine in enumerate(bits):
+        extended = mine.to(torch.int64)
+        if mine.element_size() < 8:
+            extended &= (1 << 8 * mine.element_size()) - 1
+        for lane, key in enumerate((Field.KEY0, Field.KEY1)):
+            mixed = mix((position + placements.rows[row, key]) ^ extended)
+            sums[2 * which + lane].index_add_(0, slot, mixed)
+    sums[4].index_add_(0, slot, torch.ones_like(slot))
+    return sums.T.contiguous()
 
 
 def write_(staged: StagedChanges, bits: Tensor) -> None:

@@ -38,14 +38,14 @@ class Field(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LivePlacement:
-    """A strided placement of a checkpoint tensor, and the live bits that hold its elements.
+    """A strided window of a checkpoint tensor, and the live bits that hold its elements.
 
     Attributes:
         tensor: Number of the tensor.
         offset: Flat index of the first element in the tensor.
         dims: Size, stride in the flat tensor and stride in ``storage`` of each dimension, in
             descending order of the strides in the tensor; at most 8. Empty for a single element.
-        storage: ``(n,)`` flat bits that contain the placement, as a signed integer tensor of the
+        storage: ``(n,)`` flat bits that contain the elements, as a signed integer tensor of the
             element's width (uint8 for one byte).
         at: Position of the first element in ``storage``.
         slot: Number under which effects on the state digest are summed.
@@ -68,13 +68,15 @@ class PlacementTable:
             ``storages``.
         first: ``(tensors + 1,)`` int64: the number of the first placement of each tensor.
         storages: Live bits of each placement.
+        widths: ``(placements,)`` bytes of an element.
         slots: Number of slots.
-        ndim: Dimensions of each row; smaller placements are filled up with dimensions of one element.
+        ndim: Dimensions of each row; those that a placement lacks have one element.
     """
 
     rows: Tensor
     first: Table
     storages: tuple[Tensor, ...]
+    widths: Table
     slots: int
     ndim: int
 
@@ -104,21 +106,29 @@ class PlacementTable:
             rows=torch.from_numpy(table).to(device),
             first=np.searchsorted(owners, np.arange(len(keys) + 1)),
             storages=tuple(placement.storage for placement in ordered),
+            widths=np.array([placement.storage.itemsize for placement in ordered], np.int64),
             slots=1 + max((placement.slot for placement in ordered), default=-1),
             ndim=ndim,
         )
 
-    def visits(self, spans: Table) -> Table:
-        """Return which changes may be in which placement: rows of placement, first change and count.
+    def visits(self, spans: Table, bits: torch.dtype) -> Table:
+        """Pair changes and placements of a tensor: rows of placement, first change and count.
 
         Args:
             spans: Rows of :meth:`.segments.SegmentBatch.spans`.
+            bits: Dtype of the changes.
+
+        Raises:
+            ValueError: A placement has bits of another dtype.
         """
         tensor = spans[:, 0]
         placements = self.first[tensor + 1] - self.first[tensor]
         span = np.repeat(np.arange(len(spans)), placements)
         nth = np.arange(span.size) - np.repeat(np.cumsum(placements) - placements, placements)
-        return np.stack([self.first[tensor[span]] + nth, spans[span, 1], spans[span, 2]], axis=1)
+        number = self.first[tensor[span]] + nth
+        if bool(np.any(self.widths[number] != bits.itemsize)):
+            raise ValueError(f"changes of {bits} for placements of another width")
+        return np.stack([number, spans[span, 1], spans[span, 2]], axis=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,29 +222,19 @@ def effects(sums: Tensor) -> list[SlotEffect]:
     return [SlotEffect(StateDigest(a, b), StateDigest(c, d), n) for a, b, c, d, n in rows]
 
 
-def _check_placement(placement: LivePlacement, device: torch.device) -> None:
-    low, high = (
-        placement.at,
-        placement.at + sum((size - 1) * live for size, _, live in placement.dims),
-    )
-    inside = 0 <= low <= high < placement.storage.numel() and placement.offset >= 0
-    strides = [there for _, there, _ in placement.dims]
+def _check_placement(one: LivePlacement, device: torch.device) -> None:
+    low, high = one.at, one.at + sum((size - 1) * live for size, _, live in one.dims)
+    inside = 0 <= low <= high < one.storage.numel() and one.offset >= 0
+    strides = [there for _, there, _ in one.dims]
     ordered = strides == sorted(strides, reverse=True)
-    positive = all(size > 0 and there > 0 and live >= 0 for size, there, live in placement.dims)
-    if not inside or not ordered or not positive or len(placement.dims) > MAX_DIMS:
-        raise ValueError(f"placement {placement.dims} at {placement.at} is outside its storage")
-    if placement.storage.device != device:
-        raise ValueError(f"placement on {placement.storage.device}, table on {device}")
+    positive = all(size > 0 and there > 0 and live >= 0 for size, there, live in one.dims)
+    if not inside or not ordered or not positive or len(one.dims) > MAX_DIMS:
+        raise ValueError(f"placement {one.dims} at {one.at} is outside its storage")
+    if one.storage.device != device:
+        raise ValueError(f"placement on {one.storage.device}, table on {device}")
 
 
-def _row(placement: LivePlacement, key: DigestKey, ndim: int) -> list[int]:
-    filled = [*placement.dims, *[(1, 1, 0)] * (ndim - len(placement.dims))]
-    address = placement.storage.data_ptr()
-    return [
-        placement.offset,
-        placement.at,
-        placement.slot,
-        *key,
-        address,
-        *(n for dim in filled for n in dim),
-    ]
+def _row(one: LivePlacement, key: DigestKey, ndim: int) -> list[int]:
+    filled = [*one.dims, *[(1, 1, 0)] * (ndim - len(one.dims))]
+    address = one.storage.data_ptr()
+    return [one.offset, one.at, one.slot, *key, address, *(n for dim in filled for n in dim)]

@@ -87,7 +87,7 @@ class StreamLayout(NamedTuple):
     absolute: bool
 
 
-class Counts(NamedTuple):
+class BatchTotals(NamedTuple):
     """Totals of a batch: given elements, gap entries, exceptions and wide steps."""
 
     nnz: int
@@ -150,10 +150,10 @@ class SegmentBatch:
     offsets: tuple[int, ...]
 
     @property
-    def counts(self) -> Counts:
+    def totals(self) -> BatchTotals:
         """Totals of the batch."""
         columns = (Column.FIRST, Column.GAP, Column.EXCEPTION, Column.WIDE)
-        return Counts(*(int(self.table[-1, column]) for column in columns))
+        return BatchTotals(*(int(self.table[-1, column]) for column in columns))
 
     def streams(self, buffer: Any) -> list[Any]:  # noqa: ANN401 - an array of either kind
         """Return views of all streams in a copy of the buffer, on any device.

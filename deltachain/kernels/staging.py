@@ -8,21 +8,21 @@ others by torch operations; results are equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltachain.kernels import batched
 from deltachain.kernels.batched import fold, upload
 from deltachain.kernels.placements import ChangeBatch, PlacementTable, StagedChanges
-from deltachain.kernels.segments import SegmentBatch
+from deltachain.kernels.segments import Plane, SegmentBatch
 
-__all__ = ["decode", "fold", "stage", "undo_", "upload", "write_"]
+__all__ = ["allocator", "decode", "fold", "stage", "undo_", "upload", "write_"]
 
 
 class StagingKernels(Protocol):
@@ -42,16 +42,30 @@ class StagingKernels(Protocol):
 
 def kernels_of(device: torch.device) -> StagingKernels:
     """Return the kernels for a device."""
-    return _fused() if device.type == "cuda" and _has_triton() else batched
+    return _fused() if device.type == "cuda" else batched
 
 
 @cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
-
-
 def _fused() -> StagingKernels:
-    return cast("StagingKernels", import_module("deltachain.kernels.fused"))
+    """Return the kernels in Triton, or those in torch where triton cannot be imported."""
+    try:
+        return cast("StagingKernels", import_module("deltachain.kernels.fused"))
+    except ImportError:
+        return batched
+
+
+def allocator(device: torch.device) -> Callable[[int], Plane]:
+    """Return the function that :func:`.segments.pack` takes memory with, page-locked for CUDA."""
+    return _page_locked if device.type == "cuda" else _plain
+
+
+def _page_locked(nbytes: int) -> Plane:
+    memory: Plane = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    return memory
+
+
+def _plain(nbytes: int) -> Plane:
+    return np.empty(nbytes, np.uint8)
 
 
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:

@@ -92,8 +92,8 @@ def decoded(batch: SegmentBatch) -> tuple[Indices, Bits, Any]:
     Indices and values of a malformed segment are zeros.
     """
     dtype = BITS_DTYPES[batch.layout.width]
-    indices = np.zeros(batch.counts.nnz, np.int64)
-    values = np.zeros(batch.counts.nnz, dtype)
+    indices = np.zeros(batch.totals.nnz, np.int64)
+    values = np.zeros(batch.totals.nnz, dtype)
     verdict = np.zeros(len(batch.table) - 1, np.int32)
     for number, (row, following) in enumerate(zip(batch.table, batch.table[1:], strict=False)):
         out = slice(row[Column.FIRST], following[Column.FIRST])

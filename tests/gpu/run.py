@@ -14,7 +14,9 @@ from functools import partial
 
 import torch
 
+from deltachain.kernels import batched, staging
 from tests.contract.arms import CrossingArm, DeviceArm
+from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.bits import BIT_CHECKS
 from tests.contract.kernels import CHECKS
 from tests.gpu.bench import bench
@@ -59,6 +61,12 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
             yield f"{type(arm).__name__}.{check.__name__}", partial(check, arm)
     for bit_check in BIT_CHECKS:
         yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device="cuda"))
+    card = torch.device("cuda")
+    for kernels in (batched, staging.kernels_of(card)):
+        for batch_check in BATCH_CHECKS:
+            arm_of_batches = BatchArm(kernels, card)
+            name = f"{kernels.__name__}.{batch_check.__name__}"  # type: ignore[attr-defined]
+            yield name, partial(batch_check, arm_of_batches)
     try:
         from tests.gpu.ranks import checks  # noqa: PLC0415
     except ModuleNotFoundError as exc:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zstandard
+from safetensors.numpy import load
 
+from deltachain.codec import Change, Part, encode_part
+from deltachain.delta import TensorDelta
 from deltachain.errors import MalformedError
 from deltachain.kernels import batched, staging
 from deltachain.kernels.placements import LivePlacement, PlacementTable
 from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
+from deltachain.types import StateDigest, TensorSpec
 from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.segments import Given, batch_of, streams_of
 
@@ -49,8 +54,8 @@ def test_what_crosses_is_below_1_6_bytes_a_change() -> None:
     live = torch.zeros(8, dtype=torch.int16)
     placements = [LivePlacement(t, 0, [(8, 1, 1)], live) for t in range(len(given))]
     table = PlacementTable.build(placements, [(1, 2)] * len(given), CPU)
-    crossing = batch.buffer.nbytes + table.visits(batch.spans()).nbytes
-    assert crossing / batch.counts.nnz < 1.6
+    crossing = batch.buffer.nbytes + table.visits(batch.spans(), torch.int16).nbytes
+    assert crossing / batch.totals.nnz < 1.6
 
 
 def test_one_buffer_may_be_memory_of_the_caller() -> None:
@@ -89,8 +94,8 @@ def test_streams_of_another_length_are_refused(name: str) -> None:
         else np.append(found, one)
     )
     for other in (longer, [] if isinstance(found, list) else found[:-1]):
+        changed: dict[str, Any] = {name: other}
         with pytest.raises(MalformedError, match="segments contradict"):
-            changed: dict[str, Any] = {name: other}
             pack(STEPS, [replace(streams, **changed)])
 
 
@@ -116,3 +121,83 @@ def test_a_box_on_another_device_is_refused() -> None:
     live = torch.zeros(8, dtype=torch.int16, device="meta")
     with pytest.raises(ValueError, match="meta"):
         PlacementTable.build([LivePlacement(0, 0, [(4, 1, 1)], live)], [(1, 2)], CPU)
+
+
+def test_streams_of_a_part_decode_to_its_deltas() -> None:
+    """Ranges of a bucket's streams, as another tensor's bits begin in the middle of a byte."""
+    made = scene((3_000, 70_000, 11, 1 << 21), 0.02, 0.3)
+    specs = [TensorSpec(f"w{g.tensor}", "BF16", (g.numel,)) for g in made]
+    deltas = [
+        TensorDelta(spec=spec, indices=g.indices, values=g.values)
+        for spec, g in zip(specs, made, strict=True)
+    ]
+    data = encode_part([Change(delta, StateDigest()) for delta in deltas]).data
+    directory = Part.from_bytes(data).directory
+    streams = {row.name: _inflated(load(data)[row.name], row.stored) for row in directory.streams}
+    columns = directory.segments
+    names = ("start", "length", "nnz", "gaps", "exceptions", "wide")
+    table = np.array([getattr(columns, name) for name in names]).T
+    given, at = [], np.zeros(6, np.int64)
+    for number, row in enumerate(directory.tensors):
+        mine, table = table[: row.segments], table[row.segments :]
+        end = at + mine.sum(axis=0)
+        (_, _, bit, gap, exception, wide), (_, _, last, *ends) = at.tolist(), end.tolist()
+        packed = slice(bit // 8, -(-last // 8))
+        given.append(
+            TensorStreams(
+                tensor=number,
+                numel=row.spec.numel,
+                segments=mine,
+                planes=[_bytes(streams, f"wide.{k}")[wide : ends[2]] for k in (0, 1)],
+                gaps=[_bytes(streams, "gap8")[gap : ends[0]]],
+                sign=_bytes(streams, "sign")[packed],
+                exception=_bytes(streams, "exception")[packed],
+                magnitude=_bytes(streams, "magnitude")[exception : ends[1]],
+                bit=bit % 8,
+            )
+        )
+        at = end
+    batch = pack(STEPS, given)
+    found = staging.decode(batch, staging.upload(batch, CPU))
+    batch.check(found.verdicts[0][1].numpy(), [spec.name for spec in specs])
+    np.testing.assert_array_equal(found.indices, np.concatenate([d.indices for d in made]))
+    values = np.concatenate([d.values for d in made])
+    np.testing.assert_array_equal(found.values.numpy().view(np.uint16), values)
+
+
+def _inflated(stored: Any, frames: Sequence[int]) -> Any:
+    pieces = np.split(stored, np.cumsum(frames)[:-1])
+    inflated = [zstandard.decompress(piece.tobytes()) for piece in pieces]
+    return np.frombuffer(b"".join(inflated), np.uint8)
+
+
+def _bytes(streams: dict[str, Any], name: str) -> Any:
+    return streams.get(f"#0.{name}", np.empty(0, np.uint8))
+
+
+def test_memory_for_a_device_holds_a_batch() -> None:
+    memory = staging.allocator(CPU)(24)
+    assert (memory.dtype, memory.shape, memory.ctypes.data % 8) == (np.uint8, (24,), 0)
+
+
+def test_placements_of_another_width_are_refused() -> None:
+    live = torch.zeros(40, dtype=torch.int32)
+    table = PlacementTable.build([LivePlacement(0, 0, [(40, 1, 1)], live)], [(1, 2)], CPU)
+    batch = batch_of(scene((40,), 0.5, 0.0), STEPS)
+    changes = staging.decode(batch, staging.upload(batch, CPU))
+    with pytest.raises(ValueError, match="another width"):
+        staging.stage(changes, table, ["w"])
+
+
+def test_staged_changes_are_written_and_taken_back() -> None:
+    live = torch.arange(40, dtype=torch.int16)
+    before = live.clone()
+    table = PlacementTable.build([LivePlacement(0, 0, [(40, 1, 1)], live)], [(1, 2)], CPU)
+    (given,) = scene((40,), 0.5, 0.0)
+    batch = batch_of([given], STEPS)
+    staged = staging.stage(staging.decode(batch, staging.upload(batch, CPU)), table, ["w"])
+    assert torch.equal(live, before)
+    staging.write_(staged)
+    assert (live != before).nonzero().view(-1).tolist() == given.indices.tolist()
+    staging.undo_(staged)
+    assert torch.equal(live, before)

@@ -1,0 +1,100 @@
+"""Compile every Triton program for cards of three generations, without a card.
+
+Prints registers of each; fails if one spills registers to memory. A process of its own: Triton's
+interpreter and its compiler exclude one another.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from deltachain.kernels import programs
+from deltachain.kernels.fused import BLOCK, WARPS
+
+TOOLS = Path(nvidia.__file__).parent / "bin"
+ELEMENTS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
+OF_AN_ELEMENT = ("values", "olds", "news", "bits")
+"""Arguments that point to integers of the element's width."""
+OTHER_TYPES = {"buffer": "*u8", "kept": "*i1", "absolute": "*i1", "verdict": "*i32", "ndim": "i32"}
+OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
+
+Case = tuple[Any, int, dict[str, Any]]
+"""Program, bytes of an element, and compile-time arguments."""
+
+
+def cases() -> Iterator[Case]:
+    """Every specialisation that :mod:`deltachain.kernels.fused` launches."""
+    for width in ELEMENTS:
+        for gap, absolute in ((1, False), (2, False), (1, True), (2, True), (0, True)):
+            constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
+            yield programs.decode_segment, width, constants
+        for masked, kind in ((False, 0), (False, 1), (True, 2)):
+            constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
+            yield programs.stage_block, width, constants
+        yield programs.write_block, width, {}
+    for masked in (False, True):
+        yield programs.count_block, 2, {"MASKED": masked}
+
+
+def compile_for(arch: int, case: Case) -> str:
+    """Compile one program; return what uses which resources.
+
+    Raises:
+        AssertionError: Registers are spilled.
+    """
+    program, width, constants = case
+    constants = constants | {"BLOCK": BLOCK}
+    types = OFFSETS | OTHER_TYPES | dict.fromkeys(OF_AN_ELEMENT, ELEMENTS[width])
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*i64")
+        for name in program.arg_names
+    }
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, kind in enumerate(signature.values())
+        if kind.startswith("*")
+    }
+    source = ASTSource(program, signature, constants, aligned)
+    target = GPUTarget("cuda", arch, 32)
+    cubin = triton.compile(source, target=target, options={"num_warps": WARPS}).asm["cubin"]
+    registers, spills = resources(cubin)
+    line = f"sm_{arch} {program.__name__} {width} B {constants}: {registers} registers"
+    assert not spills, f"{line}, {spills} bytes spilled"
+    return line
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack and local memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(TOOLS / "cuobjdump"), "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", said)
+    assert found, said
+    registers, stack, local = map(int, found.groups())
+    return registers, stack + local
+
+
+def main() -> int:
+    """Compile every case for the architectures of the command line, such as 90."""
+    for arch in map(int, sys.argv[1:]):
+        for case in cases():
+            sys.stdout.write(compile_for(arch, case) + "\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

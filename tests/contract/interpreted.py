@@ -1,0 +1,119 @@
+"""The contract of batched kernels, on Triton's interpreter: ``TRITON_INTERPRET=1 python -m ...``.
+
+Triton reads that variable when it is imported, so that this needs a process of its own. Streams end
+where a page ends that nobody may read, and every array that the kernels write has guards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.kernels import fused
+from deltachain.kernels.batched import upload
+from deltachain.kernels.placements import ChangeBatch, LivePlacement, PlacementTable
+from deltachain.kernels.segments import SegmentBatch, StreamLayout
+from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm
+from tests.contract.segments import Given, batch_of
+
+PAGE = mmap.PAGESIZE
+NO_ACCESS = 0
+_empty = torch.empty
+
+
+@dataclass(frozen=True)
+class GuardedArm(BatchArm):
+    """Triton's kernels, on streams before an unreadable page."""
+
+    maps: dict[int, mmap.mmap] = field(default_factory=dict)
+
+    def decode(self, batch: SegmentBatch) -> ChangeBatch:
+        guarded = replace(batch, buffer=self._before_a_wall(batch.buffer))
+        return self.kernels.decode(guarded, upload(guarded, self.device))
+
+    def _before_a_wall(self, buffer: Any) -> Any:
+        """Copy bytes to the end of a page; reading on ends the process."""
+        pages = -(-buffer.nbytes // PAGE) + 1
+        if pages not in self.maps:
+            self.maps[pages] = mmap.mmap(-1, pages * PAGE)
+            base = ctypes.addressof(ctypes.c_char.from_buffer(self.maps[pages]))
+            wall = ctypes.c_void_p(base + (pages - 1) * PAGE)
+            if ctypes.CDLL(None).mprotect(wall, ctypes.c_size_t(PAGE), NO_ACCESS):
+                raise OSError("mprotect")
+        # The table at the beginning is aligned to 8 bytes, which leaves up to 7 before the wall.
+        end = (pages - 1) * PAGE - (-buffer.nbytes) % 8 - buffer.nbytes
+        whole = np.frombuffer(self.maps[pages], np.uint8, buffer.nbytes, offset=end)
+        whole[:] = buffer
+        return whole
+
+
+class Guards:
+    """Replacement of ``torch.empty`` with guards around what it returns."""
+
+    def __init__(self) -> None:
+        self.made: list[Tensor] = []
+
+    def empty(self, shape: Any, **options: Any) -> Tensor:
+        """Bytes of 0xAA before and after, and inside until something is written."""
+        size = torch.Size([shape] if isinstance(shape, int) else shape)
+        whole = _empty(size.numel() + 2 * GUARD, **options)
+        whole.view(torch.uint8).fill_(0xAA)
+        self.made.append(whole)
+        return whole[GUARD:-GUARD].view(size)
+
+    def check(self) -> None:
+        """Assert that no guard was written."""
+        assert self.made
+        for whole in self.made:
+            ends = torch.cat([whole[:GUARD], whole[-GUARD:]]).view(torch.uint8)
+            assert bool((ends == 0xAA).all())
+        self.made.clear()
+
+
+def check_launches(arm: BatchArm) -> None:
+    """One launch decodes, two stage and one writes, whatever the number of tensors."""
+    rng = np.random.default_rng(26)
+    layout = StreamLayout(2, 1, absolute=False)
+    for tensors in (10, 100):
+        given = []
+        for tensor in range(tensors):
+            indices = np.flatnonzero(rng.random(50) < 0.2)
+            given.append(Given(tensor, 50, indices, np.ones(indices.size, np.uint16)))
+        live = [torch.zeros(50, dtype=torch.int16) for _ in given]
+        placements = [LivePlacement(t, 0, [(50, 1, 1)], one) for t, one in enumerate(live)]
+        table = PlacementTable.build(placements, [(1, 2)] * tensors, arm.device)
+        counts = []
+        with mock.patch.object(fused, "launch", wraps=fused.launch) as launch:
+            changes = arm.decode(batch_of(given, layout))
+            counts.append(launch.call_count)
+            staged = fused.stage(changes, table, ["w"] * tensors)
+            counts.append(launch.call_count)
+            fused.write_(staged, staged.new)
+            counts.append(launch.call_count)
+        assert counts == [1, 3, 4]
+        assert all(int(one.sum()) == g.indices.size for one, g in zip(live, given, strict=True))
+
+
+def main() -> int:
+    """Run every check; print a line for each."""
+    arm, guards = GuardedArm(fused, torch.device("cpu")), Guards()
+    for check in (*BATCH_CHECKS, check_launches):
+        start = time.perf_counter()
+        with mock.patch.object(torch, "empty", guards.empty):
+            check(arm)
+        guards.check()
+        sys.stdout.write(f"ok {check.__name__} {time.perf_counter() - start:.1f} s\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Triton programs without a card: run by Triton's interpreter, and compiled for three cards.
+
+Triton decides when it is imported whether it interprets or compiles, so that each has a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(module: str, *arguments: str, **variables: str) -> str:
+    """Output of a module of the contract, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", f"tests.contract.{module}", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_interpreter_keeps_the_contract() -> None:
+    said = run("interpreted", TRITON_INTERPRET="1")
+    assert "ok check_launches" in said
+
+
+def test_programs_compile_without_spills(tmp_path: Path) -> None:
+    arches = ("80", "90", "100")
+    said = run("compiled", *arches, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert said.count("registers") == 38 * len(arches)
+    for arch in arches:
+        for program in ("decode_segment", "count_block", "stage_block", "write_block"):
+            assert f"sm_{arch} {program} " in said
