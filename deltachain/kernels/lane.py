@@ -1,0 +1,304 @@
+"""Batches of tensors of one kind on one device, on their way through a diff."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.kernels import device
+from deltachain.kernels.blocks import BLOCK, BlockTable, Span, batch_blocks, block_table, spans_of
+from deltachain.kernels.compact import Arena, Placed, diff_batch_
+from deltachain.kernels.copy_stream import CopyStream
+
+ALIGNMENT: Final = 16
+"""Alignment of tensors in a snapshot, in bytes: a device reads as much at once."""
+
+ROOM_SHARE: Final = 64
+"""Elements for each change that there is room for at first: 1.6 %."""
+
+LARGEST_ROOM_SHARE: Final = 16
+"""The same for room that has grown, after more elements changed than it had room for."""
+
+SMALLEST_ROOM: Final = 1 << 20
+"""Changes for which a lane has room whatever its size, unless it has fewer elements."""
+
+
+class LaneKind(NamedTuple):
+    """What the tensors of one lane have in common.
+
+    Attributes:
+        width: Size of an element's bits in the snapshot, in bytes.
+        master: Whether the weights are fp32 and the snapshot is bf16.
+        resident: Whether the snapshot is on the device.
+    """
+
+    width: int
+    master: bool
+    resident: bool
+
+
+class Compared(NamedTuple):
+    """A tensor to compare with its bits in the snapshot.
+
+    Attributes:
+        name: Name of the tensor.
+        kept: Flat bits of the snapshot in which its bits are, of any number of tensors.
+        at: Position of its first element there.
+        current: Flat weights on the device, in any dtype that casts to ``dtype``.
+        dtype: Dtype of the snapshot's bits.
+        resident: Whether the snapshot is on the device.
+    """
+
+    name: str
+    kept: Tensor
+    at: int
+    current: Tensor
+    dtype: torch.dtype
+    resident: bool
+
+    @property
+    def kind(self) -> LaneKind:
+        """The lane that this tensor takes."""
+        master = self.current.dtype == torch.float32 and self.dtype == torch.bfloat16
+        return LaneKind(self.kept.element_size(), master, self.resident)
+
+
+class Part(NamedTuple):
+    """The part of a tensor that is in one batch."""
+
+    tensor: Compared
+    span: Span
+
+    @property
+    def at(self) -> int:
+        """Position of the first element in the snapshot's flat bits."""
+        return self.tensor.at + self.span.start
+
+
+class Run(NamedTuple):
+    """Parts of a batch that lie side by side in the snapshot.
+
+    Attributes:
+        kept: Flat bits of the snapshot.
+        start: Position of the first element there.
+        stop: Position after the last element.
+        parts: Number of parts.
+    """
+
+    kept: Tensor
+    start: int
+    stop: int
+    parts: int
+
+
+class Flight(NamedTuple):
+    """A batch whose comparison is enqueued.
+
+    Attributes:
+        lane: Its lane.
+        parts: Parts of tensors in the batch; their weights stay referenced.
+        table: Its blocks.
+        placed: Where its changes are.
+    """
+
+    lane: Lane
+    parts: Sequence[Part]
+    table: BlockTable
+    placed: Placed
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Room on the device for the snapshot bits of a batch, and the event after its last use."""
+
+    bits: Tensor
+    free: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
+class Lane:
+    """Tensors of one kind on one device: collects batches and enqueues their comparison.
+
+    Attributes:
+        kind: What the tensors have in common.
+        streams: Streams of the device.
+        fused: Whether to use the kernels in Triton.
+        numel: Number of elements that are expected.
+        copies: Number of copies of snapshot bits to the device since the lane was made.
+    """
+
+    kind: LaneKind
+    streams: CopyStream
+    fused: bool
+    numel: int = 0
+    copies: int = 0
+    _arena: Arena | None = None
+    _header: Tensor | None = None
+    _flights: list[Flight] = field(default_factory=list)
+    _open: list[Part] = field(default_factory=list)
+    _used: int = 0
+    _slots: list[_Slot] = field(default_factory=list)
+    _turn: int = 1
+
+    @property
+    def limit(self) -> int:
+        """Largest number of blocks in a batch."""
+        return batch_blocks(self.kind.width)
+
+    def add(self, tensor: Compared) -> None:
+        """Add a tensor; full batches are enqueued."""
+        for span in spans_of(tensor.current.numel(), used=self._used, limit=self.limit):
+            self._open.append(Part(tensor, span))
+            self._used += span.blocks
+            if self._used == self.limit:
+                self.flush()
+
+    def flush(self) -> None:
+        """Enqueue the open batch, if there is one."""
+        parts, self._open, self._used = self._open, [], 0
+        if not parts:
+            return
+        if self.fused and self._arena is None:
+            self._arena = self._room(self._capacity())
+        flight = self._enqueue(parts, self._arena, self._header)
+        self._flights.append(flight)
+        self._header = flight.placed.header
+
+    def redo(self, flight: Flight, nnz: int) -> Flight:
+        """Enqueue a batch again that had no room for its ``nnz`` changes, with room of its own."""
+        return self._enqueue(flight.parts, self._room(nnz), None)
+
+    def drop(self) -> None:
+        """Forget the open batch."""
+        self._open, self._used = [], 0
+
+    def take(self) -> list[Flight]:
+        """Return the enqueued batches; the next ones use their room again."""
+        flights, self._flights, self._header = self._flights, [], None
+        return flights
+
+    def fit(self, nnz: int) -> None:
+        """Make more room for the next diff, if ``nnz`` changes had not enough."""
+        if self._arena is None or nnz <= self._arena.offsets.numel():
+            return
+        grown = min(nnz * 5 // 4, self.numel // LARGEST_ROOM_SHARE)
+        if grown > self._arena.offsets.numel():
+            self._arena = None  # first gone, then made anew
+            self._arena = self._room(grown)
+
+    def _capacity(self) -> int:
+        return min(self.numel, max(SMALLEST_ROOM, self.numel // ROOM_SHARE)) or SMALLEST_ROOM
+
+    def _room(self, capacity: int) -> Arena:
+        dtype, old = device.INT_DTYPES[self.kind.width], self.kind.resident
+        return Arena.empty(capacity, dtype, self.streams.where, old=old)
+
+    def _now(self, part: Part) -> Tensor:
+        """Return the bits of a part of the weights; those of fp32 masters are not cast yet."""
+        tensor, span = part.tensor, part.span
+        weights = tensor.current[span.start : span.start + span.numel]
+        if not self.kind.master:
+            weights = weights.to(tensor.dtype)
+        return device.bits_of(weights)
+
+    def _there(self, parts: Sequence[Part]) -> tuple[list[Tensor], _Slot | None]:
+        """Return the snapshot bits of each part on the device, copied there if need be."""
+        if self.kind.resident:
+            return [part.tensor.kept[part.at : part.at + part.span.numel] for part in parts], None
+        found = list(runs(parts))
+        slot = self._slot(sum(run.stop - run.start for run in found))
+        with self.streams.copying():
+            self.streams.copies_follow(slot.free)
+            position, first, there = 0, 0, []
+            for run in found:
+                room = slot.bits[position : position + run.stop - run.start]
+                self.streams.send_into(room, run.kept[run.start : run.stop])
+                self.copies += 1
+                for part in parts[first : first + run.parts]:
+                    at = position + part.at - run.start
+                    there.append(slot.bits[at : at + part.span.numel])
+                position, first = position + room.numel(), first + run.parts
+            copied = self.streams.mark_copies()
+        self.streams.computing_follows(copied)
+        return there, slot
+
+    def _slot(self, numel: int) -> _Slot:
+        """Return one of two rooms for snapshot bits, in turn."""
+        self._turn ^= 1
+        if len(self._slots) <= self._turn:
+            self._slots.append(self._new_slot(numel))
+        slot = self._slots[self._turn]
+        if slot.bits.numel() < numel:
+            self.streams.keep_for_copies(slot.bits)
+            slot = self._slots[self._turn] = self._new_slot(numel)
+        return slot
+
+    def _new_slot(self, numel: int) -> _Slot:
+        expected = min(self.limit * BLOCK, self.numel)
+        where, dtype = self.streams.where, device.INT_DTYPES[self.kind.width]
+        bits = torch.empty(max(numel, expected), dtype=dtype, device=where)
+        # Kernels that were enqueued before may still use this memory: copies must follow them.
+        return _Slot(bits, self.streams.mark())
+
+    def _enqueue(self, parts: Sequence[Part], arena: Arena | None, header: Tensor | None) -> Flight:
+        """Enqueue the comparison of a batch; without an arena in torch operations."""
+        kind, streams = self.kind, self.streams
+        table = block_table(np.array([part.span.numel for part in parts], np.int64))
+        with streams.computing():
+            then, slot = self._there(parts)
+            now = [self._now(part) for part in parts]
+            if arena is None:
+                numels = streams.send(torch.from_numpy(table.numel))
+                placed = diff_batch_(now, then, numels, master=kind.master, resident=kind.resident)
+            else:
+                placed = self._fused(table, now, then, arena, header)
+            if slot is not None:
+                slot.free = streams.mark()
+        return Flight(self, parts, table, placed)
+
+    def _fused(
+        self,
+        table: BlockTable,
+        now: Sequence[Tensor],
+        then: Sequence[Tensor],
+        arena: Arena,
+        header: Tensor | None,
+    ) -> Placed:
+        from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
+
+        if header is None:
+            header = torch.zeros(3, dtype=torch.int64, device=self.streams.where)
+        sides = [fused_diff.addresses(bits, table) for bits in (now, then)]
+        return fused_diff.diff_batch_(
+            self.streams.send(torch.from_numpy(np.stack([*sides, table.numel]))),
+            header,
+            arena,
+            master=self.kind.master,
+            resident=self.kind.resident,
+            aligned=not any((side % ALIGNMENT).any() for side in sides),
+        )
+
+
+def runs(parts: Sequence[Part]) -> Iterator[Run]:
+    """Yield parts that lie side by side in the snapshot as one run, in order."""
+    last: Run | None = None
+    for part in parts:
+        kept, stop = part.tensor.kept, part.at + part.span.numel
+        # What lies between is padding, if it is less than the alignment of the next tensor.
+        if (
+            last is not None
+            and last.kept is kept
+            and 0 <= (part.at - last.stop) * kept.element_size() < ALIGNMENT
+        ):
+            last = Run(kept, last.start, stop, last.parts + 1)
+            continue
+        if last is not None:
+            yield last
+        last = Run(kept, part.at, stop, 1)
+    if last is not None:
+        yield last
