@@ -21,7 +21,7 @@ import torch
 from deltachain.kernels import host
 from deltachain.kernels.blocks import indices_of
 from deltachain.kernels.copy_stream import CopyStream
-from deltachain.kernels.lane import Compared, Flight, Lane, LaneKind, Part, runs
+from deltachain.kernels.lane import Compared, Lane, LaneKind, Launched, TensorSpan, runs
 from deltachain.kernels.reference import Changes
 from deltachain.types import BITS_DTYPES, Bits, Indices
 
@@ -30,7 +30,7 @@ class Landed(NamedTuple):
     """Changes of a batch, on the host.
 
     Attributes:
-        flight: The batch.
+        batch: The batch.
         nnz: Number of changes.
         room: Whether there was room for them; the arrays are empty if not.
         counts: Number of changes of each block, int16 of shape ``(blocks,)``.
@@ -38,7 +38,7 @@ class Landed(NamedTuple):
             host; each of shape ``(nnz,)``.
     """
 
-    flight: Flight
+    batch: Launched
     nnz: int
     room: bool
     counts: npt.NDArray[Any]
@@ -81,36 +81,34 @@ class DeviceDiff:
         """
         for lane in self.lanes.values():
             lane.flush()
-        landed = self._land([flight for lane in self.lanes.values() for flight in lane.take()])
+        landed = self._land([batch for lane in self.lanes.values() for batch in lane.take()])
         changes: dict[str, list[Changes]] = defaultdict(list)
-        for one in landed:
-            batch = one
+        for first in landed:
+            one = first
             if not one.room:  # seldom, and large: one at a time
-                again = one.flight.lane.redo(one.flight, one.nnz)
-                (batch,) = self._land([again])
-            for name, part in _changes_of(batch):
-                changes[name].append(part)
+                (one,) = self._land([one.batch.lane.redo(one.batch, one.nnz)])
+            for name, some in _changes_of(one):
+                changes[name].append(some)
         for lane in self.lanes.values():
-            lane.fit(sum(one.nnz for one in landed if one.flight.lane is lane))
-        for name, parts in changes.items():
-            found[name] = parts[0] if len(parts) == 1 else _joined(parts)
+            lane.fit(sum(one.nnz for one in landed if one.batch.lane is lane))
+        for name, several in changes.items():
+            found[name] = several[0] if len(several) == 1 else _joined(several)
 
     def _lane(self, kind: LaneKind) -> Lane:
         if kind not in self.lanes:
             self.lanes[kind] = Lane(kind, self.streams, self.fused)
         return self.lanes[kind]
 
-    def _land(self, flights: Sequence[Flight]) -> list[Landed]:
+    def _land(self, launched: Sequence[Launched]) -> list[Landed]:
         """Wait for batches, and copy their changes to the host."""
-        if not flights:
+        if not launched:
             return []
-        streams, placed = self.streams, [flight.placed for flight in flights]
+        streams, placed = self.streams, [batch.placed for batch in launched]
         with streams.computing():
             counts = streams.receive(torch.cat([one.counts for one in placed])).numpy()
             headers = streams.receive(torch.stack([one.header for one in placed])).numpy()
-        streams.wait(
-            streams.mark()
-        )  # for the comparison: the caller's stream is never waited for again
+        # The only wait for the caller's stream, unless a batch had no room.
+        streams.wait(streams.mark())
         used: dict[int, int] = defaultdict(int)
         for one, (start, nnz, _) in zip(placed, headers.tolist(), strict=True):
             used[id(one.arena)] = max(used[id(one.arena)], start + nnz if start >= 0 else 0)
@@ -121,59 +119,59 @@ class DeviceDiff:
                 for key, arena in arenas.items()
             }
             copied = streams.mark_copies()
-        streams.wait(copied)  # for the changes
-        ends = np.cumsum([flight.table.numel.size for flight in flights]).tolist()
+        streams.wait(copied)
+        ends = np.cumsum([batch.table.numel.size for batch in launched]).tolist()
         landed = []
-        for flight, end, (start, nnz, _) in zip(flights, ends, headers.tolist(), strict=True):
+        for batch, end, (start, nnz, _) in zip(launched, ends, headers.tolist(), strict=True):
             mine = slice(start, start + nnz) if start >= 0 else slice(0, 0)
-            columns = tuple(column[mine] for column in arrived[id(flight.placed.arena)])
-            blocks = counts[end - flight.table.numel.size : end]
-            landed.append(Landed(flight, nnz, start >= 0, blocks, columns))
+            columns = tuple(column[mine] for column in arrived[id(batch.placed.arena)])
+            blocks = counts[end - batch.table.numel.size : end]
+            landed.append(Landed(batch, nnz, start >= 0, blocks, columns))
         return landed
 
 
 def _changes_of(landed: Landed) -> list[tuple[str, Changes]]:
-    """Return the changes of each part of a batch, after an update of a snapshot on the host."""
-    parts, table = landed.flight.parts, landed.flight.table
+    """Return the changes of each span of a batch, after an update of a snapshot on the host."""
+    spans, table = landed.batch.spans, landed.batch.table
     if not landed.nnz:
         return []
     offsets, new, *rest = landed.columns
     dtype = BITS_DTYPES[new.itemsize]
-    first = np.array([part.at for part in parts], np.int64)[table.span] + table.first
+    first = np.array([one.at for one in spans], np.int64)[table.span] + table.first
     positions = indices_of(first, landed.counts, offsets)
-    # Number of changes before each part, and after the last.
-    edges = np.searchsorted(table.span, np.arange(len(parts) + 1))
+    # Number of changes before each span, and after the last.
+    edges = np.searchsorted(table.span, np.arange(len(spans) + 1))
     before = np.concatenate(([0], np.cumsum(landed.counts, dtype=np.int64)))[edges]
     bits = new.view(dtype)
-    old = rest[0].view(dtype) if rest else _update_host(parts, before, positions, bits)
+    old = rest[0].view(dtype) if rest else _update_host(spans, before, positions, bits)
     return [
         (
-            part.tensor.name,
-            Changes(positions[low:high] - part.tensor.at, old[low:high], bits[low:high]),
+            one.tensor.name,
+            Changes(positions[low:high] - one.tensor.at, old[low:high], bits[low:high]),
         )
-        for part, low, high in zip(parts, before[:-1].tolist(), before[1:].tolist(), strict=True)
+        for one, low, high in zip(spans, before[:-1].tolist(), before[1:].tolist(), strict=True)
         if low < high
     ]
 
 
 def _update_host(
-    parts: Sequence[Part],
+    spans: Sequence[TensorSpan],
     before: npt.NDArray[np.int64],
     positions: Indices,
     new: Bits,
 ) -> Bits:
     """Write new bits into a snapshot on the host; return the old ones."""
     old, number = np.empty_like(new), 0
-    for run in runs(parts):
-        mine = slice(int(before[number]), int(before[number + run.parts]))
+    for run in runs(spans):
+        mine = slice(int(before[number]), int(before[number + run.spans]))
         kept = run.kept.numpy().view(new.dtype)
         old[mine] = host.gather(kept, positions[mine])
         host.scatter_(kept, positions[mine], new[mine])
-        number += run.parts
+        number += run.spans
     return old
 
 
-def _joined(parts: Sequence[Changes]) -> Changes:
-    """Join the changes of the parts of a tensor, in order."""
-    ordered = sorted(parts, key=lambda part: int(part.indices[0]))
+def _joined(several: Sequence[Changes]) -> Changes:
+    """Join the changes of the spans of a tensor, in order."""
+    ordered = sorted(several, key=lambda changes: int(changes.indices[0]))
     return Changes(*(np.concatenate(column) for column in zip(*ordered, strict=True)))

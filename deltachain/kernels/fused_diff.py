@@ -87,7 +87,7 @@ def _compare(
     return now, then, (now != then) & inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def count_kernel(
     table: tl.tensor,
     blocks: tl.tensor,
@@ -113,7 +113,7 @@ def count_kernel(
     tl.store(counts + tl.program_id(0), tl.sum(differ.to(tl.int32), 0).to(tl.int16))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "capacity"])
 def place_kernel(
     counts: tl.tensor,
     blocks: tl.tensor,
@@ -155,7 +155,7 @@ def place_kernel(
         running += tl.sum(some, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def write_kernel(
     table: tl.tensor,
     blocks: tl.tensor,

@@ -68,8 +68,8 @@ class Compared(NamedTuple):
         return LaneKind(self.kept.element_size(), master, self.resident)
 
 
-class Part(NamedTuple):
-    """The part of a tensor that is in one batch."""
+class TensorSpan(NamedTuple):
+    """A span of a tensor, with the tensor."""
 
     tensor: Compared
     span: Span
@@ -81,33 +81,33 @@ class Part(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Parts of a batch that lie side by side in the snapshot.
+    """Spans of a batch that lie side by side in the snapshot.
 
     Attributes:
         kept: Flat bits of the snapshot.
         start: Position of the first element there.
         stop: Position after the last element.
-        parts: Number of parts.
+        spans: Number of spans.
     """
 
     kept: Tensor
     start: int
     stop: int
-    parts: int
+    spans: int
 
 
-class Flight(NamedTuple):
+class Launched(NamedTuple):
     """A batch whose comparison is enqueued.
 
     Attributes:
         lane: Its lane.
-        parts: Parts of tensors in the batch; their weights stay referenced.
+        spans: Spans of tensors in the batch; their weights stay referenced.
         table: Its blocks.
         placed: Where its changes are.
     """
 
     lane: Lane
-    parts: Sequence[Part]
+    spans: Sequence[TensorSpan]
     table: BlockTable
     placed: Placed
 
@@ -139,8 +139,8 @@ class Lane:
     copies: int = 0
     _arena: Arena | None = None
     _header: Tensor | None = None
-    _flights: list[Flight] = field(default_factory=list)
-    _open: list[Part] = field(default_factory=list)
+    _launched: list[Launched] = field(default_factory=list)
+    _open: list[TensorSpan] = field(default_factory=list)
     _used: int = 0
     _slots: list[_Slot] = field(default_factory=list)
     _turn: int = 1
@@ -153,34 +153,34 @@ class Lane:
     def add(self, tensor: Compared) -> None:
         """Add a tensor; full batches are enqueued."""
         for span in spans_of(tensor.current.numel(), used=self._used, limit=self.limit):
-            self._open.append(Part(tensor, span))
+            self._open.append(TensorSpan(tensor, span))
             self._used += span.blocks
             if self._used == self.limit:
                 self.flush()
 
     def flush(self) -> None:
         """Enqueue the open batch, if there is one."""
-        parts, self._open, self._used = self._open, [], 0
-        if not parts:
+        spans, self._open, self._used = self._open, [], 0
+        if not spans:
             return
         if self.fused and self._arena is None:
             self._arena = self._room(self._capacity())
-        flight = self._enqueue(parts, self._arena, self._header)
-        self._flights.append(flight)
-        self._header = flight.placed.header
+        batch = self._enqueue(spans, self._arena, self._header)
+        self._launched.append(batch)
+        self._header = batch.placed.header
 
-    def redo(self, flight: Flight, nnz: int) -> Flight:
+    def redo(self, batch: Launched, nnz: int) -> Launched:
         """Enqueue a batch again that had no room for its ``nnz`` changes, with room of its own."""
-        return self._enqueue(flight.parts, self._room(nnz), None)
+        return self._enqueue(batch.spans, self._room(nnz), None)
 
     def drop(self) -> None:
         """Forget the open batch."""
         self._open, self._used = [], 0
 
-    def take(self) -> list[Flight]:
+    def take(self) -> list[Launched]:
         """Return the enqueued batches; the next ones use their room again."""
-        flights, self._flights, self._header = self._flights, [], None
-        return flights
+        launched, self._launched, self._header = self._launched, [], None
+        return launched
 
     def fit(self, nnz: int) -> None:
         """Make more room for the next diff, if ``nnz`` changes had not enough."""
@@ -198,19 +198,19 @@ class Lane:
         dtype, old = device.INT_DTYPES[self.kind.width], self.kind.resident
         return Arena.empty(capacity, dtype, self.streams.where, old=old)
 
-    def _now(self, part: Part) -> Tensor:
-        """Return the bits of a part of the weights; those of fp32 masters are not cast yet."""
-        tensor, span = part.tensor, part.span
+    def _now(self, one: TensorSpan) -> Tensor:
+        """Return the bits of a span of the weights; those of fp32 masters are not cast yet."""
+        tensor, span = one.tensor, one.span
         weights = tensor.current[span.start : span.start + span.numel]
         if not self.kind.master:
             weights = weights.to(tensor.dtype)
         return device.bits_of(weights)
 
-    def _there(self, parts: Sequence[Part]) -> tuple[list[Tensor], _Slot | None]:
-        """Return the snapshot bits of each part on the device, copied there if need be."""
+    def _there(self, spans: Sequence[TensorSpan]) -> tuple[list[Tensor], _Slot | None]:
+        """Return the snapshot bits of each span on the device, copied there if need be."""
         if self.kind.resident:
-            return [part.tensor.kept[part.at : part.at + part.span.numel] for part in parts], None
-        found = list(runs(parts))
+            return [one.tensor.kept[one.at : one.at + one.span.numel] for one in spans], None
+        found = list(runs(spans))
         slot = self._slot(sum(run.stop - run.start for run in found))
         with self.streams.copying():
             self.streams.copies_follow(slot.free)
@@ -219,10 +219,10 @@ class Lane:
                 room = slot.bits[position : position + run.stop - run.start]
                 self.streams.send_into(room, run.kept[run.start : run.stop])
                 self.copies += 1
-                for part in parts[first : first + run.parts]:
-                    at = position + part.at - run.start
-                    there.append(slot.bits[at : at + part.span.numel])
-                position, first = position + room.numel(), first + run.parts
+                for one in spans[first : first + run.spans]:
+                    at = position + one.at - run.start
+                    there.append(slot.bits[at : at + one.span.numel])
+                position, first = position + room.numel(), first + run.spans
             copied = self.streams.mark_copies()
         self.streams.computing_follows(copied)
         return there, slot
@@ -245,13 +245,15 @@ class Lane:
         # Kernels that were enqueued before may still use this memory: copies must follow them.
         return _Slot(bits, self.streams.mark())
 
-    def _enqueue(self, parts: Sequence[Part], arena: Arena | None, header: Tensor | None) -> Flight:
+    def _enqueue(
+        self, spans: Sequence[TensorSpan], arena: Arena | None, header: Tensor | None
+    ) -> Launched:
         """Enqueue the comparison of a batch; without an arena in torch operations."""
         kind, streams = self.kind, self.streams
-        table = block_table(np.array([part.span.numel for part in parts], np.int64))
+        table = block_table(np.array([one.span.numel for one in spans], np.int64))
         with streams.computing():
-            then, slot = self._there(parts)
-            now = [self._now(part) for part in parts]
+            then, slot = self._there(spans)
+            now = [self._now(one) for one in spans]
             if arena is None:
                 numels = streams.send(torch.from_numpy(table.numel))
                 placed = diff_batch_(now, then, numels, master=kind.master, resident=kind.resident)
@@ -259,7 +261,7 @@ class Lane:
                 placed = self._fused(table, now, then, arena, header)
             if slot is not None:
                 slot.free = streams.mark()
-        return Flight(self, parts, table, placed)
+        return Launched(self, spans, table, placed)
 
     def _fused(
         self,
@@ -284,21 +286,21 @@ class Lane:
         )
 
 
-def runs(parts: Sequence[Part]) -> Iterator[Run]:
-    """Yield parts that lie side by side in the snapshot as one run, in order."""
+def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:
+    """Yield spans that lie side by side in the snapshot as one run, in order."""
     last: Run | None = None
-    for part in parts:
-        kept, stop = part.tensor.kept, part.at + part.span.numel
+    for one in spans:
+        kept, stop = one.tensor.kept, one.at + one.span.numel
         # What lies between is padding, if it is less than the alignment of the next tensor.
         if (
             last is not None
             and last.kept is kept
-            and 0 <= (part.at - last.stop) * kept.element_size() < ALIGNMENT
+            and 0 <= (one.at - last.stop) * kept.element_size() < ALIGNMENT
         ):
-            last = Run(kept, last.start, stop, last.parts + 1)
+            last = Run(kept, last.start, stop, last.spans + 1)
             continue
         if last is not None:
             yield last
-        last = Run(kept, part.at, stop, 1)
+        last = Run(kept, one.at, stop, 1)
     if last is not None:
         yield last

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from deltachain.errors import ConfigError
+from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import Diff
 from deltachain.publish.model.source import collect_weights
+from deltachain.publish.publisher import Publisher
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.snapshot_memory import (
     Memory,
@@ -186,6 +189,17 @@ def test_a_snapshot_on_the_device_needs_weights_there() -> None:
     with pytest.raises(ConfigError, match="all weights are on the host"):
         snapshot_of(plain_model(), where="device")
     assert snapshot_of(plain_model(), where="host").diff_().live == {}
+
+
+def test_a_snapshot_is_on_the_host_or_on_the_device() -> None:
+    with pytest.raises(ConfigError, match="snapshot='disk': expected 'host', 'device' or None"):
+        PublishConfig(url="memory://x", snapshot="disk")  # type: ignore[arg-type]
+
+
+def test_a_publisher_says_that_a_snapshot_cannot_be_on_the_device(tmp_path: Path) -> None:
+    config = PublishConfig(url=str(tmp_path), snapshot="device")
+    with pytest.raises(ConfigError, match="all weights are on the host"):
+        Publisher(config).attach(plain_model())
 
 
 def test_a_snapshot_goes_where_it_fits() -> None:
