@@ -11,16 +11,14 @@ Blocks are named by address, so that one launch reaches the memory of any number
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltachain.kernels.blocks import BLOCK, BlockTable
+from deltachain.kernels.blocks import BLOCK
 from deltachain.kernels.compact import Arena, Placed
 
 STEP: Final = 2048
@@ -198,12 +196,6 @@ def write_kernel(
             tl.store(old + at, then, mask=differ)
             kept = tl.load(table + blocks + block).to(tl.pointer_type(bits))
             tl.store(kept + lane, now, mask=differ)
-
-
-def addresses(tensors: Sequence[Tensor], blocks: BlockTable) -> Any:  # noqa: ANN401 - int64 array
-    """Return the address of each block's first element; one tensor a span."""
-    first = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    return first[blocks.span] + blocks.first * tensors[0].element_size()
 
 
 def launch_count() -> int:

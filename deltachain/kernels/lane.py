@@ -206,22 +206,22 @@ class Lane:
             weights = weights.to(tensor.dtype)
         return device.bits_of(weights)
 
-    def _there(self, spans: Sequence[TensorSpan]) -> tuple[list[Tensor], _Slot | None]:
-        """Return the snapshot bits of each span on the device, copied there if need be."""
+    def _there(self, spans: Sequence[TensorSpan]) -> tuple[list[tuple[Tensor, int]], _Slot | None]:
+        """Return where the snapshot bits of each span begin on the device, copied if need be."""
         if self.kind.resident:
-            return [one.tensor.kept[one.at : one.at + one.span.numel] for one in spans], None
+            return [(one.tensor.kept, one.at) for one in spans], None
         found = list(runs(spans))
         slot = self._slot(sum(run.stop - run.start for run in found))
         with self.streams.copying():
             self.streams.copies_follow(slot.free)
-            position, first, there = 0, 0, []
+            position, first = 0, 0
+            there: list[tuple[Tensor, int]] = []
             for run in found:
                 room = slot.bits[position : position + run.stop - run.start]
                 self.streams.send_into(room, run.kept[run.start : run.stop])
                 self.copies += 1
-                for one in spans[first : first + run.spans]:
-                    at = position + one.at - run.start
-                    there.append(slot.bits[at : at + one.span.numel])
+                shift = position - run.start
+                there += [(slot.bits, one.at + shift) for one in spans[first : first + run.spans]]
                 position, first = position + room.numel(), first + run.spans
             copied = self.streams.mark_copies()
         self.streams.computing_follows(copied)
@@ -253,12 +253,16 @@ class Lane:
         table = block_table(np.array([one.span.numel for one in spans], np.int64))
         with streams.computing():
             then, slot = self._there(spans)
-            now = [self._now(one) for one in spans]
             if arena is None:
+                now = [self._now(one) for one in spans]
+                kept = [
+                    bits[at : at + one.span.numel]
+                    for (bits, at), one in zip(then, spans, strict=True)
+                ]
                 numels = streams.send(torch.from_numpy(table.numel))
-                placed = diff_batch_(now, then, numels, master=kind.master, resident=kind.resident)
+                placed = diff_batch_(now, kept, numels, master=kind.master, resident=kind.resident)
             else:
-                placed = self._fused(table, now, then, arena, header)
+                placed = self._fused(table, spans, then, arena, header)
             if slot is not None:
                 slot.free = streams.mark()
         return Launched(self, spans, table, placed)
@@ -266,8 +270,8 @@ class Lane:
     def _fused(
         self,
         table: BlockTable,
-        now: Sequence[Tensor],
-        then: Sequence[Tensor],
+        spans: Sequence[TensorSpan],
+        then: Sequence[tuple[Tensor, int]],
         arena: Arena,
         header: Tensor | None,
     ) -> Placed:
@@ -275,8 +279,15 @@ class Lane:
 
         if header is None:
             header = torch.zeros(3, dtype=torch.int64, device=self.streams.where)
-        sides = [fused_diff.addresses(bits, table) for bits in (now, then)]
-        return fused_diff.diff_batch_(
+        # By address: a view of each of many thousand tensors would cost more than to compare them.
+        now, held = self._addresses(spans)
+        kept = [bits.data_ptr() + at * self.kind.width for bits, at in then]
+        width = 4 if self.kind.master else self.kind.width
+        sides = [
+            np.array(first, np.int64)[table.span] + table.first * size
+            for first, size in ((now, width), (kept, self.kind.width))
+        ]
+        placed = fused_diff.diff_batch_(
             self.streams.send(torch.from_numpy(np.stack([*sides, table.numel]))),
             header,
             arena,
@@ -284,6 +295,20 @@ class Lane:
             resident=self.kind.resident,
             aligned=not any((side % ALIGNMENT).any() for side in sides),
         )
+        del held  # used until here: later memory of this stream may be the same
+        return placed
+
+    def _addresses(self, spans: Sequence[TensorSpan]) -> tuple[list[int], list[Tensor]]:
+        """Return the address of the weights of each span, and tensors that were cast for them."""
+        found, held = [], []
+        for one in spans:
+            current = one.tensor.current
+            if self.kind.master or current.dtype == one.tensor.dtype:
+                found.append(current.data_ptr() + one.span.start * current.element_size())
+                continue
+            held.append(self._now(one))
+            found.append(held[-1].data_ptr())
+        return found, held
 
 
 def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:

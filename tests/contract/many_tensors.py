@@ -208,6 +208,19 @@ def check_a_drop(where: str, fused: bool) -> None:
     weights.check(settle(diff))
 
 
+def check_other_casts(where: str, fused: bool) -> None:
+    """Weights of a dtype that no kernel casts are cast by torch."""
+    values = np.linspace(-3, 3, 9_000, dtype=np.float32)
+    live = torch.from_numpy(values).to(where)
+    for resident in (False, True):
+        kept = torch.zeros(9_000, dtype=torch.int16, device=where if resident else "cpu")
+        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff.add(Compared("w", kept, 0, live, torch.float16, resident))
+        expected = values.astype(np.float16).view(np.uint16)
+        np.testing.assert_array_equal(settle(diff)["w"].new, expected[expected != 0])
+        np.testing.assert_array_equal(kept.cpu().numpy().view(np.uint16), expected)
+
+
 MANY_CHECKS: tuple[Callable[[str, bool], None], ...] = (
     check_kinds,
     check_mixed_kinds,
@@ -215,6 +228,7 @@ MANY_CHECKS: tuple[Callable[[str, bool], None], ...] = (
     check_waits_and_copies,
     check_bytes_that_cross_back,
     check_a_drop,
+    check_other_casts,
 )
 
 
