@@ -107,8 +107,9 @@ bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test
 
+# DIVISOR=8 for models of tensors eight times smaller; by default as large as fits.
 bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
-	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench
+	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
 	rm -rf .venv .venv-floors .venv-vllm .venv-sglang build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -22,6 +23,8 @@ from deltachain.bench import report
 from deltachain.bench.timing import Candidate, Timings, one_core, round_robin, say
 from deltachain.errors import ConfigError
 from deltachain.kernels import reference, twolevel
+from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.lane import Compared
 from deltachain.kernels.reference import Changes
 from deltachain.types import Bits, Indices
 
@@ -34,6 +37,15 @@ CAST_FLOOR: Final = "floor: read fp32 and bf16"
 NUMBA: Final = "numba diff_"
 NUMPY: Final = "numpy diff_, two levels"
 CAST_NUMBA: Final = "numba cast_diff_"
+DEVICE_HOST: Final = "device path, snapshot on the host"
+DEVICE: Final = "device path, snapshot there"
+
+COPY: Final = "memcpy of one side"
+PASSES: Final = (FLOOR, COPY, CAST_FLOOR)
+"""Candidates that find nothing."""
+
+CHANGE_NBYTES: Final = 12.0
+"""Bytes of a change in the result: its int64 index, old bits and new bits."""
 
 AIMS: Final[dict[str, tuple[str, float]]] = {
     NUMBA: (FLOOR, 0.5),
@@ -94,7 +106,14 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectRow:
-    """One candidate: seconds, dense bf16 GB/s, and fractions of its baseline's speed."""
+    """One candidate: seconds, dense bf16 GB/s, and fractions of its baseline's speed.
+
+    Attributes:
+        threads: Number of threads.
+        to_device_per_change: Bytes that cross to the device for each change.
+        to_host_per_change: Bytes that cross back for each change.
+        host_per_change: Bytes of the result in host memory for each change.
+    """
 
     name: str
     best_s: float
@@ -103,6 +122,10 @@ class DetectRow:
     ratio: float
     paired_ratio: float
     aim: float | None
+    threads: int
+    to_device_per_change: float
+    to_host_per_change: float
+    host_per_change: float
 
 
 def torch_naive(snapshot: Bits, current: Bits) -> Changes:
@@ -115,7 +138,36 @@ def torch_naive(snapshot: Bits, current: Bits) -> Changes:
     return Changes(indices.numpy(), old_bits, new_bits)
 
 
-def measure(data: Data, rounds: int) -> Timings:
+class DevicePath:
+    """The diff of weights on a device, in torch operations on this CPU; nothing crosses really.
+
+    Args:
+        resident: Whether the snapshot is on the device.
+    """
+
+    def __init__(self, *, resident: bool) -> None:
+        self._resident = resident
+        self._diff = DeviceDiff(torch.device("cpu"), fused=False)
+        self._nnz = 0
+
+    def __call__(self, snapshot: Bits, current: Bits) -> Changes:
+        """Detect changes, and count what a device would have been sent and sent back."""
+        kept, now = (torch.from_numpy(bits.view(np.int16)) for bits in (snapshot, current))
+        found: dict[str, Changes] = {}
+        self._diff.add(Compared("", kept, 0, now, torch.int16, self._resident))
+        self._diff.settle(found)
+        self._nnz += found[""].indices.size
+        return found[""]
+
+    def per_change(self) -> tuple[float, float]:
+        """Return the bytes that cross to a device and back for each change."""
+        streams, nnz = self._diff.streams, max(1, self._nnz)
+        return streams.to_device_nbytes / nnz, streams.to_host_nbytes / nnz
+
+
+def measure(
+    data: Data, rounds: int, paths: Mapping[str, DevicePath] = MappingProxyType({})
+) -> Timings:
     """Check every kernel, then measure all of them and the baselines on one core."""
     from deltachain.bench import floors  # noqa: PLC0415 - needs numba, as the next does
     from deltachain.kernels import jit  # noqa: PLC0415
@@ -127,6 +179,7 @@ def measure(data: Data, rounds: int) -> Timings:
         "torch, naive": (torch_naive, data.current),
         CAST_NUMBA: (jit.cast_diff_, data.master),
         "numpy cast_diff_": (twolevel.cast_diff_, data.master),
+        **{name: (path, data.current) for name, path in paths.items()},
     }
     words, now, wide = (
         array.view(np.uint64) for array in (data.snapshot, data.current, data.master)
@@ -134,7 +187,7 @@ def measure(data: Data, rounds: int) -> Timings:
     copy = np.empty_like(data.current)
     candidates = [
         Candidate(FLOOR, partial(floors.read_both, words, now), data.restore),
-        Candidate("memcpy of one side", partial(np.copyto, copy, data.current)),
+        Candidate(COPY, partial(np.copyto, copy, data.current)),
         Candidate(CAST_FLOOR, partial(floors.read_master, words, wide), data.restore),
     ]
     with one_core():
@@ -145,10 +198,13 @@ def measure(data: Data, rounds: int) -> Timings:
         return round_robin(candidates, rounds)
 
 
-def rows(timings: Timings, numel: int) -> list[DetectRow]:
+def rows(
+    timings: Timings, numel: int, paths: Mapping[str, DevicePath] = MappingProxyType({})
+) -> list[DetectRow]:
     """Compare every candidate with its baseline; sort by baseline, fastest first."""
     found = []
     for name in timings.seconds:
+        there, back = paths[name].per_change() if name in paths else (0.0, 0.0)
         floor = CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
         found.append(
             DetectRow(
@@ -159,6 +215,10 @@ def rows(timings: Timings, numel: int) -> list[DetectRow]:
                 ratio=timings.ratio(name, floor),
                 paired_ratio=timings.paired_ratio(name, floor),
                 aim=AIMS[name][1] if name in AIMS else None,
+                threads=1,
+                to_device_per_change=there,
+                to_host_per_change=back,
+                host_per_change=0.0 if name in PASSES else CHANGE_NBYTES,
             )
         )
     return sorted(found, key=lambda row: ("cast" in row.name or row.name == CAST_FLOOR, row.best_s))
@@ -193,14 +253,17 @@ def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -
         raise ConfigError("this benchmark needs numba", hint="pip install 'deltachain[fast]'")
     say(f"{numel / 1e6:.0f} M elements, {density:.2%} changed")
     data = Data.generate(numel, density)
-    return document(data, rows(measure(data, rounds), numel), rounds)
+    paths = {DEVICE_HOST: DevicePath(resident=False), DEVICE: DevicePath(resident=True)}
+    return document(data, rows(measure(data, rounds, paths), numel, paths), rounds)
 
 
 def main(*, json_output: bool, plot: Path | None = None) -> int:
     """Run ``deltachain bench detect``; return 0 if all candidates are within their limits."""
     result = run()
     title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
-    table = report.grid(title, "", "best ms", "median ms", "GB/s", "of floor", "paired", "aim")
+    columns = ("best ms", "median ms", "GB/s", "of floor", "paired", "aim", "threads")
+    crossing = ("B/change to device", "back", "on host")
+    table = report.grid(title, "", *columns, *crossing)
     for row in result["rows"]:
         table.add_row(
             row["name"],
@@ -210,6 +273,10 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
             f"{row['ratio']:.2f}",
             f"{row['paired_ratio']:.2f}",
             "" if row["aim"] is None else f"{row['aim']:.2f}",
+            str(row["threads"]),
+            f"{row['to_device_per_change']:.1f}",
+            f"{row['to_host_per_change']:.1f}",
+            f"{row['host_per_change']:.1f}",
         )
     report.emit(result, [table], json_output=json_output)
     if plot is not None:

@@ -125,11 +125,20 @@ def diff_(snapshot: Tensor, current: Tensor) -> DeviceChanges:
     return changed
 
 
+def cast_bf16(master: Tensor) -> Tensor:
+    """Cast fp32 bits, as int32, to bf16 bits: round to nearest even; a NaN becomes quiet."""
+    # Torch's own cast gives every NaN the same bits, others on each device.
+    high = master >> 16
+    rounded = (master + 0x7FFF + (high & 1)) >> 16
+    is_nan = (master & 0x7FFFFFFF) > 0x7F800000
+    return torch.where(is_nan, high | 0x40, rounded).to(torch.int16)
+
+
 def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
-    """Find and copy the bf16 changes of ``master``, cast by torch: round to nearest even."""
+    """Find and copy the bf16 changes of fp32 ``master``: round to nearest even."""
     found = []
     for at in range(0, max(snapshot.numel(), 1), CHUNK):
-        current = bits_of(master[at : at + CHUNK].to(torch.bfloat16))
+        current = cast_bf16(bits_of(master[at : at + CHUNK]))
         part = diff_(snapshot[at : at + CHUNK], current)
         found.append(part._replace(indices=part.indices + at))
     return DeviceChanges(*(torch.cat(column) for column in zip(*found, strict=True)))

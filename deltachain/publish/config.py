@@ -51,6 +51,12 @@ class PublishConfig:
     ``repo--modeling.Class``), which runs when a follower's folder is loaded. By default, such
     entries are removed, with a warning."""
 
+    snapshot: Literal["host", "device"] | None = None
+    """Memory of the last published bits of weights on a device: pinned on the host, from where they
+    are copied to the device for each diff, or on the device. By default the device if that leaves
+    half of its memory free, and room for an optimizer's first step; which one is logged. Weights on
+    the host are compared in place."""
+
     anchor_factor: float = 3.0
     """Cost of a newcomer's cheapest plan, in anchors, above which another anchor is added. At 1 %
     density, an anchor is added every few hundred versions and costs about half their deltas."""
@@ -93,6 +99,8 @@ class PublishConfig:
             "when_busy": ("cover", "wait"),
             "on_error": ("raise", "warn"),
         }
+        if self.snapshot not in ("host", "device", None):
+            raise ConfigError(f"snapshot={self.snapshot!r}: expected 'host', 'device' or None")
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {values}")

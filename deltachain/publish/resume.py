@@ -63,7 +63,7 @@ def begin(
     """
     source = divide(collect, ranks)
     with Collective(ranks, "begin") as collective:
-        snapshot = Snapshot(source)
+        snapshot = Snapshot(source, where=config.snapshot)
         collective.gather(True, bool)  # no takeover before every rank is ready
         writer = _take_chain(store, source, config, assets) if ranks.leads else None
         position = collective.broadcast(_position(writer) if writer else None, Position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
 from deltachain.publish.base import base_edge
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.diff import Diff
+from deltachain.publish.diff import CheckpointChanges, Diff
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
@@ -33,7 +33,7 @@ from deltachain.publish.upload import (
     window_change,
 )
 from deltachain.publish.writer import Writer
-from deltachain.types import StateDigest, Version
+from deltachain.types import Bits, StateDigest, Version
 
 INDEX_NBYTES = 8
 """Size of an element's index, in bytes, in a window that is not a whole tensor."""
@@ -244,9 +244,12 @@ class Session:
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
         for found in diff.by_tensor:
-            there = found.weight.element_map.all_of(found.spec)
-            bits = None if there is None else self.snapshot.bits(found.weight)[there]
-            upload.add(sparse_change(found, bits, encoding=encoding))
+            upload.add(sparse_change(found, self._all_of(found), encoding=encoding))
+
+    def _all_of(self, found: CheckpointChanges) -> Callable[[], Bits] | None:
+        """Return what reads all bits of a changed tensor, unless other ranks have some of them."""
+        there = found.weight.element_map.all_of(found.spec)
+        return None if there is None else lambda: self.snapshot.bits(found.weight)[there]
 
     def _add_all_bits(self, upload: EdgeUpload) -> None:
         total = StateDigest()

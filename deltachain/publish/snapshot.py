@@ -1,28 +1,47 @@
 """Snapshot of the last published bits, and the diff against it.
 
-The snapshot is in host memory, pinned if the weights are on an accelerator. Weights on the host are
-compared in place by the host kernels, with a fused cast from fp32 master weights. Weights on a
-device are compared there: the snapshot is copied over in chunks, and only changes are copied back.
+Weights on the host are compared in place by the host kernels, with a fused cast from fp32 master
+weights. Weights on a device are compared there, and only changes are copied back; their snapshot is
+in pinned host memory, and copied over in batches, or on the device.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain.errors import ConfigError
 from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host
-from deltachain.kernels.crossing import diff_across_
+from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.lane import Compared
+from deltachain.kernels.proven import fused_is_proven
 from deltachain.kernels.reference import Changes
 from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.source import ModelTensors, Weight
+from deltachain.publish.snapshot_memory import (
+    Kept,
+    Slabs,
+    SnapshotPlace,
+    aligned,
+    choose_place,
+    memory_of,
+    read,
+    reserve_nbytes,
+    wait_for_writes,
+)
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import Bits, StateDigest
+from deltachain.types import Bits, Indices, StateDigest
+
+logger = logging.getLogger(__name__)
 
 WINDOW_NUMEL: Final = 1 << 22
 """Elements digested at a time if they are not consecutive in the checkpoint."""
@@ -35,21 +54,46 @@ class Snapshot:
 
     Args:
         source: The weights, whose current bits are the initial content.
+        where: Memory of the snapshot of weights on a device; chosen by what fits if not given.
         on_device: Whether to use the device comparison for weights on the host. For tests.
+
+    Raises:
+        ConfigError: ``where`` is ``device``, and all weights are on the host.
     """
 
-    def __init__(self, source: ModelTensors, *, on_device: bool = False) -> None:
+    def __init__(
+        self,
+        source: ModelTensors,
+        *,
+        where: SnapshotPlace | None = None,
+        on_device: bool = False,
+    ) -> None:
         self._source = source
+        self._asked: SnapshotPlace | None = where
         self._on_device = on_device
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, Kept] = {}
+        self._places: dict[torch.device, SnapshotPlace] = {}
+        self._diffs: dict[torch.device, DeviceDiff] = {}
         self._state = StateDigest()
+        trained = [weight for weight in source.weights if not weight.frozen]
+        sizes = Counter[int]()
+        for weight in trained:
+            sizes[weight.spec.itemsize] += aligned(
+                weight.element_map.box.numel, weight.spec.itemsize
+            )
+        self._nbytes = sum(width * numel for width, numel in sizes.items())
+        slabs = Slabs(sizes)
+        # An export makes its tensors anew each time, and may use their memory again at once.
+        self._one_by_one = any(weight.tensor.is_meta for weight in trained)
         for weight in source.live_weights():
-            bits = wire_bits(weight)
+            bits = wire_bits(weight) if weight.frozen else self._keep(weight, slabs)
             for window in weight.element_map.windows(WINDOW_NUMEL):
                 self._state += digest_window(window, bits)
-            if not weight.frozen:
-                kept = torch.from_numpy(bits.copy())
-                self._kept[weight.spec.name] = kept.pin_memory() if weight.tensor.is_cuda else kept
+        if where == "device" and trained and not self._diffs:
+            raise ConfigError(
+                "snapshot='device', and all weights are on the host",
+                hint="leave snapshot out: weights on the host are compared in place",
+            )
 
     @property
     def state(self) -> StateDigest:
@@ -59,13 +103,15 @@ class Snapshot:
     @property
     def kernel(self) -> str:
         """Name of the kernels of the diff, for receipts."""
-        on_device = self._on_device or any(w.tensor.is_cuda for w in self._source.weights)
-        return "device" if on_device else host.NAME
+        return "device" if self._on_device or self._diffs else host.NAME
 
     def bits(self, weight: Weight) -> Bits:
-        """Return the last published flat bits of one weight; must not be modified."""
+        """Return the last published flat bits of one weight; must not be modified.
+
+        Bits on a device are copied to the host by each call.
+        """
         kept = self._kept.get(weight.spec.name)
-        return wire_bits(weight) if kept is None else _unsigned(kept)
+        return wire_bits(weight) if kept is None else _on_host(kept)
 
     def diff_(self) -> Diff:
         """Find the changes since the last call, and advance the snapshot: all or nothing."""
@@ -73,13 +119,15 @@ class Snapshot:
         try:
             for weight in self._source.live_weights():
                 kept = self._kept.get(weight.spec.name)
-                if kept is None:
-                    continue
-                changes = self._diff(weight, kept)
-                if changes.indices.size:
-                    found[weight.spec.name] = changes
+                if kept is not None:
+                    self._diff(weight, kept, found)
+            for one in self._diffs.values():
+                one.settle(found)
             diff = map_changes(found, self._source.weights)
         except BaseException:
+            for one in self._diffs.values():
+                one.drop()
+                one.settle(found)
             self._put_back(found)
             raise
         self._state += diff.digest
@@ -94,20 +142,76 @@ class Snapshot:
         """Apply a restored diff again, after its commit proved successful."""
         self._state += diff.digest
         for name, changes in diff.live.items():
-            host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.new)
+            _write_(self._kept[name], changes.indices, changes.new)
 
     def _put_back(self, live: Mapping[str, Changes]) -> None:
         for name, changes in live.items():
-            host.scatter_(_unsigned(self._kept[name]), changes.indices, changes.old)
+            _write_(self._kept[name], changes.indices, changes.old)
 
-    def _diff(self, weight: Weight, kept: Tensor) -> Changes:
-        tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
-        if tensor.is_cuda or self._on_device:
-            return diff_across_(device.bits_of(kept), tensor.view(-1), wanted)
-        snapshot = _unsigned(kept)
-        if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
-            return host.cast_diff_(snapshot, tensor.view(-1).numpy())
-        return host.diff_(snapshot, wire_bits(weight))
+    def _keep(self, weight: Weight, slabs: Slabs) -> Bits:
+        """Copy the bits of a weight into the snapshot; return them on the host."""
+        tensor, spec = weight.tensor.detach(), weight.spec
+        numel, width = tensor.numel(), spec.itemsize
+        if device.on_host(tensor) and not self._on_device:
+            kept = Kept(_signed(wire_bits(weight).copy()), 0, numel, resident=False)
+        else:
+            resident = self._place(tensor.device) == "device"
+            where = tensor.device if resident else torch.device("cpu")
+            pinned = tensor.is_cuda and not resident
+            kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
+            kept.bits.copy_(device_bits(weight))
+            wait_for_writes(kept.slab)
+            self._diff_on(tensor.device).expect(_compared(weight, kept).kind, numel)
+        self._kept[spec.name] = kept
+        return _on_host(kept)
+
+    def _place(self, where: torch.device) -> SnapshotPlace:
+        """Return where the snapshot of weights on a device is; decided once, and logged."""
+        if where not in self._places:
+            memory = memory_of(where)
+            self._places[where] = choose_place(self._asked, memory, self._nbytes)
+            logger.info(
+                "the snapshot of weights on %s is in %s memory: it has %d bytes, and the device "
+                "%d free, of which %d are reserved",
+                where,
+                "device" if self._places[where] == "device" else "pinned host",
+                self._nbytes,
+                memory.free,
+                reserve_nbytes(memory.total, self._nbytes),
+            )
+        return self._places[where]
+
+    def _diff_on(self, where: torch.device) -> DeviceDiff:
+        if where not in self._diffs:
+            self._diffs[where] = DeviceDiff(where, fused=fused_is_proven(where))
+        return self._diffs[where]
+
+    def _diff(self, weight: Weight, kept: Kept, found: dict[str, Changes]) -> None:
+        """Compare one weight: now on the host, with those that follow on a device."""
+        tensor = weight.tensor.detach()
+        if kept.resident and tensor.device != kept.slab.device:  # moved since the attach
+            weight = replace(weight, tensor=tensor.to(kept.slab.device))
+        elif not kept.resident and device.on_host(tensor) and not self._on_device:
+            changes = _diff_on_host(weight, _unsigned(kept.bits))
+            if changes.indices.size:
+                found[weight.spec.name] = changes
+            return
+        one = self._diff_on(weight.tensor.device)
+        one.add(_compared(weight, kept))
+        if self._one_by_one:
+            one.settle(found)
+
+
+def _diff_on_host(weight: Weight, snapshot: Bits) -> Changes:
+    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
+        return host.cast_diff_(snapshot, tensor.view(-1).numpy())
+    return host.diff_(snapshot, wire_bits(weight))
+
+
+def _compared(weight: Weight, kept: Kept) -> Compared:
+    tensor, wanted = weight.tensor.detach().view(-1), TORCH_DTYPES[weight.spec.dtype]
+    return Compared(weight.spec.name, kept.slab, kept.at, tensor, wanted, kept.resident)
 
 
 def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
@@ -123,7 +227,35 @@ def wire_bits(weight: Weight) -> Bits:
     tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
     if tensor.dtype == torch.float32 and wanted == torch.bfloat16 and not tensor.is_cuda:
         return host.cast_bf16(tensor.view(-1).numpy())
-    return _unsigned(device.bits_of(tensor.to(wanted)).cpu())
+    return _unsigned(device_bits(weight).cpu())
+
+
+def device_bits(weight: Weight) -> Tensor:
+    """Return flat bits of a live weight in its wire dtype, where it is."""
+    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
+        return device.cast_bf16(device.bits_of(tensor))
+    return device.bits_of(tensor.to(wanted))
+
+
+def _on_host(kept: Kept) -> Bits:
+    """Return the bits of a tensor in a snapshot on the host: themselves, or a copy."""
+    return _unsigned(kept.bits if device.on_host(kept.slab) else read(kept.bits))
+
+
+def _write_(kept: Kept, indices: Indices, bits: Bits) -> None:
+    """Write ``(nnz,)`` bits into a snapshot."""
+    if device.on_host(kept.slab):
+        host.scatter_(_unsigned(kept.bits), indices, bits)
+    else:
+        there = (device.receive(array, kept.slab) for array in (indices, bits))
+        device.scatter_(kept.bits, *there)
+        wait_for_writes(kept.slab)
+
+
+def _signed(bits: Bits) -> Tensor:
+    """Return the integer tensor of unsigned numpy bits; shares memory."""
+    return torch.from_numpy(bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}"))
 
 
 def _unsigned(bits: Tensor) -> Bits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -102,18 +103,21 @@ class EdgeUpload:
         self._group, self._nbytes = {}, 0
 
 
-def sparse_change(found: CheckpointChanges, bits: Bits | None, *, encoding: Encoding) -> Change:
+def sparse_change(
+    found: CheckpointChanges, bits: Callable[[], Bits] | None, *, encoding: Encoding
+) -> Change:
     """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
     Args:
         found: Changes of the tensor.
-        bits: All bits of the tensor after the change; ``None`` if other ranks have some of them.
+        bits: Function that reads all bits of the tensor after the change, from a device perhaps;
+            ``None`` if other ranks have some of them.
         encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller.
     """
     spec, changes = found.spec, found.changes
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
-        return dense_change(spec, bits)
+        return dense_change(spec, bits())
     if not encoding.absolute and nbytes > overwrite.estimate(spec, changes):
         encoding = overwrite
     delta = TensorDelta(

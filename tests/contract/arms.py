@@ -8,7 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import batched, crossing, device
+from deltachain.kernels import batched, device
+from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.lane import Compared
+from deltachain.kernels.pinned import pin_
 from deltachain.kernels.reference import Changes, SplitSteps
 from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
 from deltachain.types import Bits, Indices, StateDigest
@@ -85,23 +88,43 @@ class DeviceArm:
 
 
 class CrossingArm(DeviceArm):
-    """``kernels.crossing``: snapshot on the host, weights on a device."""
+    """``kernels.crossing``, with the snapshot on the host or on the device.
+
+    Args:
+        where: Device of the weights.
+        resident: Whether the snapshot is there as well.
+        fused: Whether the kernels are those in Triton.
+    """
+
+    def __init__(self, where: str, *, resident: bool = False, fused: bool = False) -> None:
+        super().__init__(where)
+        self._resident, self.diff = resident, DeviceDiff(self._where, fused=fused)
 
     def diff_(self, snapshot: Bits, current: Bits) -> Changes:
         weights = self.send(current)
-        return crossing.diff_across_(_pinned(snapshot, self._where), weights, weights.dtype)
+        return self._diff(snapshot, weights, weights.dtype)
 
     def cast_diff_(self, snapshot: Bits, master: Any) -> Changes:
         weights = torch.from_numpy(master).to(self._where)
-        return crossing.diff_across_(_pinned(snapshot, self._where), weights, torch.bfloat16)
+        return self._diff(snapshot, weights, torch.bfloat16)
+
+    def _diff(self, snapshot: Bits, weights: Tensor, dtype: torch.dtype) -> Changes:
+        kept = self.send(snapshot) if self._resident else _pinned(snapshot, self._where)
+        found: dict[str, Changes] = {}
+        self.diff.add(Compared("w", kept, 0, weights, dtype, self._resident))
+        self.diff.settle(found)
+        if self._resident:
+            snapshot[:] = _receive(kept, snapshot)
+        empty = np.empty(0, snapshot.dtype)
+        return found.get("w", Changes(np.empty(0, np.int64), empty, empty))
 
 
 def _pinned(snapshot: Bits, where: torch.device) -> Tensor:
     """The snapshot itself, its pages locked where a device copies from them."""
     signed = snapshot if snapshot.itemsize == 1 else snapshot.view(f"<i{snapshot.itemsize}")
     tensor = torch.from_numpy(signed)
-    if where.type == "cuda" and tensor.numel():
-        torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    if where.type == "cuda":
+        assert pin_(tensor)
     return tensor
 
 

@@ -63,6 +63,18 @@ def check_cast_diff(arm: Arm) -> None:
     _equal((expected_snapshot,), (snapshot,))
 
 
+def check_cast_nan(arm: Arm) -> None:
+    """A NaN becomes quiet and keeps its sign and the top of its payload; -0.0 stays."""
+    bits = [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC12345, 0xFFFFFFFF, 0x80000000, 0, 0x7F800000]
+    master = np.array(bits, np.uint32).view(np.float32)
+    for before in (0, 0x8000, 0x7FC0):
+        snapshot = np.full(len(bits), before, np.uint16)
+        expected_snapshot = snapshot.copy()
+        expected = reference.cast_diff_(expected_snapshot, master)
+        _equal(expected, arm.cast_diff_(snapshot, master))
+        _equal((expected_snapshot,), (snapshot,))
+
+
 def check_gaps(arm: Arm) -> None:
     """Dense runs, escapes of both widths, a last change at the end."""
     rng = np.random.default_rng(6)
@@ -109,9 +121,15 @@ def check_apply(arm: Arm) -> None:
         _equal((snapshot,), (weights,))
 
 
-CHECKS: tuple[Callable[[Arm], None], ...] = (
+DIFF_CHECKS: tuple[Callable[[Arm], None], ...] = (
     check_diff,
     check_cast_diff,
+    check_cast_nan,
+)
+"""What the kernels of a diff promise; the others are those of an apply."""
+
+CHECKS: tuple[Callable[[Arm], None], ...] = (
+    *DIFF_CHECKS,
     check_gaps,
     check_steps,
     check_digest,
@@ -123,7 +141,7 @@ def pairs() -> Iterator[tuple[Bits, Bits]]:
     """Snapshots and what became of them: every width, sizes around blocks, any density."""
     rng = np.random.default_rng(4)
     for dtype in BITS_DTYPES.values():
-        for size in (0, 1, 7, 1023, 1024, 1025, 70_001):
+        for size in (0, 1, 7, 1023, 1024, 1025, 4095, 4096, 4097, 70_001):
             for density in (0.0, 0.012, 1.0):
                 current = rng.integers(0, 256, size, dtype)
                 changed = rng.random(size) < density

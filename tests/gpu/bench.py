@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltachain.delta import STEP, new_bits
-from deltachain.kernels import crossing, device
+from deltachain.kernels import device
 from deltachain.kernels.reference import encode_gaps
 
 NUMEL = 1 << 28
@@ -42,22 +42,14 @@ def bench(where: str, numel: int = NUMEL) -> dict[str, Any]:
 
 
 def _detect(snapshot: Tensor, current: Tensor) -> dict[str, float]:
-    """The diff against reading both sides; across, against copying the snapshot over."""
+    """The plain diff in torch operations against reading both sides; whole models elsewhere."""
     numel = snapshot.numel()
-    kept = snapshot.cpu()
-    kept = kept.pin_memory() if snapshot.is_cuda else kept
-    target = torch.empty_like(snapshot)
     floor_s = _seconds(lambda: torch.equal(snapshot, current), snapshot)
-    copy_s = _seconds(lambda: target.copy_(kept, non_blocking=True), snapshot)
     diff_s = _seconds(lambda: device.diff(snapshot, current), snapshot)
-    across_s = _seconds(lambda: crossing.diff_across_(kept.clone(), current, torch.int16), snapshot)
-    clone_s = _seconds(kept.clone, snapshot)
     digest_s = _seconds(lambda: device.digest(KEY, current), snapshot)
     return {
         "diff_gbps": 2 * numel / diff_s / 1e9,
         "diff_over_read_both": floor_s / diff_s,
-        "across_gbps": 2 * numel / (across_s - clone_s) / 1e9,
-        "across_over_copy": copy_s / (across_s - clone_s),
         "digest_gbps": 2 * numel / digest_s / 1e9,
     }
 

@@ -1,7 +1,10 @@
-"""``make test-gpu`` and ``make bench-gpu``: the device kernels, and a rank, on a CUDA card.
+"""``make test-gpu`` and ``make bench-gpu``: kernels, snapshots and a rank on a CUDA card.
 
-The kernels need only torch, numpy and a card: no pytest, no other package of ours. A rank needs
-what deltachain is installed with, and is left out, saying so, where that is not there.
+The kernels need only torch, numpy and a card: no pytest, no other package of ours. Snapshots and a
+rank need what deltachain is installed with, and are left out, saying so, where that is not there.
+
+To add checks, extend ``_checks``; to add a benchmark, extend ``BENCHES``: a function of a torch
+device that returns figures by name.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -18,23 +23,37 @@ from deltachain.kernels import batched, staging
 from tests.contract.arms import CrossingArm, DeviceArm
 from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.bits import BIT_CHECKS
-from tests.contract.kernels import CHECKS
+from tests.contract.kernels import CHECKS, Arm
 from tests.gpu.bench import bench
+from tests.gpu.diff import bench_diff, diff_checks
 
 
 def main() -> int:
     """Run what the command line names."""
-    if len(sys.argv) != 2 or sys.argv[1] not in ("test", "bench"):
-        sys.stderr.write("usage: python -m tests.gpu.run test|bench\n")
+    if sys.argv[1:] != ["test"] and sys.argv[1:2] != ["bench"]:
+        sys.stderr.write("usage: python -m tests.gpu.run test | bench [DIVISOR OF MODEL SIZES]\n")
         return 2
     if not torch.cuda.is_available():
         sys.stderr.write("no CUDA device: nothing was tested\n")
         return 1
     card = torch.cuda.get_device_name()
     if sys.argv[1] == "bench":
-        sys.stdout.write(json.dumps({"device": card, **bench("cuda")}, indent=2) + "\n")
-        return 0
+        return _bench(card, int(sys.argv[2]) if len(sys.argv) == 3 else None)
     return _test(card)
+
+
+BENCHES: dict[str, Callable[[str, int | None], dict[str, Any]]] = {
+    "kernels": lambda where, _: bench(where),
+    "diff": bench_diff,
+}
+"""Benchmarks by name: of a device, and what to divide the sizes of models by, if given."""
+
+
+def _bench(card: str, divisor: int | None) -> int:
+    """Print the figures of every benchmark as one document."""
+    figures = {name: one("cuda", divisor) for name, one in BENCHES.items()}
+    sys.stdout.write(json.dumps({"device": card, **figures}, indent=2) + "\n")
+    return 0
 
 
 def _test(card: str) -> int:
@@ -44,9 +63,9 @@ def _test(card: str) -> int:
         start = time.perf_counter()
         try:
             check()
-        except AssertionError as exc:
+        except Exception as exc:  # noqa: BLE001 - a driver raises errors of any kind: go on
             failed += 1
-            sys.stdout.write(f"FAILED {name}: {exc}\n")
+            sys.stdout.write(f"FAILED {name}: {type(exc).__name__}: {exc}\n")
         else:
             passed += 1
             sys.stdout.write(f"ok     {name} {time.perf_counter() - start:.2f} s\n")
@@ -55,10 +74,10 @@ def _test(card: str) -> int:
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Those of the kernels, and those of a rank where deltachain's own packages are installed."""
-    for arm in (DeviceArm("cuda"), CrossingArm("cuda")):
+    """Those of the kernels, and those that need deltachain's own packages where they are."""
+    for name, arm in _arms():
         for check in CHECKS:
-            yield f"{type(arm).__name__}.{check.__name__}", partial(check, arm)
+            yield f"{name}.{check.__name__}", partial(check, arm)
     for bit_check in BIT_CHECKS:
         yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device="cuda"))
     card = torch.device("cuda")
@@ -67,12 +86,24 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
             arm_of_batches = BatchArm(kernels, card)
             name = f"{kernels.__name__}.{batch_check.__name__}"  # type: ignore[attr-defined]
             yield name, partial(batch_check, arm_of_batches)
+    yield from diff_checks("cuda")
     try:
         from tests.gpu.ranks import checks  # noqa: PLC0415
+        from tests.gpu.snapshots import snapshot_checks  # noqa: PLC0415
     except ModuleNotFoundError as exc:
-        sys.stdout.write(f"skipped ranks: {exc}\n")
+        sys.stdout.write(f"skipped snapshots and ranks: {exc}\n")
     else:
+        yield from snapshot_checks("cuda")
         yield from checks("cuda")
+
+
+def _arms() -> Iterator[tuple[str, Arm]]:
+    """Implementations of the kernels by name: the diff with its snapshot in each place."""
+    yield "device", DeviceArm("cuda")
+    for fused in (False, True) if find_spec("triton") is not None else (False,):
+        for resident in (False, True):
+            name = f"{'fused' if fused else 'torch'}.{'device' if resident else 'host'}"
+            yield name, CrossingArm("cuda", resident=resident, fused=fused)
 
 
 if __name__ == "__main__":

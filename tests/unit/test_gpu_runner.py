@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from deltachain.kernels import device
 from tests.gpu.bench import bench
+from tests.gpu.diff import bench_diff
 from tests.gpu.ranks import checks
+from tests.gpu.snapshots import snapshot_checks
 
 RANKS = dict(checks("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,6 +24,24 @@ def test_the_benchmark_runs_on_any_torch_device() -> None:
     figures = bench("cpu", numel=1 << 16)
     assert figures["nnz"] > 0
     assert all(isinstance(value, float | int) for value in figures.values())
+
+
+def test_the_benchmark_of_diffs_runs_on_any_torch_device() -> None:
+    figures = bench_diff("cpu", divisor=1 << 16)
+    assert figures["floors"].keys() == {
+        "device_copy_gbps",
+        "host_to_device_gbps",
+        "device_to_host_gbps",
+    }
+    diffs = {name: of for name, of in figures.items() if name != "floors"}
+    assert len(diffs) == 4
+    assert {of["tensors"] for of in diffs.values()} == {291, 18_721}
+    assert all(of["changes"] > 0 and of["waits"] == 2 for of in diffs.values())
+
+
+@pytest.mark.parametrize("check", [pytest.param(c, id=n) for n, c in snapshot_checks("cpu")])
+def test_a_snapshot_is_checked_on_any_torch_device(check: Callable[[], None]) -> None:
+    check()
 
 
 @pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])

@@ -24,6 +24,7 @@ ARMS: dict[str, Any] = {
     "twolevel": twolevel,
     "device": DeviceArm("cpu"),
     "crossing": CrossingArm("cpu"),
+    "resident": CrossingArm("cpu", resident=True),
 }
 
 
@@ -134,11 +135,11 @@ def test_a_chunked_device_diff_counts_indices_through(
     dtype: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltachain.kernels.device.CHUNK", 100)
-    monkeypatch.setattr("deltachain.kernels.crossing.CHUNK", 64)
+    monkeypatch.setattr("deltachain.kernels.blocks.BATCH_NBYTES", 1)
     rng = np.random.default_rng(0)
-    current = rng.integers(0, 200, 1_000, dtype)
-    for arm in (DeviceArm("cpu"), CrossingArm("cpu")):
-        snapshot = np.where(rng.random(1_000) < 0.1, current + dtype.type(1), current)
+    current = rng.integers(0, 200, 20_000, dtype)
+    for arm in (DeviceArm("cpu"), CrossingArm("cpu"), CrossingArm("cpu", resident=True)):
+        snapshot = np.where(rng.random(20_000) < 0.1, current + dtype.type(1), current)
         expected = reference.diff_(snapshot.copy(), current)
         for one, other in zip(expected, arm.diff_(snapshot, current), strict=True):
             np.testing.assert_array_equal(one, other)

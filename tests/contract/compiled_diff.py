@@ -1,0 +1,50 @@
+"""``python -m tests.contract.compiled_diff 90``: registers and spills of the fused diff."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from deltachain.kernels import fused_diff
+from deltachain.kernels.blocks import BLOCK
+from tests.contract.compile import compile_for
+
+BITS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
+
+
+def main() -> int:
+    """Compile every variant that a diff uses for one architecture, and print a line for each."""
+    arch = int(sys.argv[1])
+    place = {"counts": "*i16", "blocks": "i32", "before": "*i64", "after": "*i64"}
+    place |= {"starts": "*i64", "capacity": "i64"}
+    _say(arch, fused_diff.place_kernel, place, {"step": fused_diff.STEP}, 4)
+    for width, kind in BITS.items():
+        for master in (False, True) if width == 2 else (False,):
+            for aligned in (True, False) if width == 2 else (True,):
+                same = {"bits": fused_diff.TYPES[width], "master": master, "aligned": aligned}
+                same["size"] = BLOCK
+                count = {"table": "*i64", "blocks": "i32", "counts": "*i16"}
+                _say(arch, fused_diff.count_kernel, count, same, fused_diff.WARPS)
+                write = count | {"starts": "*i64", "offsets": "*i16", "new": kind, "old": kind}
+                for resident in (False, True):
+                    constants = same | {"resident": resident}
+                    _say(arch, fused_diff.write_kernel, write, constants, fused_diff.WARPS)
+    return 0
+
+
+def _say(
+    arch: int, kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int
+) -> None:
+    # In the order of the arguments, as a launch names them.
+    named = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    done = compile_for(arch, kernel, named, constants, warps)
+    if constants.get("aligned"):
+        assert "ld.global.v" in done.ptx, "aligned memory is read 16 bytes at a time"
+    sys.stdout.write(
+        f"{kernel.__name__} {constants}: {done.registers} registers, "
+        f"{done.spilled_nbytes} bytes spilled\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

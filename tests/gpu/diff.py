@@ -1,0 +1,257 @@
+"""Checks and benchmark of the diff on a card: streams in order, and models of many tensors."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.lane import Compared
+from deltachain.kernels.pinned import pin_
+from deltachain.kernels.proven import disagreements, fused_is_proven
+from deltachain.kernels.reference import Changes
+from tests.contract.many_tensors import FUSED_CHECKS, MANY_CHECKS, Weights, counted, settle
+
+DENSITY = 0.01
+REPEATS = 3
+COPY_NBYTES = 64 << 20
+
+
+def diff_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every check of the diff by name, in torch operations and, with Triton, fused."""
+    kernels = (False, True) if find_spec("triton") is not None else (False,)
+    for fused in kernels:
+        name = "fused" if fused else "torch"
+        for many in MANY_CHECKS:
+            yield f"{name}.{many.__name__}", partial(many, where, fused)
+        yield f"{name}.check_stream_order", partial(check_stream_order, where, fused)
+    if True in kernels:
+        for one in FUSED_CHECKS:
+            yield f"fused.{one.__name__}", partial(one, where)
+        yield "fused.check_proven", partial(check_proven, where)
+
+
+def check_proven(where: str) -> None:
+    """The kernels that the product chooses where Triton is installed are the fused ones."""
+    assert disagreements(torch.device(where)) == []
+    assert fused_is_proven(torch.device(where))
+
+
+def check_stream_order(where: str, fused: bool) -> None:
+    """Weights that a busy stream is still writing are compared as they will be, on any stream."""
+    for resident, own_stream in product((False, True), (False, True)):
+        stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
+        with patch("deltachain.kernels.blocks.BATCH_NBYTES", 1 << 20), torch.cuda.stream(stream):
+            weights = Weights(where, (3_000_000, 5, 400_000), resident=resident)
+            diff = DeviceDiff(torch.device(where), fused=fused)
+            right = weights.live.clone()
+            for _ in range(3):
+                weights.live.zero_()
+                torch.cuda._sleep(100_000_000)  # tens of milliseconds, as a step of a trainer
+                weights.live.copy_(right)
+                weights.add_to(diff)
+                weights.check(settle(diff))
+                weights.kept.copy_(weights.slab_before())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Numbers of elements of a model's tensors."""
+
+    name: str
+    numels: tuple[int, ...]
+
+    def scaled(self, divisor: int) -> ModelShape:
+        """The same number of tensors, of fewer elements."""
+        return ModelShape(self.name, tuple(max(1, n // divisor) for n in self.numels))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of all tensors."""
+        return sum(self.numels)
+
+
+def _layer(hidden: int, key: int, inner: int) -> tuple[int, ...]:
+    attention = (hidden * hidden, key * hidden, key * hidden, hidden * hidden)
+    return (*attention, inner * hidden, inner * hidden, hidden * inner, hidden, hidden)
+
+
+DENSE_8B = ModelShape(
+    "dense 8B", (128256 * 4096, *(32 * _layer(4096, 1024, 14336)), 4096, 128256 * 4096)
+)
+"""291 tensors, as Llama 3 8B has them."""
+
+MOE_18K = ModelShape(
+    "MoE 18,000 tensors",
+    (151936 * 2048, *(48 * (4 * (2048 * 2048,) + 2 * (2048,) + 384 * (2048 * 768,)))),
+)
+"""18,721 tensors, 30 B elements, as a mixture of 128 experts in 48 layers has them."""
+
+
+class Model:
+    """Weights of a shape on a device, and their snapshot.
+
+    Args:
+        shape: The shape.
+        where: Device of the weights.
+        resident: Whether the snapshot is there as well.
+    """
+
+    def __init__(self, shape: ModelShape, where: str, *, resident: bool) -> None:
+        self._resident = resident
+        starts = [0]
+        for numel in shape.numels:
+            starts.append(starts[-1] + -(-numel // 8) * 8)
+        self._starts, self.numel = starts, shape.numel
+        self.live = [
+            torch.randint(-(1 << 15), 1 << 15, (n,), dtype=torch.int16, device=where)
+            for n in shape.numels
+        ]
+        self._kept = torch.empty(starts[-1], dtype=torch.int16, device=where if resident else "cpu")
+        if torch.device(where).type == "cuda" and not resident:
+            pin_(self._kept)
+        for at, live in zip(starts, self.live, strict=False):
+            self._kept[at : at + live.numel()].copy_(live)
+        largest = max(shape.numels)
+        self._flips = (torch.rand(largest, device=where) < DENSITY).to(torch.int16)
+
+    def change(self) -> int:
+        """Flip a bit of some elements; return their number."""
+        changed = torch.zeros((), dtype=torch.int64, device=self._flips.device)
+        for live in self.live:
+            flips = self._flips[: live.numel()]
+            live.bitwise_xor_(flips)
+            changed += flips.sum()
+        return int(changed)
+
+    def tensors(self) -> Iterator[Compared]:
+        """Every tensor, with its place in the snapshot."""
+        for number, (at, live) in enumerate(zip(self._starts, self.live, strict=False)):
+            yield Compared(str(number), self._kept, at, live, torch.int16, self._resident)
+
+
+def bench_diff(where: str, divisor: int | None = None) -> dict[str, Any]:
+    """Seconds of a diff of whole models, beside the floors of the same run.
+
+    Args:
+        where: A torch device; ``cpu`` to try the benchmark itself.
+        divisor: What to divide the sizes of tensors by; by default as little as fits.
+    """
+    figures: dict[str, Any] = {"floors": floors(where)}
+    kernels = [("torch", False)]
+    if fused_is_proven(torch.device(where)):
+        kernels.append(("fused", True))
+    for shape, resident in product((DENSE_8B, MOE_18K), (False, True)):
+        used = divisor or fitting(shape, where, resident=resident)
+        model = Model(shape.scaled(used), where, resident=resident)
+        for name, fused in kernels:
+            place = "device" if resident else "host"
+            figures[f"{shape.name}, snapshot on the {place}, {name}"] = {
+                "sizes_divided_by": used,
+                "tensors": len(model.live),
+                "numel": model.numel,
+                **_times(model, where, fused, figures["floors"]),
+            }
+        del model
+        if torch.device(where).type == "cuda":
+            torch.cuda.empty_cache()
+    return figures
+
+
+def fitting(shape: ModelShape, where: str, *, resident: bool) -> int:
+    """The smallest power of two by which to divide a shape so that it fits, with room to work."""
+    free = torch.cuda.mem_get_info(where)[0] if torch.device(where).type == "cuda" else 0
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    divisor = 1
+    while divisor < 1 << 20:
+        nbytes = 2 * shape.numel // divisor
+        on_device = (2.5 if resident else 1.5) * nbytes
+        if on_device < 0.9 * free and (resident or 1.5 * nbytes < 0.7 * pages):
+            break
+        divisor *= 2
+    return divisor
+
+
+def _times(model: Model, where: str, fused: bool, known: dict[str, float]) -> dict[str, float]:
+    diff = DeviceDiff(torch.device(where), fused=fused)
+    for tensor in model.tensors():
+        diff.expect(tensor.kind, tensor.current.numel())
+    seconds, waits, nbytes = [], 0, 0
+    for number in range(REPEATS + 1):
+        changed = model.change()
+        found: dict[str, Changes] = {}
+        before = diff.streams.to_host_nbytes
+        with counted("wait") as waited:
+            _synchronize(where)
+            start = time.perf_counter()
+            for tensor in model.tensors():
+                diff.add(tensor)
+            enqueued = time.perf_counter() - start
+            diff.settle(found)
+            if number:  # the first takes memory and compiles
+                seconds.append(time.perf_counter() - start)
+        assert sum(changes.indices.size for changes in found.values()) == changed
+        waits, nbytes = len(waited), diff.streams.to_host_nbytes - before
+    taken = statistics.median(seconds)
+    resident = next(iter(model.tensors())).resident
+    floor_s = 2 * model.numel / (1e9 * known["host_to_device_gbps"])
+    if resident:  # both sides are read once
+        floor_s = 4 * model.numel / (1e9 * known["device_copy_gbps"])
+    return {
+        "seconds": taken,
+        "enqueue_seconds": enqueued,
+        "gbps": 2 * model.numel / taken / 1e9,
+        "floor_over_ours": floor_s / taken,
+        "changes": changed,
+        "bytes_back_per_change": nbytes / max(1, changed),
+        "copies_to_device": sum(lane.copies for lane in diff.lanes.values()) / (REPEATS + 1),
+        "waits": waits,
+    }
+
+
+def floors(where: str) -> dict[str, float]:
+    """GB/s: a copy within the device (reads and writes), and pinned copies both ways."""
+    numel = COPY_NBYTES * (16 if torch.device(where).type == "cuda" else 1)
+    one = torch.zeros(numel, dtype=torch.uint8, device=where)
+    other = torch.ones_like(one)
+    host = torch.zeros(numel, dtype=torch.uint8)
+    if one.is_cuda:
+        pin_(host)
+
+    def in_copies(to: Tensor, source: Tensor) -> None:
+        for at in range(0, numel, COPY_NBYTES):
+            part = slice(at, at + COPY_NBYTES)
+            to[part].copy_(source[part], non_blocking=True)
+
+    return {
+        "device_copy_gbps": 2 * numel / _median(lambda: one.copy_(other), where) / 1e9,
+        "host_to_device_gbps": numel / _median(lambda: in_copies(one, host), where) / 1e9,
+        "device_to_host_gbps": numel / _median(lambda: in_copies(host, one), where) / 1e9,
+    }
+
+
+def _median(work: Callable[[], object], where: str) -> float:
+    times = []
+    for _ in range(6):
+        _synchronize(where)
+        start = time.perf_counter()
+        work()
+        _synchronize(where)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _synchronize(where: str) -> None:
+    if torch.device(where).type == "cuda":
+        torch.cuda.synchronize(where)

@@ -1,0 +1,93 @@
+"""The diff on a device: many tensors at a time, in Triton and in torch operations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deltachain.kernels import pinned, proven
+from deltachain.kernels.blocks import BLOCK, spans_of
+from deltachain.kernels.crossing import DeviceDiff
+from tests.contract.compile import ARCHITECTURES
+from tests.contract.many_tensors import MANY_CHECKS, Weights, settle
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_module(*arguments: str) -> str:
+    """Standard output of a module of the tests in a process of its own."""
+    command = [sys.executable, "-m", *arguments]
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("check", MANY_CHECKS, ids=lambda check: check.__name__)
+def test_many_tensors_are_compared_together(check: Callable[[str, bool], None]) -> None:
+    check("cpu", False)
+
+
+def test_fused_kernels_keep_the_contract_under_the_interpreter() -> None:
+    assert "check_launches" in run_module("tests.contract.interpreted_diff")
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fused_kernels_compile_without_spills(arch: int) -> None:
+    lines = run_module("tests.contract.compiled_diff", str(arch)).splitlines()
+    assert len(lines) == 22
+    for line in lines:
+        assert line.endswith(" 0 bytes spilled"), line
+
+
+def test_a_span_begins_at_a_block_and_ends_where_a_batch_is_full() -> None:
+    cut = spans_of(3 * BLOCK + 5, used=1, limit=3)
+    assert [(span.start, span.numel, span.blocks) for span in cut] == [
+        (0, 2 * BLOCK, 2),
+        (2 * BLOCK, BLOCK + 5, 2),
+    ]
+    assert list(spans_of(0, used=2, limit=3)) == []
+
+
+def test_a_snapshot_that_was_replaced_between_diffs_is_compared() -> None:
+    diff = DeviceDiff(torch.device("cpu"), fused=False)
+    for seed_of_size in (3, 90):
+        weights = Weights("cpu", (seed_of_size,) * 40, resident=False)
+        weights.add_to(diff)
+        weights.check(settle(diff))
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_is_pinned_until_its_tensor_goes(
+    code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *arguments: int) -> int:  # noqa: N802 - as CUDA has it
+            calls.append(arguments)
+            return code
+
+        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+            calls.append(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    tensor = torch.zeros(8, dtype=torch.int16)
+    address = tensor.data_ptr()
+    assert pinned.pin_(tensor) == (code == 0)
+    del tensor
+    assert calls == [(address, 16, 0), *([address] if code == 0 else [])]
+    assert ("CUDA error 2" in caplog.text) == (code == 2)
+
+
+def test_fused_kernels_are_not_for_the_host() -> None:
+    assert not proven.fused_is_proven(torch.device("cpu"))
