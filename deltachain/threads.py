@@ -7,6 +7,7 @@ job would block the others.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -15,6 +16,7 @@ from threading import Lock, Thread
 from typing import Any, Self, TypeAlias, TypeVar
 
 _T = TypeVar("_T")
+_A = TypeVar("_A")
 
 _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
@@ -57,6 +59,19 @@ class Pool:
         """Schedule all calls at once and return their results in the order of the arguments."""
         futures = [self.submit(function, *each) for each in zip(*arguments, strict=False)]
         return (future.result() for future in futures)
+
+    def map_ahead(self, function: Callable[[_A], _T], arguments: Iterable[_A]) -> Iterator[_T]:
+        """Yield results in order, with at most two calls a thread scheduled ahead of the reader.
+
+        Unlike ``map``, memory is bounded: arguments are drawn, and results kept, only that far.
+        """
+        scheduled: deque[Future[_T]] = deque()
+        for argument in arguments:
+            scheduled.append(self.submit(function, argument))
+            if len(scheduled) > 2 * self._most:
+                yield scheduled.popleft().result()
+        while scheduled:
+            yield scheduled.popleft().result()
 
     def shutdown(self) -> None:
         """Wait for all work and join the threads; may be called again."""

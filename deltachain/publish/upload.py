@@ -88,12 +88,12 @@ class EdgeUpload:
         key = payload_key(keys.kind, keys.version, keys.epoch, keys.commit_id, len(self._parts))
         group = [self._group[name] for name in sorted(self._group)]  # the order of the table
         part = encode_part(group, raw=self._raw and not any(change.windows for change in group))
-        pin = self._store.put(key, part.data)
+        pin = self._store.put(key, part.content)
         self._encodings.update(part.encodings)
         self._parts.append(
             ObjectRef(
                 key=key,
-                nbytes=len(part.data),
+                nbytes=len(part.content),
                 blake3=part.digest,
                 directory=part.directory,
                 pin=pin,
