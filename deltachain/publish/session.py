@@ -29,6 +29,7 @@ from deltachain.publish.upload import (
     DENSE_SHARE,
     EdgeKeys,
     EdgeUpload,
+    anchor_part_nbytes,
     sparse_change,
     window_change,
 )
@@ -170,13 +171,17 @@ class Session:
         diff, config, store = attempt.diff, self.config, self.writer.chain.store
         requests, encoding = store.requests, ENCODINGS.chosen(config.encoding)
         raw = encoding.own_arrays
-        upload = EdgeUpload(store, keys, raw=raw, part_nbytes=config.part_nbytes)
-        if diff is not None:
-            self._add_changes(upload, diff, encoding)
-        elif attempt.base is None:
-            self._add_all_bits(upload)
+        part_nbytes = config.part_nbytes
+        if diff is None:
+            part_nbytes = anchor_part_nbytes(self.source.held_nbytes, part_nbytes)
+        with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes) as upload:
+            if diff is not None:
+                self._add_changes(upload, diff, encoding)
+            elif attempt.base is None:
+                self._add_all_bits(upload)
+            edge = upload.finish()
         return EdgeShare(
-            edge=upload.finish(),
+            edge=edge,
             state=self.snapshot.state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
