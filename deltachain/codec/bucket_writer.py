@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.codec.stream_content import BytePlane, FlatArray, Piece
+from deltachain.codec.stream_content import BytePlane, FlatArray, StreamPiece
 from deltachain.types import Bits
 
 
@@ -37,7 +37,7 @@ class BucketWriter:
         arrays: Arrays that belong to single tensors.
     """
 
-    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    pieces: dict[str, list[StreamPiece]] = field(default_factory=dict)
     arrays: list[OwnArray] = field(default_factory=list)
 
     def put(self, stream: str, piece: FlatArray) -> None:

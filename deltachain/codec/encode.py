@@ -21,7 +21,7 @@ from deltachain.codec.encodings.plain import PlainEncoding
 from deltachain.codec.encodings.raw import RawEncoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.frames import deflate, largest_frame
-from deltachain.codec.stream_content import Frame, StreamContent
+from deltachain.codec.stream_content import StoredFrame, StreamContent
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.digest import DIGEST_HEX, object_digest
@@ -216,7 +216,9 @@ def _assemble(encoded: Sequence[_Encoded], pool: Pool, *, compress: bool) -> Enc
     return EncodedPart(data, object_digest(data), digest, sum(row.nnz for row in rows), encodings)
 
 
-def _frames(streams: Sequence[StreamContent], pool: Pool, *, compress: bool) -> Iterator[Frame]:
+def _frames(
+    streams: Sequence[StreamContent], pool: Pool, *, compress: bool
+) -> Iterator[StoredFrame]:
     """Yield the frames of all streams in order; make a few ahead if that pays."""
     wanted = ((stream, number) for stream in streams for number in range(len(stream.sizes)))
     make = partial(_frame, compress=compress)
@@ -225,7 +227,7 @@ def _frames(streams: Sequence[StreamContent], pool: Pool, *, compress: bool) -> 
     return pool.map_ahead(make, wanted)
 
 
-def _frame(wanted: tuple[StreamContent, int], *, compress: bool) -> Frame:
+def _frame(wanted: tuple[StreamContent, int], *, compress: bool) -> StoredFrame:
     stream, number = wanted
     return stream.frame(number, compress=compress)
 

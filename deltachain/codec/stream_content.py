@@ -32,11 +32,11 @@ class BytePlane(NamedTuple):
     k: int
 
 
-Piece: TypeAlias = FlatArray | BytePlane
+StreamPiece: TypeAlias = FlatArray | BytePlane
 """Bytes, booleans of a stream of bits, or a byte plane, which is split when it is read."""
 
 
-class Frame(NamedTuple):
+class StoredFrame(NamedTuple):
     """One frame as stored in a part.
 
     Attributes:
@@ -65,7 +65,7 @@ class StreamContent:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: Sequence[Piece]
+    pieces: Sequence[StreamPiece]
     ends: Sequence[int]
     in_bits: bool
 
@@ -73,7 +73,7 @@ class StreamContent:
     def join(
         cls,
         name: str,
-        pieces: Sequence[Piece],
+        pieces: Sequence[StreamPiece],
         *,
         dtype: str = "U8",
         shape: tuple[int, ...] | None = None,
@@ -95,12 +95,12 @@ class StreamContent:
         nbytes = self.nbytes
         return [min(FRAME, nbytes - at) for at in range(0, nbytes, FRAME)]
 
-    def frame(self, number: int, *, compress: bool) -> Frame:
+    def frame(self, number: int, *, compress: bool) -> StoredFrame:
         """Return one frame, compressed or as it is."""
         start = number * FRAME
         raw = self.read(start, min(start + FRAME, self.nbytes)).data
         stored = deflate_stream(raw) if compress else raw
-        return Frame(stored, raw.nbytes, object_digest(stored))
+        return StoredFrame(stored, raw.nbytes, object_digest(stored))
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Return the bytes ``start:stop``; they share memory with a piece that has all of them."""
@@ -129,7 +129,7 @@ class StreamContent:
         return out
 
 
-def _size(piece: Piece) -> int:
+def _size(piece: StreamPiece) -> int:
     return int(piece.values.size if isinstance(piece, BytePlane) else piece.size)
 
 

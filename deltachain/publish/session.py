@@ -200,7 +200,7 @@ class Session:
             RankError: Another rank failed, or did not answer in time.
         """
         start = time.perf_counter()
-        keys = self._keys("anchor" if attempt.diff is None else "delta", self.head + 1)
+        keys = self.keys("anchor" if attempt.diff is None else "delta", self.head + 1)
         with Collective(self.ranks, attempt.topic) as collective:
             share = self.put_share(keys, attempt)
             shares = collective.gather(share, EdgeShare)
@@ -316,7 +316,7 @@ class Session:
         attempt = Attempt(topic=topic, bits=None if late is None else late.bits)
         try:
             with Collective(ranks, topic) as collective:
-                share = self.put_share(self._keys("anchor", version), attempt)
+                share = self.put_share(self.keys("anchor", version), attempt)
                 shares = collective.gather(share, EdgeShare)
                 summary = self._record(shares, late) if ranks.leads else None
                 return collective.broadcast(summary, EdgeSummary)
@@ -338,7 +338,8 @@ class Session:
         cost = None if late is None else late.committed_cost
         return self.writer.add_anchor(committed, joined(shares), committed_cost=cost)
 
-    def _keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
+    def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
+        """Return names of the parts of one attempt, which no other attempt has."""
         epoch = self.writer.epoch
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
