@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltachain.format.digest import digest_key
-from deltachain.kernels import device, host
+from deltachain.kernels import device, host, threaded
 from deltachain.kernels.crossing import diff_across_
 from deltachain.kernels.reference import Changes
 from deltachain.publish.diff import Diff, map_changes
@@ -48,7 +48,7 @@ class Snapshot:
             for window in weight.element_map.windows(WINDOW_NUMEL):
                 self._state += digest_window(window, bits)
             if not weight.frozen:
-                kept = torch.from_numpy(bits.copy())
+                kept = torch.from_numpy(threaded.copy(bits))
                 self._kept[weight.spec.name] = kept.pin_memory() if weight.tensor.is_cuda else kept
 
     @property
@@ -114,7 +114,7 @@ def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
     """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):
-        return host.digest(key, mine, window.indices.start)
+        return threaded.digest(key, mine, window.indices.start)
     return host.digest_at(key, window.indices, mine)
 
 

@@ -76,7 +76,7 @@ def test_parts_are_in_the_order_of_their_tensors_whatever_arrives_first() -> Non
         edge = upload.finish()
     assert [ref.key[-17:-12] for ref in edge.parts] == [f"{n:05}" for n in range(5)]
     assert edge.encodings == ("dense",)
-    found = {}
+    found: dict[str, Bits] = {}
     for ref in edge.parts:
         part = Part.from_bytes(bytes(store.get(ref.key)))
         found |= {name: part.read(name).values for name in part.rows}
