@@ -34,7 +34,7 @@ _RAW, _PLAIN = RawEncoding(), PlainEncoding()
 BUCKET: Final = 1 << 26
 """Elements of consecutive tensors in one bucket; a larger tensor has a bucket of its own."""
 
-SMALL: Final = 1 << 18
+SMALL: Final = 1 << 22
 """Bytes of a part before compression below which threads cost more than they save."""
 
 DIGEST_NBYTES: Final = DIGEST_HEX // 2
@@ -240,7 +240,7 @@ def _largest_row(stream: StreamContent) -> d.StreamRow:
 
 def _row_of(stream: StreamContent, stored: Sequence[int], digests: Sequence[str]) -> d.StreamRow:
     return d.StreamRow(
-        name=stream.name, stored=tuple(stored), raw=tuple(stream.sizes), digests=tuple(digests)
+        name=stream.name, stored=tuple(stored), raw=stream.sizes, digests=tuple(digests)
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
@@ -58,8 +58,10 @@ class StreamContent:
         name: Name of the entry in the file.
         dtype: Wire dtype of the entry.
         shape: Dimensions of the entry if it is not compressed.
-        pieces: The content, in order.
+        pieces: The content, in order, without empty pieces.
+        ends: Elements up to the end of each piece.
         in_bits: Whether the pieces are booleans, stored as bits.
+        sizes: Inflated sizes of the frames, in bytes.
     """
 
     name: str
@@ -68,37 +70,35 @@ class StreamContent:
     pieces: Sequence[StreamPiece]
     ends: Sequence[int]
     in_bits: bool
+    sizes: tuple[int, ...]
 
     @classmethod
     def join(
         cls,
         name: str,
-        pieces: Sequence[StreamPiece],
+        pieces: Iterable[StreamPiece],
         *,
         dtype: str = "U8",
         shape: tuple[int, ...] | None = None,
         in_bits: bool = False,
     ) -> StreamContent:
         """Return the content of all pieces; the shape is one-dimensional by default."""
-        ends = list(accumulate(map(_size, pieces)))
-        nbytes = _nbytes(ends, in_bits=in_bits)
-        return cls(name, dtype, (nbytes,) if shape is None else shape, pieces, ends, in_bits)
+        filled = [piece for piece in pieces if _size(piece)]
+        ends = list(accumulate(map(_size, filled)))
+        size = ends[-1] if ends else 0
+        nbytes = -(-size // 8) if in_bits else size
+        sizes = tuple(min(FRAME, nbytes - at) for at in range(0, nbytes, FRAME))
+        return cls(name, dtype, (nbytes,) if shape is None else shape, filled, ends, in_bits, sizes)
 
     @property
     def nbytes(self) -> int:
         """Size of the content, in bytes."""
-        return _nbytes(self.ends, in_bits=self.in_bits)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Inflated sizes of the frames, in bytes."""
-        nbytes = self.nbytes
-        return [min(FRAME, nbytes - at) for at in range(0, nbytes, FRAME)]
+        return sum(self.sizes)
 
     def frame(self, number: int, *, compress: bool) -> StoredFrame:
         """Return one frame, compressed or as it is."""
         start = number * FRAME
-        raw = self.read(start, min(start + FRAME, self.nbytes)).data
+        raw = self.read(start, start + self.sizes[number]).data
         stored = deflate_stream(raw) if compress else raw
         return StoredFrame(stored, raw.nbytes, object_digest(stored))
 
@@ -110,22 +110,23 @@ class StreamContent:
         return self._join(start, stop, np.uint8)
 
     def _join(self, start: int, stop: int, dtype: Any) -> npt.NDArray[Any]:  # noqa: ANN401
-        number = bisect_right(self.ends, start)
-        first = self.pieces[number]
-        begin = self.ends[number] - _size(first)
-        if stop <= self.ends[number] and not isinstance(first, BytePlane):
-            return np.ascontiguousarray(first[start - begin : stop - begin])
+        first, last = bisect_right(self.ends, start), bisect_left(self.ends, stop)
+        pieces = list(self.pieces[first : last + 1])
+        pieces[-1] = _part(pieces[-1], 0, stop - self.ends[last] + _size(pieces[-1]))
+        begin = self.ends[first - 1] if first else 0
+        pieces[0] = _part(pieces[0], start - begin, _size(pieces[0]))
+        plain = [piece for piece in pieces if not isinstance(piece, BytePlane)]
+        if len(plain) == len(pieces):
+            return np.concatenate(plain) if len(plain) > 1 else np.ascontiguousarray(plain[0])
         out: npt.NDArray[Any] = np.empty(stop - start, dtype)
-        at = start
-        while at < stop:
-            piece, end = self.pieces[number], self.ends[number]
-            low, high = at - end + _size(piece), min(stop, end) - end + _size(piece)
-            there = out[at - start : min(stop, end) - start]
+        at = 0
+        for piece in pieces:
+            there = out[at : at + _size(piece)]
             if isinstance(piece, BytePlane):
-                host.copy_plane_(there, piece.values[low:high], piece.k)
+                host.copy_plane_(there, piece.values, piece.k)
             else:
-                there[:] = piece[low:high]
-            at, number = min(stop, end), number + 1
+                there[:] = piece
+            at += there.size
         return out
 
 
@@ -133,6 +134,7 @@ def _size(piece: StreamPiece) -> int:
     return int(piece.values.size if isinstance(piece, BytePlane) else piece.size)
 
 
-def _nbytes(ends: Sequence[int], *, in_bits: bool) -> int:
-    size = ends[-1] if ends else 0
-    return -(-size // 8) if in_bits else size
+def _part(piece: StreamPiece, low: int, high: int) -> StreamPiece:
+    if isinstance(piece, BytePlane):
+        return BytePlane(piece.values[low:high], piece.k)
+    return piece[low:high]

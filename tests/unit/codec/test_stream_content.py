@@ -57,4 +57,4 @@ def test_bits_are_packed_across_pieces() -> None:
     expected = np.packbits(np.concatenate(pieces), bitorder="little")
     frames = [stream.frame(number, compress=False) for number in range(len(stream.sizes))]
     assert b"".join(frame.stored for frame in frames) == expected.tobytes()
-    assert stream.sizes == [FRAME, expected.size - FRAME]
+    assert stream.sizes == (FRAME, expected.size - FRAME)
