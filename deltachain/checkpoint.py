@@ -21,7 +21,7 @@ from deltachain.kernels import host
 from deltachain.remote_code import without_remote_code
 from deltachain.room import reserve
 from deltachain.store.base import is_segment
-from deltachain.types import Bits, StateDigest, TensorSpec
+from deltachain.types import Bits, Buffer, StateDigest, TensorSpec
 
 WEIGHTS_FILE: Final = "model.safetensors"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
@@ -200,7 +200,7 @@ def creating(file: Path) -> Iterator[Path]:
     sync_folder(file.parent)
 
 
-def write_atomic(file: Path, data: bytes) -> None:
+def write_atomic(file: Path, data: Buffer) -> None:
     """Write a small file durably and atomically."""
     with creating(file) as partial:
         partial.touch()

@@ -103,7 +103,7 @@ def _change(
     if MAYBE_DENSE * nnz >= spec.numel:
         whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(digest_key(spec), new))
         raw = encoding.own_arrays
-        if len(encode_part([whole], raw=raw).data) < len(encode_part([change], raw=raw).data):
+        if len(encode_part([whole], raw=raw).content) < len(encode_part([change], raw=raw).content):
             change = whole
     return change, nnz
 

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 
 _A = TypeVar("_A")
 _T = TypeVar("_T")
+_A = TypeVar("_A")
 
 _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 

@@ -121,13 +121,13 @@ def manifest_nbytes(part: EncodedPart, numel: int) -> int:
     digest, state = "0" * 64, "0" * 32
     version, commit = 1000, "0" * 32
     key = payload_key("delta", version, 0, commit, 0)
-    ref = ObjectRef(key=key, nbytes=len(part.data), blake3=part.digest, directory=part.directory)
+    ref = ObjectRef(key=key, nbytes=len(part.content), blake3=part.digest, directory=part.directory)
     recent = tuple(
         EdgeSummary(
             version=number,
             kind="delta",
             base=number - 1,
-            nbytes=len(part.data),
+            nbytes=len(part.content),
             parts=1,
             encodings=part.encodings,
             state=state,
@@ -259,8 +259,8 @@ def _time(
         rows.append(
             EncodingRow(
                 encoding=name,
-                nbytes=len(part.data),
-                bits=8 * (len(part.data) + manifest) / nnz,
+                nbytes=len(part.content),
+                bits=8 * (len(part.content) + manifest) / nnz,
                 encode_gb_per_s=dense / to_encode / 1e9,
                 decode_gb_per_s=dense / to_decode / 1e9,
                 encode_ns=to_encode / nnz * 1e9,

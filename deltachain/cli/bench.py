@@ -18,6 +18,7 @@ class Subject(StrEnum):
     CODEC = "codec"
     DETECT = "detect"
     APPLY = "apply"
+    ANCHOR = "anchor"
     STORE = "store"
 
 
@@ -26,7 +27,8 @@ def bench(
         Subject,
         typer.Argument(
             help="**codec**: bits per change, encode and decode speed; **detect**: finding "
-            "changes; **apply**: writing changes; **store**: puts and gets of objects.",
+            "changes; **apply**: writing changes; **anchor**: whole versions, from attaching to "
+            "joining; **store**: puts and gets of objects.",
         ),
     ],
     url: Annotated[
@@ -34,8 +36,14 @@ def bench(
     ] = None,
     *,
     mb: Annotated[
-        int, typer.Option(min=1, metavar="MB", help="For **store**: size of a version.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="MB",
+            help="Size of a version, for **store** (64 by default) and of a bf16 model, for "
+            "**anchor** (256 by default).",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Plot the result to a PNG or SVG file.")
     ] = None,
@@ -52,8 +60,13 @@ def bench(
     if subject is Subject.STORE:
         from deltachain.bench import store
 
-        code = store.main(url, json_output=as_json, nbytes=mb * 1_000_000, plot=plot)
+        code = store.main(url, json_output=as_json, nbytes=(mb or 64) * 1_000_000, plot=plot)
         raise typer.Exit(code)
+    if subject is Subject.ANCHOR:
+        from deltachain.bench import anchor
+
+        nbytes = mb * 1_000_000 if mb else anchor.NBYTES
+        raise typer.Exit(anchor.main(json_output=as_json, nbytes=nbytes, plot=plot))
 
     measure = import_module(f"deltachain.bench.{subject.value}")
     raise typer.Exit(measure.main(json_output=as_json, plot=plot))

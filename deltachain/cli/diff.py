@@ -34,8 +34,8 @@ def diff(
     from deltachain.offline import compare
 
     difference = compare(old, new, encoding)
-    write_atomic(out, difference.part.data)
-    nnz, nbytes = difference.nnz, len(difference.part.data)
+    write_atomic(out, difference.part.content)
+    nnz, nbytes = difference.nnz, len(difference.part.content)
     report: dict[str, Any] = {
         "out": str(out),
         "blake3": difference.part.digest,

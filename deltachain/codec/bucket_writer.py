@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.codec.stream_content import BytePlane, FlatArray, StreamPiece
 from deltachain.types import Bits
-
-FlatArray: TypeAlias = npt.NDArray[Any]
-"""A one-dimensional array of any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +37,7 @@ class BucketWriter:
         arrays: Arrays that belong to single tensors.
     """
 
-    pieces: dict[str, list[FlatArray]] = field(default_factory=dict)
+    pieces: dict[str, list[StreamPiece]] = field(default_factory=dict)
     arrays: list[OwnArray] = field(default_factory=list)
 
     def put(self, stream: str, piece: FlatArray) -> None:
@@ -49,9 +46,8 @@ class BucketWriter:
 
     def put_planes(self, stream: str, values: Bits) -> None:
         """Append byte ``k`` of every element to ``stream.k``, since byte planes compress better."""
-        planes = np.ascontiguousarray(values).view(np.uint8).reshape(-1, values.itemsize)
         for k in range(values.itemsize):
-            self.put(f"{stream}.{k}", planes[:, k])
+            self.pieces.setdefault(f"{stream}.{k}", []).append(BytePlane(values, k))
 
     def put_array(self, name: str, dtype: str, shape: tuple[int, ...], values: FlatArray) -> None:
         """Store an array as a separate entry."""

@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from deltachain.codec import directory as d
 from deltachain.codec.bucket_writer import BucketWriter
@@ -21,18 +20,25 @@ from deltachain.codec.encodings.overwrite import OverwriteEncoding
 from deltachain.codec.encodings.plain import PlainEncoding
 from deltachain.codec.encodings.raw import RawEncoding
 from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.frames import cut, deflate
+from deltachain.codec.frames import deflate, largest_frame
+from deltachain.codec.stream_content import StoredFrame, StreamContent
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
-from deltachain.format.digest import object_digest
-from deltachain.threads import Pool
-from deltachain.types import WIRE_DTYPES, Buffer, StateDigest
+from deltachain.format.digest import DIGEST_HEX, object_digest
+from deltachain.threads import Pool, cores
+from deltachain.types import WIRE_DTYPES, StateDigest
 
 _STEP, _OVERWRITE, _DENSE = StepEncoding(), OverwriteEncoding(), DenseEncoding()
 _RAW, _PLAIN = RawEncoding(), PlainEncoding()
 
 BUCKET: Final = 1 << 26
 """Elements of consecutive tensors in one bucket; a larger tensor has a bucket of its own."""
+
+SMALL: Final = 1 << 22
+"""Bytes of a part before compression below which threads cost more than they save."""
+
+DIGEST_NBYTES: Final = DIGEST_HEX // 2
+"""Size of the digest entry, in bytes."""
 
 FORMAT: Final = "1"
 
@@ -60,33 +66,30 @@ class EncodedPart:
     """One immutable payload object.
 
     Attributes:
-        data: Content of the safetensors file.
-        digest: blake3 of ``data``.
+        content: Content of the safetensors file.
+        digest: blake3 of ``content``.
         directory: blake3 of all bytes before the streams, as stored in the file.
         nnz: Number of stored elements.
         encodings: Sorted names of all encodings in the part.
     """
 
-    data: bytes
+    content: memoryview
     digest: str
     directory: str
     nnz: int
     encodings: tuple[str, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    row: d.StreamRow
-    dtype: str
-    shape: tuple[int, ...]
-    frames: list[Buffer]
+    @property
+    def data(self) -> bytes:
+        """A copy of the content."""
+        return bytes(self.content)
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
     rows: list[d.TensorRow]
     segments: list[d.Segment]
-    streams: list[_Stream]
+    streams: list[StreamContent]
 
 
 def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
@@ -104,13 +107,10 @@ def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
         ConfigError: A delta mixes steps and absolute bits, or its encoding cannot store it.
     """
     groups = list(_buckets(changes))
-    encode = partial(_encode_bucket, raw=raw)
-    if len(groups) > 1 and not raw:
-        with Pool(min(len(groups), os.cpu_count() or 1)) as pool:
-            encoded = list(pool.map(encode, range(len(groups)), groups))
-    else:
-        encoded = list(map(encode, range(len(groups)), groups))
-    return _assemble(encoded, compress=not raw)
+    with Pool(os.cpu_count() or 1) as pool:
+        encode = partial(_encode_bucket, raw=raw)
+        apply = pool.map if len(groups) > 1 and not raw else map
+        return _assemble(list(apply(encode, range(len(groups)), groups)), pool, compress=not raw)
 
 
 def _buckets(changes: Iterable[Change]) -> Iterator[list[Change]]:
@@ -140,15 +140,14 @@ def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encod
         encoded.rows.append(_row(change, encoding, bucket, tensor))
         encoded.segments.extend(tensor.segments)
     for array in out.arrays:
-        stream = _stream(array.name, array.dtype, array.shape, array.data, compress=False)
-        encoded.streams.append(stream)
-    for name in sorted(out.pieces):
-        data = np.concatenate(out.pieces[name])
-        if d.in_bits(name):
-            data = np.packbits(data, bitorder="little")
-        if data.size:
-            full = d.stream_name(number, name)
-            encoded.streams.append(_stream(full, "U8", data.shape, data, compress=not raw))
+        encoded.streams.append(
+            StreamContent.join(array.name, [array.data], dtype=array.dtype, shape=array.shape)
+        )
+    for name, pieces in sorted(out.pieces.items()):
+        full = d.stream_name(number, name)
+        stream = StreamContent.join(full, pieces, in_bits=d.in_bits(name))
+        if stream.nbytes:
+            encoded.streams.append(stream)
     return encoded
 
 
@@ -177,29 +176,84 @@ def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor)
     )
 
 
-def _stream(
-    name: str,
-    dtype: str,
-    shape: tuple[int, ...],
-    data: npt.NDArray[Any],
-    *,
-    compress: bool,
-) -> _Stream:
-    frames, sizes = cut(np.ascontiguousarray(data).data, compress=compress)
-    stored = tuple(len(frame) for frame in frames)
-    digests = tuple(object_digest(frame) for frame in frames)
-    row = d.StreamRow(name=name, stored=stored, raw=tuple(sizes), digests=digests)
-    return _Stream(row, dtype, (sum(stored),) if compress else shape, frames)
+def _assemble(encoded: Sequence[_Encoded], pool: Pool, *, compress: bool) -> EncodedPart:
+    """Join the directory, the digest of all bytes before the streams, and the streams.
 
-
-def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
-    """Join the directory, the digest of all bytes before the streams, and the streams."""
+    Frames are copied, as they are made, behind room for the largest possible front: a join at the
+    end would hold all of them twice.
+    """
     rows = [row for item in encoded for row in item.rows]
+    segments = d.columns_of([s for item in encoded for s in item.segments])
     streams = [stream for item in encoded for stream in item.streams]
     if not compress:  # wide elements first, so that every array is aligned
         streams.sort(key=lambda s: -WIRE_DTYPES[s.dtype])
-    document = _directory(rows, [s for item in encoded for s in item.segments], streams)
-    stored = deflate(document) if compress else document + b" " * (-len(document) % 8)
+    _refuse_duplicates([row.name for row in rows])
+    _refuse_duplicates(["__metadata__", "directory", "digest", *(s.name for s in streams)])
+
+    def front(stream_rows: Sequence[d.StreamRow], *, largest: bool = False) -> bytes:
+        document = d.Directory(tensors=tuple(rows), segments=segments, streams=tuple(stream_rows))
+        return _front(document, streams, compress=compress, largest=largest)
+
+    room = len(front([_largest_row(stream) for stream in streams], largest=True)) + DIGEST_NBYTES
+    frames = _frames(streams, pool, compress=compress)
+    content = np.empty(room + sum(sum(map(largest_frame, s.sizes)) for s in streams), np.uint8)
+    at, stream_rows = room, []
+    for stream in streams:
+        stored, digests = [], []
+        for frame in (next(frames) for _ in stream.sizes):
+            nbytes = len(frame.stored)
+            content[at : at + nbytes] = np.frombuffer(frame.stored, np.uint8)
+            stored.append(nbytes)
+            digests.append(frame.digest)
+            at += nbytes
+        stream_rows.append(_row_of(stream, stored, digests))
+    start = front(stream_rows)
+    digest = object_digest(start)
+    before = start + bytes.fromhex(digest)
+    content[room - len(before) : room] = np.frombuffer(before, np.uint8)
+    data = content[room - len(before) : at].data
+    encodings = tuple(sorted({row.encoding for row in rows}))
+    return EncodedPart(data, object_digest(data), digest, sum(row.nnz for row in rows), encodings)
+
+
+def _frames(
+    streams: Sequence[StreamContent], pool: Pool, *, compress: bool
+) -> Iterator[StoredFrame]:
+    """Yield the frames of all streams in order; make a few ahead if that pays."""
+    wanted = ((stream, number) for stream in streams for number in range(len(stream.sizes)))
+    make = partial(_frame, compress=compress)
+    if sum(stream.nbytes for stream in streams) < SMALL:
+        return map(make, wanted)
+    return pool.ordered(make, wanted, ahead=2 * cores())
+
+
+def _frame(wanted: tuple[StreamContent, int], *, compress: bool) -> StoredFrame:
+    stream, number = wanted
+    return stream.frame(number, compress=compress)
+
+
+def _largest_row(stream: StreamContent) -> d.StreamRow:
+    """Return the row of a stream with the most digits that its frames can need."""
+    stored = [largest_frame(nbytes) for nbytes in stream.sizes]
+    return _row_of(stream, stored, ["0" * DIGEST_HEX] * len(stored))
+
+
+def _row_of(stream: StreamContent, stored: Sequence[int], digests: Sequence[str]) -> d.StreamRow:
+    return d.StreamRow(
+        name=stream.name, stored=tuple(stored), raw=stream.sizes, digests=tuple(digests)
+    )
+
+
+def _front(
+    directory: d.Directory, streams: Sequence[StreamContent], *, compress: bool, largest: bool
+) -> bytes:
+    """Return the bytes before the digest; or at least as many, for the largest sizes."""
+    document = msgspec.json.encode(directory)
+    if largest:
+        stored = bytes(largest_frame(len(document)))
+    else:
+        _check_size(document)
+        stored = deflate(document) if compress else document + b" " * (-len(document) % 8)
     metadata = {
         "deltachain": FORMAT,
         "compression": "zstd" if compress else "none",
@@ -207,36 +261,23 @@ def _assemble(encoded: Sequence[_Encoded], *, compress: bool) -> EncodedPart:
     }
     entries: list[tuple[str, str, tuple[int, ...], int]] = [
         ("directory", "U8", (len(stored),), len(stored)),
-        ("digest", "U8", (32,), 32),
+        ("digest", "U8", (DIGEST_NBYTES,), DIGEST_NBYTES),
     ]
-    entries += [(s.row.name, s.dtype, s.shape, sum(s.row.stored)) for s in streams]
-    front = write_header(metadata, entries) + stored
-    digest = object_digest(front)
-    data = b"".join([front, bytes.fromhex(digest), *(f for s in streams for f in s.frames)])
-    encodings = tuple(sorted({row.encoding for row in rows}))
-    return EncodedPart(data, object_digest(data), digest, sum(row.nnz for row in rows), encodings)
+    for stream, row in zip(streams, directory.streams, strict=True):
+        nbytes = sum(row.stored)
+        entries.append((stream.name, stream.dtype, (nbytes,) if compress else stream.shape, nbytes))
+    return write_header(metadata, entries) + stored
 
 
-def _directory(
-    rows: Sequence[d.TensorRow], segments: list[d.Segment], streams: Sequence[_Stream]
-) -> bytes:
-    """Serialise the directory; refuse duplicate names in the file."""
-    names = [row.name for row in rows]
-    entries = ["__metadata__", "directory", "digest", *(stream.row.name for stream in streams)]
-    for group in (names, entries):
-        if len(set(group)) < len(group):
-            repeated = next(name for name in group if group.count(name) > 1)
-            raise ConfigError(f"duplicate name {repeated!r} in one part")
-    document = msgspec.json.encode(
-        d.Directory(
-            tensors=tuple(rows),
-            segments=d.columns_of(segments),
-            streams=tuple(stream.row for stream in streams),
-        )
-    )
+def _refuse_duplicates(names: Sequence[str]) -> None:
+    if len(set(names)) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"duplicate name {repeated!r} in one part")
+
+
+def _check_size(document: bytes) -> None:
     if len(document) > d.MAX_DIRECTORY:
         raise ConfigError(
             f"a directory of {len(document)} bytes, at most {d.MAX_DIRECTORY}",
             hint="write smaller parts",
         )
-    return document

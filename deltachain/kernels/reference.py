@@ -234,6 +234,11 @@ def _is_canonical(split: SplitSteps) -> bool:
     return np.array_equal(again.negative, negative[escaped])
 
 
+def copy_plane_(out: npt.NDArray[np.uint8], bits: Bits, k: int) -> None:
+    """Write byte ``k`` of every element, 0 for the lowest; both arrays have shape ``(n,)``."""
+    out[:] = np.ascontiguousarray(bits).view(np.uint8)[k :: bits.itemsize]
+
+
 def gather(weights: Bits, indices: Indices) -> Bits:
     """Return the bits at ``indices``."""
     return weights[indices]

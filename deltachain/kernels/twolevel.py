@@ -19,6 +19,7 @@ NAME: Final = "numpy"
 CHUNK: Final = 1 << 20
 """Bytes of the snapshot compared at a time, few enough to stay in cache for the second pass."""
 
+copy_plane_ = reference.copy_plane_
 decode_steps = reference.decode_steps
 decode_gaps = reference.decode_gaps
 digest = reference.digest

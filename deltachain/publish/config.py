@@ -61,6 +61,12 @@ class PublishConfig:
     """Cost of a newcomer's cheapest plan, in anchors, above which another anchor is added. At 1 %
     density, an anchor is added every few hundred versions and costs about half their deltas."""
 
+    anchor_memory: float = 0.5
+    """Memory of a rank for old bits while an anchor is on its way, as a share of its weights' size.
+    Later versions are published meanwhile; the old bits of each (10 bytes a change in bf16) are
+    kept until the anchor has passed their tensor. The version that exceeds this share stays in
+    flight until the anchor has landed."""
+
     when_busy: Literal["cover", "wait"] = "cover"
     """Behaviour of ``publish`` while a version is in flight: leave the changes to the next call, or
     wait for that version."""
@@ -104,5 +110,7 @@ class PublishConfig:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {values}")
+        if self.anchor_memory < 0:
+            raise ConfigError(f"anchor_memory={self.anchor_memory!r}: must not be negative")
         if self.anchor_factor <= 0 or self.part_nbytes <= 0 or self.deadline_s <= 0:
             raise ConfigError("anchor_factor, part_nbytes and deadline_s must be positive")

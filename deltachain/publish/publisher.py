@@ -23,6 +23,7 @@ from deltachain.errors import (
     PublisherFencedError,
     RankError,
 )
+from deltachain.publish.anchor_thread import AnchorThread
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import NO_CHANGES, Diff
 from deltachain.publish.model.assets import checked, collect_assets
@@ -66,8 +67,9 @@ class Publisher(Closeable):
 
     Call ``attach`` once, ``publish`` after every optimizer step, and ``close`` at the end (or use
     ``with``). ``publish`` returns once the diff is taken; one version is in flight at a time,
-    encoded and uploaded by a separate thread. A failed publish changes nothing: the next diff finds
-    its changes again. Not thread-safe.
+    encoded and uploaded by a separate thread. Anchors are added by another thread while later
+    versions are published. A failed publish changes nothing: the next diff finds its changes again.
+    Not thread-safe.
 
     With ``torch.distributed`` initialised, every rank creates a publisher and calls the same
     methods; each publishes a part of the weights, and rank 0 commits. Ranks exchange small messages
@@ -91,7 +93,7 @@ class Publisher(Closeable):
     # No lock: all attributes except ``last`` belong to the caller's thread. The publisher's thread
     # uses a session and a frozen flight; the caller's thread uses neither before the flight's
     # outcome is done, except for reading the number ``session.head``. ``last`` is one reference,
-    # replaced atomically.
+    # replaced atomically. The thread of anchors uses what ``Session.begin_anchor`` returned.
 
     def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:
         self.config = PublishConfig(url=config) if isinstance(config, str) else config
@@ -101,6 +103,7 @@ class Publisher(Closeable):
         self._session: Session | None = None
         self._flight: Flight | None = None
         self._landed: Future[None] | None = None
+        self._anchors: AnchorThread | None = None
         self._waiting: list[Published] = []
         self._waiting_step: int | None = None
         self._failed: Flight | None = None
@@ -149,8 +152,9 @@ class Publisher(Closeable):
             self._ranks,
         )
         session.ranks = self._ranks.clone()  # for the publisher's thread
+        session.anchor_ranks = self._ranks.clone()
         self._barrier = PublishBarrier(self._ranks)
-        self._session = session
+        self._session, self._anchors = session, AnchorThread(session)
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
 
@@ -200,7 +204,7 @@ class Publisher(Closeable):
         return published in self._waiting
 
     def flush(self) -> PublishReceipt | None:
-        """Wait until every call of ``publish`` is covered by a committed version.
+        """Wait until every call of ``publish`` is covered by a committed version, and for anchors.
 
         Returns:
             The newest receipt, if any.
@@ -212,6 +216,8 @@ class Publisher(Closeable):
         if self._waiting:
             self._try(self._require_session(), free=True)
             self._land()
+        if self._anchors is not None:
+            self._anchors.wait()
         return self.last
 
     @override
@@ -228,10 +234,16 @@ class Publisher(Closeable):
                 )
             if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.close()
+        except (KeyboardInterrupt, SystemExit):
+            if self._anchors is not None:
+                self._anchors.abandon("the publisher was interrupted")
+            raise
         finally:
             for future in self._take_waiting():  # no version will cover it any more
                 future.set_exception(self._failure or ChainError("closed before it was published"))
             self._pool.shutdown()
+            if self._anchors is not None:
+                self._anchors.close()
             self._store.close()
 
     @override
@@ -255,15 +267,20 @@ class Publisher(Closeable):
             raise ConfigError("not attached to a model", hint="call attach(model) first")
         return self._session
 
+    def _require_anchors(self) -> AnchorThread:
+        if self._anchors is None:
+            raise ConfigError("not attached to a model", hint="call attach(model) first")
+        return self._anchors
+
     def _land(self) -> None:
         """Wait for the version in flight; raise or log its failure."""
         flight, self._flight = self._flight, None
         if flight is None or self._landed is None:
             return
-        error = self._landed.exception()  # an anchor's: those of the version are its outcome
+        error = self._landed.exception()  # an anchor's begin: those of the version are its outcome
         if flight.outcome.exception() is not None:
             error = flight.outcome.exception()
-            self._require_session().snapshot.restore(flight.diff)
+            self._require_session().restore(flight.diff)
             self._failed = flight
         if error is None:
             return
@@ -285,6 +302,7 @@ class Publisher(Closeable):
 
     def _stop(self, error: PublisherFencedError) -> None:
         """Fail all waiting calls: another publisher owns the chain, so none will be committed."""
+        self._require_anchors().abandon("another publisher owns the chain")
         for future in self._take_waiting():
             future.set_exception(error)
         if self.config.on_error == "raise":
@@ -332,11 +350,11 @@ class Publisher(Closeable):
             return
         failed, self._failed = self._failed, None
         if failed is not None and failed.version <= head:
-            session.snapshot.redo(failed.diff)  # it was committed after all
+            session.redo(failed.diff)  # it was committed after all
         session.head = head
         start, diff, failure = time.perf_counter(), NO_CHANGES, None
         try:
-            diff = session.snapshot.diff_()
+            diff = session.diff_()
         except FAILURES as error:
             if self._ranks.count == 1:
                 raise
@@ -353,7 +371,7 @@ class Publisher(Closeable):
         self._landed = self._pool.submit(self._run, session, flight)
 
     def _run(self, session: Session, flight: Flight) -> None:
-        """Commit a version, then an anchor of it if due; runs in the publisher's thread."""
+        """Commit a version, and begin an anchor of it if due; runs in the publisher's thread."""
         try:
             conclusion = session.commit(flight.attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
@@ -362,19 +380,12 @@ class Publisher(Closeable):
             return
         receipt = self.last = conclusion.receipt
         logger.info("%s", receipt)
+        anchors = self._require_anchors()
         try:
             if conclusion.anchor_due:
-                _add_anchor(session, flight.attempt.topic)
+                anchors.begin(f"{flight.attempt.topic}/anchor")
+            if anchors.is_full:
+                anchors.wait()  # in flight until then: versions published meanwhile are covered
         finally:
             for future in (flight.outcome, *flight.covered):
                 future.set_result(receipt)
-
-
-def _add_anchor(session: Session, topic: str) -> None:
-    """Add an anchor; log a failure, since the version itself is committed."""
-    try:
-        anchor = session.add_anchor(topic=f"{topic}/anchor")
-    except DeltaChainError as error:
-        logger.warning("no anchor yet, the next version tries again: %s", error)
-        return
-    logger.info("anchor of version %d, %d B", anchor.version, anchor.nbytes)

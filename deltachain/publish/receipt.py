@@ -21,12 +21,13 @@ class PublishReceipt:
         nnz: Number of changed elements.
         numel: Number of all elements.
         nbytes: Size of the version's own objects, in bytes.
-        requests: Number of store requests for the version.
+        requests: Number of store requests for the version, and meanwhile for an anchor on its way.
         diff_s: Time of the diff, which blocks the training loop, in seconds.
         encode_s: Time of encoding and uploading the parts in the background, in seconds.
         commit_s: Time of the commit, in seconds.
         kernel: Name of the kernels of the diff.
         restored: Keys of the chain's documents that were missing in the store and were restored.
+        kept_nbytes: Size of the old bits that rank 0 keeps for an anchor on its way, in bytes.
 
     Example:
         >>> with deltachain.Publisher(new_url).attach(model) as publisher:
@@ -51,6 +52,7 @@ class PublishReceipt:
     kernel: str
     restored: tuple[str, ...] = ()
     manifest: str = ""
+    kept_nbytes: int = 0
 
     @property
     def density(self) -> float:

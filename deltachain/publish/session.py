@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 
+from deltachain.chain.chain import Committed
 from deltachain.chain.plan import REQUEST_NBYTES
 from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
@@ -29,9 +31,11 @@ from deltachain.publish.upload import (
     DENSE_SHARE,
     EdgeKeys,
     EdgeUpload,
+    anchor_part_nbytes,
     sparse_change,
     window_change,
 )
+from deltachain.publish.version_bits import VersionBits
 from deltachain.publish.writer import Writer
 from deltachain.types import Bits, StateDigest, Version
 
@@ -47,6 +51,7 @@ class Attempt:
         topic: Unique name of the attempt among the ranks.
         diff: Changes on this rank; ``None`` for an anchor, which has all bits.
         base: Base checkpoint, for a version that refers to it.
+        bits: Bits of an anchor's version, if the snapshot advances meanwhile.
         failure: Error of a failed diff on this rank, raised on every rank.
         step: Step of the trainer.
         diff_s: Time of the diff, in seconds.
@@ -55,6 +60,7 @@ class Attempt:
     topic: str
     diff: Diff | None = None
     base: Path | None = None
+    bits: VersionBits | None = None
     failure: Exception | None = None
     step: int | None = None
     diff_s: float = 0.0
@@ -88,8 +94,27 @@ class Conclusion(msgspec.Struct, frozen=True):
     anchor_due: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateAnchor:
+    """An anchor on its way while later versions are committed, on every rank.
+
+    Attributes:
+        version: The version that it leads to.
+        committed: Manifest of the version; on rank 0.
+        committed_cost: Cost of all versions of the writer up to this one, in bytes.
+        bits: Bits of the version on this rank.
+    """
+
+    version: Version
+    committed: Committed | None
+    committed_cost: int
+    bits: VersionBits
+
+
 class Session:
     """State of an attached publisher, on every rank.
+
+    The thread that owns the snapshot takes diffs, another commits them, and a third adds anchors.
 
     Args:
         source: Live weights published by this rank.
@@ -100,6 +125,7 @@ class Session:
 
     Attributes:
         head: The newest version known to be committed; -1 before the first.
+        anchor_ranks: All publishing ranks, for the thread that adds anchors.
     """
 
     def __init__(
@@ -111,7 +137,9 @@ class Session:
         ranks: Ranks,
     ) -> None:
         self.source, self.snapshot, self.writer = source, snapshot, writer
-        self.config, self.ranks = config, ranks
+        self.config, self.ranks, self.anchor_ranks = config, ranks, ranks
+        self._changing = Lock()  # of the snapshot, and of the list of late anchors
+        self._late: list[LateAnchor] = []
         self.head = writer.parent.version if writer.parent else -1
 
     @cached_property
@@ -123,7 +151,33 @@ class Session:
     def anchor_due(self) -> bool:
         """Whether joining is too expensive without another anchor; valid on rank 0."""
         limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
-        return self.writer.parent is not None and self.writer.newcomer_cost > limit
+        is_dear = self.writer.parent is not None and self.writer.newcomer_cost > limit
+        return is_dear and not self._late
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Size of what this rank keeps for anchors on their way, in bytes."""
+        return sum(late.bits.kept_nbytes for late in tuple(self._late))
+
+    def diff_(self) -> Diff:
+        """Take the diff of the snapshot; keep the old bits for anchors on their way."""
+        with self._changing:
+            diff = self.snapshot.diff_()
+            for late in self._late:
+                late.bits.keep(diff)
+        return diff
+
+    def restore(self, diff: Diff) -> None:
+        """Revert an uncommitted diff in the snapshot."""
+        with self._changing:
+            self.snapshot.restore(diff)  # undoing it twice does no harm to a late anchor
+
+    def redo(self, diff: Diff) -> None:
+        """Apply a reverted diff again, after its commit proved successful."""
+        with self._changing:
+            self.snapshot.redo(diff)
+            for late in self._late:
+                late.bits.keep(diff)
 
     def settle(self) -> Version:
         """Determine the outcome of every commit; return the newest committed version.
@@ -146,7 +200,7 @@ class Session:
             RankError: Another rank failed, or did not answer in time.
         """
         start = time.perf_counter()
-        keys = self._keys("anchor" if attempt.diff is None else "delta", self.head + 1)
+        keys = self.keys("anchor" if attempt.diff is None else "delta", self.head + 1)
         with Collective(self.ranks, attempt.topic) as collective:
             share = self.put_share(keys, attempt)
             shares = collective.gather(share, EdgeShare)
@@ -170,14 +224,18 @@ class Session:
         diff, config, store = attempt.diff, self.config, self.writer.chain.store
         requests, encoding = store.requests, ENCODINGS.chosen(config.encoding)
         raw = encoding.own_arrays
-        upload = EdgeUpload(store, keys, raw=raw, part_nbytes=config.part_nbytes)
-        if diff is not None:
-            self._add_changes(upload, diff, encoding)
-        elif attempt.base is None:
-            self._add_all_bits(upload)
+        part_nbytes = config.part_nbytes
+        if diff is None:
+            part_nbytes = anchor_part_nbytes(self.source.held_nbytes, part_nbytes)
+        with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes) as upload:
+            if diff is not None:
+                self._add_changes(upload, diff, encoding)
+            elif attempt.base is None:
+                self._add_all_bits(upload, attempt.bits)
+            edge = upload.finish()
         return EdgeShare(
-            edge=upload.finish(),
-            state=self.snapshot.state,
+            edge=edge,
+            state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
         )
@@ -216,29 +274,72 @@ class Session:
             commit_s=time.perf_counter() - start,
             kernel=self.snapshot.kernel,
             restored=self.writer.chain.take_restored(),
+            kept_nbytes=self.kept_nbytes,
             manifest=committed.digest,
         )
         return Conclusion(receipt, self.anchor_due)
 
-    def add_anchor(self, *, topic: str) -> EdgeSummary:
-        """Add an anchor of the newest version.
+    def begin_anchor(self) -> LateAnchor:
+        """Begin an anchor of the newest version, to be added beside later ones.
+
+        Must be called before the next diff.
+        """
+        with self._changing:
+            late = LateAnchor(
+                version=self.head,
+                committed=self.writer.parent,
+                committed_cost=self.writer.committed_cost,
+                bits=VersionBits(self.snapshot, self.source.weights, self._changing),
+            )
+            self._late.append(late)
+        return late
+
+    def abandon_anchors(self, reason: str) -> None:
+        """Make all anchors on their way fail with a reason."""
+        for late in tuple(self._late):
+            late.bits.abandon(f"the anchor of version {late.version} was abandoned: {reason}")
+
+    def add_anchor(self, *, topic: str, late: LateAnchor | None = None) -> EdgeSummary:
+        """Add an anchor of the newest version, or of the version of a late anchor.
+
+        Args:
+            topic: Unique name of the anchor among the ranks.
+            late: What ``begin_anchor`` returned; by default, no diff may be taken meanwhile.
 
         Raises:
             StoreError: The anchor was not added; the chain is unchanged.
+            ChainError: Its bits are not those of the version.
             RankError: Another rank failed, or did not answer in time.
         """
-        keys = self._keys("anchor", self.head)
-        with Collective(self.ranks, topic) as collective:
-            shares = collective.gather(self.put_share(keys, Attempt(topic=topic)), EdgeShare)
-            summary = None
-            if self.ranks.leads:
-                committed = self.writer.parent
-                if committed is None:
-                    raise ChainError("an anchor follows a version, and there is none")
-                summary = self.writer.add_anchor(committed, joined(shares))
-            return collective.broadcast(summary, EdgeSummary)
+        version = self.head if late is None else late.version
+        ranks = self.ranks if late is None else self.anchor_ranks
+        attempt = Attempt(topic=topic, bits=None if late is None else late.bits)
+        try:
+            with Collective(ranks, topic) as collective:
+                share = self.put_share(self.keys("anchor", version), attempt)
+                shares = collective.gather(share, EdgeShare)
+                summary = self._record(shares, late) if ranks.leads else None
+                return collective.broadcast(summary, EdgeSummary)
+        finally:
+            if late is not None:
+                with self._changing:
+                    self._late.remove(late)
 
-    def _keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
+    def _record(self, shares: Sequence[EdgeShare], late: LateAnchor | None) -> EdgeSummary:
+        """Record the anchor of all ranks, if it has the bits of its version; on rank 0."""
+        committed = self.writer.parent if late is None else late.committed
+        if committed is None:
+            raise ChainError("an anchor follows a version, and there is none")
+        state = sum((share.state for share in shares), StateDigest())
+        if state != committed.state:
+            raise ChainError(
+                f"the anchor has state {state}, version {committed.version} {committed.state}"
+            )
+        cost = None if late is None else late.committed_cost
+        return self.writer.add_anchor(committed, joined(shares), committed_cost=cost)
+
+    def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
+        """Return names of the parts of one attempt, which no other attempt has."""
         epoch = self.writer.epoch
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
@@ -251,15 +352,16 @@ class Session:
         there = found.weight.element_map.all_of(found.spec)
         return None if there is None else lambda: self.snapshot.bits(found.weight)[there]
 
-    def _add_all_bits(self, upload: EdgeUpload) -> None:
-        total = StateDigest()
+    def _add_all_bits(self, upload: EdgeUpload, late: VersionBits | None) -> None:
+        bits_of: Callable[[Weight], Bits] = self.snapshot.bits if late is None else late.take
+        total, state = StateDigest(), (late or self.snapshot).state
         for weight in self.source.weights:
-            bits = self.snapshot.bits(weight)
+            bits = bits_of(weight)
             for window in weight.element_map.windows(self._window_numel(weight)):
                 change = window_change(window, bits)
                 total += change.digest
                 upload.add(change)
-        if total != self.snapshot.state:
+        if total != state:
             raise ConfigError(
                 "a frozen weight was changed in place: the anchor would not be the version",
                 hint="weights that change must be trainable or buffers when the publisher attaches",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from deltachain.errors import ConfigError
 from deltachain.format.digest import digest_key
-from deltachain.kernels import device, host
+from deltachain.kernels import device, host, threaded
 from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.lane import Compared
 from deltachain.kernels.proven import fused_is_proven
@@ -153,7 +153,7 @@ class Snapshot:
         tensor, spec = weight.tensor.detach(), weight.spec
         numel, width = tensor.numel(), spec.itemsize
         if device.on_host(tensor) and not self._on_device:
-            kept = Kept(_signed(wire_bits(weight).copy()), 0, numel, resident=False)
+            kept = Kept(_signed(threaded.copy(wire_bits(weight))), 0, numel, resident=False)
         else:
             resident = self._place(tensor.device) == "device"
             where = tensor.device if resident else torch.device("cpu")
@@ -218,7 +218,7 @@ def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
     """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):
-        return host.digest(key, mine, window.indices.start)
+        return threaded.digest(key, mine, window.indices.start)
     return host.digest_at(key, window.indices, mine)
 
 

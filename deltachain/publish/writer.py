@@ -8,12 +8,13 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import read_hint
 from deltachain.chain.plan import cost_of
-from deltachain.chain.recent_edges import listed_edges, window_from
+from deltachain.chain.recent_edges import edge_id, listed_edges, window_from
 from deltachain.errors import (
     BrokenChainError,
     DeltaChainError,
@@ -48,11 +49,14 @@ class Draft:
 class Writer:
     """Writer of consecutive versions in one epoch.
 
+    One thread commits versions; another may add anchors of earlier ones meanwhile.
+
     Attributes:
         chain: The chain.
         parent: The newest committed version; ``None`` before the first.
         epoch: Epoch of this publisher.
         newcomer_cost: Cost of the cheapest plan from nothing to ``parent``, in bytes.
+        committed_cost: Cost of all versions committed by this writer, in bytes.
     """
 
     def __init__(
@@ -65,7 +69,10 @@ class Writer:
         chain.watch(anchor)
         self._numel = numel
         self._metadata = dict(metadata)
+        self.committed_cost = 0
+        self._listing = Lock()  # of the costs and of what the next manifest lists
         self._added: list[EdgeSummary] = []
+        self._offered: tuple[EdgeSummary, ...] = ()
         self._uncertain: Manifest | None = None
 
     def draft(
@@ -121,17 +128,28 @@ class Writer:
         self._advance(found)
         return True
 
-    def add_anchor(self, committed: Committed, edge: Edge) -> EdgeSummary:
-        """Record an anchor of the newest version, and list it in the hint."""
+    def add_anchor(
+        self, committed: Committed, edge: Edge, *, committed_cost: int | None = None
+    ) -> EdgeSummary:
+        """Record an anchor of a version; list it in the hint and in the next manifest.
+
+        Args:
+            committed: The version.
+            edge: The anchor.
+            committed_cost: Value of the attribute at that version; by default the version is the
+                newest.
+        """
         summary = self.chain.add_edge(committed, edge, base_state="")
-        self._added.append(summary)
-        self.newcomer_cost = min(self.newcomer_cost, cost_of(summary))
+        with self._listing:
+            self._added.append(summary)
+            later = 0 if committed_cost is None else self.committed_cost - committed_cost
+            self.newcomer_cost = min(self.newcomer_cost, cost_of(summary) + later)
         self.chain.watch(_first_part(edge))
         self.write_head()
         return summary
 
     def list_added(self, anchors: Iterable[EdgeSummary]) -> None:
-        """List anchors of the newest version from other publishers in the next manifest."""
+        """List anchors of other publishers in the next manifest."""
         self._added += anchors
 
     def close(self) -> None:
@@ -158,6 +176,8 @@ class Writer:
 
     def _manifest(self, draft: Draft, edge: Edge) -> Manifest:
         parent = self.parent
+        with self._listing:
+            self._offered = tuple(self._added)
         return Manifest(
             chain=self.chain.identity.chain,
             version=draft.version,
@@ -171,7 +191,7 @@ class Writer:
             nnz=draft.nnz,
             numel=self._numel,
             edge=edge,
-            recent=listed_edges(parent.manifest if parent else None, self._added),
+            recent=listed_edges(parent.manifest if parent else None, self._offered),
             window_from=window_from(draft.version),
             metadata=self._metadata,
         )
@@ -179,18 +199,20 @@ class Writer:
     def _advance(self, committed: Committed) -> None:
         self._uncertain = None
         self.parent = committed
-        self._added.clear()
         summary = committed.manifest.summary()
         cost = cost_of(summary)
-        if self.chain.anchor_is_gone:
-            logger.warning("newcomers need an anchor that is gone: another one is due")
-            self.newcomer_cost = sys.maxsize
-            self.chain.watch("")
-        if summary.base is None:
-            self.newcomer_cost = cost
-            self.chain.watch(_first_part(committed.manifest.edge))
-        else:
-            self.newcomer_cost += cost
+        with self._listing:
+            self._added = [anchor for anchor in self._added if anchor not in self._offered]
+            self.committed_cost += cost
+            if self.chain.anchor_is_gone:
+                logger.warning("newcomers need an anchor that is gone: another one is due")
+                self.newcomer_cost = sys.maxsize
+                self.chain.watch("")
+            if summary.base is None:
+                self.newcomer_cost = cost
+                self.chain.watch(_first_part(committed.manifest.edge))
+            else:
+                self.newcomer_cost += cost
         if committed.version % HINT_EVERY == 0:
             self.write_head()
 
@@ -214,10 +236,11 @@ def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]
 
 
 def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:
-    """Return anchors of the newest version listed only in the hint, which the next hint omits."""
-    found = []
+    """Return recorded anchors that are listed only in the hint, which the next hint omits."""
+    found, listed = [], {edge_id(edge) for edge in head.manifest.recent}
     for summary in read_hint(chain.store).anchors:
-        if summary.version == head.version and summary.record:
+        is_new = summary.version <= head.version and edge_id(summary) not in listed
+        if is_new and summary.record:
             try:
                 chain.edge(summary, head)
             except (ObjectNotFoundError, FormatError):

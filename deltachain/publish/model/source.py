@@ -95,6 +95,11 @@ class ModelTensors:
         """Number of elements published by this rank."""
         return sum(weight.element_map.box.numel for weight in self.weights)
 
+    @property
+    def held_nbytes(self) -> int:
+        """Size of the elements published by this rank, in bytes."""
+        return sum(w.element_map.box.numel * w.spec.itemsize for w in self.weights)
+
     def table(self) -> Table:
         """Return the chain's tensor table."""
         rows = tuple((spec.name, spec.dtype, spec.shape) for spec in self.specs)

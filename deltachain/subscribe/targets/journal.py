@@ -86,9 +86,9 @@ class Journal:
     def _put(self, number: int, group: list[Patch]) -> ObjectRef:
         part = encode_part(Change(_absolute(patch), StateDigest()) for patch in group)
         name = f"{number:05d}.safetensors"
-        write_atomic(self._folder / name, part.data)
+        write_atomic(self._folder / name, part.content)
         return ObjectRef(
-            key=name, nbytes=len(part.data), blake3=part.digest, directory=part.directory
+            key=name, nbytes=len(part.content), blake3=part.digest, directory=part.directory
         )
 
 
