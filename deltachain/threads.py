@@ -16,7 +16,6 @@ from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, Self, TypeAlias, TypeVar
 
-_A = TypeVar("_A")
 _T = TypeVar("_T")
 _A = TypeVar("_A")
 

@@ -108,7 +108,7 @@ class DeviceStager(BatchStager):
                     LivePlacement(
                         tensor=self._numbers[name],
                         offset=place.offset,
-                        dims=tuple(tuple(dim) for dim in place.dims),
+                        dims=place.dims,
                         storage=storage_bits(place.live),
                         at=place.at,
                         slot=slots[slot],

@@ -1,4 +1,4 @@
-"""``python -m tests.contract.interpreted_diff``: the fused diff under Triton's interpreter, on a CPU.
+"""``python -m tests.contract.interpreted_diff``: the fused diff in Triton's interpreter.
 
 The interpreter is chosen when Triton is imported, so that it needs a process of its own.
 """

@@ -135,6 +135,7 @@ class _Bench:
         writes = []
         rank = self.live.rank()
         for placed in rank.staged[max(rank.staged)].placed:
+            assert isinstance(placed, Write)
             bits: Any = placed.patch.new if new else placed.patch.old
             live = placed.places[0].storage
             writes.append((torch_of(live), torch_of(placed.patch.indices), torch_of(bits)))
