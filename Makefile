@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: docs package test-floors
+.PHONY: docs package test-floors test-triton
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -104,6 +104,9 @@ bench-dist: venv  ## what publishing costs the ranks of a sharded trainer
 
 bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
 	.venv-sglang/bin/python -m tests.engines.bench
+
+test-triton: venv  ## Triton programs without a card: interpreted, and compiled for three architectures
+	$(BIN)/pytest tests/unit/test_triton_programs.py
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test

@@ -11,15 +11,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from deltachain.delta import STEP, new_bits
-from deltachain.kernels import device
-from deltachain.kernels.reference import encode_gaps
+from deltachain.kernels import device, staging
+from deltachain.kernels.segments import StreamLayout
+from tests.contract.segments import Given, batch_of
 
 NUMEL = 1 << 28
 DENSITY = 0.01
+DECODED = 1 << 26
+"""Elements of the tensor whose changes are decoded."""
 REPEATS = 7
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 
@@ -76,16 +80,15 @@ def _apply(weights: Tensor, found: device.DeviceChanges) -> dict[str, float]:
 
 
 def _decode(found: device.DeviceChanges) -> dict[str, float]:
-    """Prefix sums over gaps, and steps from their streams."""
-    nnz = found.indices.numel()
-    gaps = torch.from_numpy(encode_gaps(found.indices.cpu().numpy(), 1)).to(found.indices.device)
-    negative = (found.new - found.old) < 0
-    exception = torch.zeros_like(negative)
-    empty = torch.empty(0, dtype=torch.uint8, device=gaps.device)
-    wide = torch.empty(0, dtype=torch.int16, device=gaps.device)
-    gaps_s = _seconds(lambda: device.decode_gaps(gaps), gaps)
-    steps_s = _seconds(lambda: device.join_steps(negative, exception, empty, wide), gaps)
-    return {"gaps_ns_per_change": 1e9 * gaps_s / nnz, "steps_ns_per_change": 1e9 * steps_s / nnz}
+    """Streams of up to 64 segments to indices and steps."""
+    near = found.indices < DECODED
+    indices = found.indices[near].cpu().numpy()
+    steps = (found.new - found.old)[near].cpu().numpy().view(np.uint16)
+    given = Given(0, DECODED, indices, steps)
+    batch = batch_of([given], StreamLayout(2, 1, absolute=False))
+    buffer = staging.upload(batch, found.indices.device)
+    seconds = _seconds(lambda: staging.decode(batch, buffer), buffer)
+    return {"decode_ns_per_change": 1e9 * seconds / max(indices.size, 1)}
 
 
 def _seconds(work: Callable[[], object], like: Tensor) -> float:

@@ -177,8 +177,8 @@ def _bytes(streams: dict[str, Any], name: str) -> Any:
 
 def test_memory_for_a_device_holds_a_batch() -> None:
     memory = staging.allocator(CPU)(24)
-    assert memory.dtype == np.uint8
-    assert (memory.shape, memory.ctypes.data % 8) == ((24,), 0)
+    assert memory.view(np.int64).shape == (3,)
+    assert memory.ctypes.data % 8 == 0
 
 
 def test_placements_of_another_width_are_refused() -> None:
