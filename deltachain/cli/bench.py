@@ -3,7 +3,7 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import StrEnum, auto
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +15,11 @@ from deltachain.cli.options import AsJson
 class Subject(StrEnum):
     """Benchmarks."""
 
-    CODEC = "codec"
-    DETECT = "detect"
-    APPLY = "apply"
-    ANCHOR = "anchor"
-    STORE = "store"
+    CODEC = auto()
+    DETECT = auto()
+    APPLY = auto()
+    ANCHOR = auto()
+    STORE = auto()
 
 
 def bench(
