@@ -24,6 +24,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.subscriber import Subscriber
+from deltachain.subscribe.targets.base import Write
 from tests.engines.bench.figures import (
     FETCH,
     FLOOR,
