@@ -25,7 +25,7 @@ from deltachain.types import Version
 POLL_S: Final = (0.002, 0.05)
 """Shortest and longest wait between two polls of the ranks, in seconds."""
 
-POLL_SHARE: Final = 0.25
+POLL_SHARE: Final = 0.1
 """Wait until the next poll, as a share of the time waited so far.
 
 The end is seen at most this share late, and an engine, which answers between two of its steps, is

@@ -29,7 +29,7 @@ from deltachain.replica.spool import (
 )
 from deltachain.types import TensorSpec
 
-POLL_S: Final = (0.001, 0.02)
+POLL_S: Final = (0.001, 0.004)
 """Shortest and longest wait between two looks for an object, in seconds."""
 
 
