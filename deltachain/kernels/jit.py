@@ -25,6 +25,7 @@ from deltachain.kernels.reading import (
     join_planes,
     join_steps,
     scatter_,
+    stage_steps,
 )
 from deltachain.kernels.reference import Changes, SplitSteps
 from deltachain.types import BITS_DTYPES, Bits, Indices
@@ -44,6 +45,7 @@ __all__ = [
     "join_steps",
     "scatter_",
     "split_steps",
+    "stage_steps",
 ]
 
 NAME: Final = "numba"

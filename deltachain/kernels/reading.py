@@ -16,7 +16,9 @@ from deltachain.kernels.reference import (
     MIX_A,
     MIX_B,
     PHI,
+    Box,
     SplitSteps,
+    StagedSteps,
     StepStreams,
 )
 from deltachain.types import Bits, Indices, StateDigest
@@ -193,6 +195,103 @@ def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple
     if wrong:
         raise ValueError((LEAVES, CANONICAL)[wrong - 1])
     return indices, values
+
+
+@compiled
+def _locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:  # noqa: ANN401
+    """Keep the indices and steps of the elements of a box, with their positions; count them."""
+    offset, at, dims = box
+    count = 0
+    for i in range(indices.shape[0]):
+        rest, position = indices[i] - offset, at
+        inside = rest >= 0
+        for d in range(dims.shape[0]):
+            coordinate = rest
+            if dims[d, 1] != 1:
+                coordinate = rest // dims[d, 1]
+            rest -= coordinate * dims[d, 1]
+            inside &= coordinate < dims[d, 0]
+            position += coordinate * dims[d, 2]
+        indices[count], steps[count], positions[count] = indices[i], steps[i], position
+        count += inside & (rest == 0)
+    return count
+
+
+@compiled
+def _move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any) -> None:  # noqa: ANN401
+    """Gather old bits and compute new ones; add both to the lanes of their digests."""
+    positions, old, new = out
+    for i in range(positions.shape[0]):  # by itself, so that many loads are under way at once
+        old[i] = weights[positions[i]]
+    added0, added1, removed0, removed1 = _U(0), _U(0), _U(0), _U(0)
+    for i in range(positions.shape[0]):
+        new[i] = old[i] + steps[i]
+        at = _U(indices[i]) * _PHI
+        added0 += _mix((keys[0] + at) ^ _U(new[i]))
+        added1 += _mix((keys[1] + at) ^ _U(new[i]))
+        removed0 += _mix((keys[0] + at) ^ _U(old[i]))
+        removed1 += _mix((keys[1] + at) ^ _U(old[i]))
+    lanes[0] += added0
+    lanes[1] += added1
+    lanes[2] += removed0
+    lanes[3] += removed1
+
+
+@compiled
+def _stage_steps(
+    segments: Any,  # noqa: ANN401
+    streams: Any,  # noqa: ANN401
+    firsts: Any,  # noqa: ANN401
+    place: Any,  # noqa: ANN401
+    scratch: Any,  # noqa: ANN401
+    out: Any,  # noqa: ANN401
+) -> int:
+    """Stage all segments; return the number of elements, or -1 and -2 as :func:`_decode_steps`."""
+    gaps, sign, exception, magnitude, wide = streams
+    box, weights, keys, lanes = place
+    positions, old, new = out
+    count, g, n, e, w = 0, 0, 0, 0, 0
+    for s in range(segments.shape[0]):
+        start, length, nnz, gap_count, exceptions, wides = segments[s]
+        indices, steps = scratch[0][:nnz], scratch[1][:nnz]
+        if not _offsets(gaps[g : g + gap_count], start, length, indices):
+            return -1
+        at = firsts[0] + _U(n), firsts[1] + _U(n)
+        short, long = magnitude[e : e + exceptions], wide[w : w + wides]
+        if not _steps((sign, exception), at, short, long, steps):
+            return -2
+        held = _locate(indices, steps, box, positions[count : count + nnz])
+        mine = slice(count, count + held)
+        _move(weights, indices, steps, keys, (positions[mine], old[mine], new[mine]), lanes)
+        count += held
+        g, n, e, w = g + gap_count, n + nnz, e + exceptions, w + wides
+    return count
+
+
+def stage_steps(
+    segments: npt.NDArray[np.int64],
+    streams: StepStreams,
+    box: Box,
+    weights: Bits,
+    key: tuple[int, int],
+) -> StagedSteps:
+    """Decode segments, and stage the steps of the elements of a box; see the reference.
+
+    A segment's indices and steps stay in cache: only what is kept is written to memory.
+    """
+    nnz, most = int(segments[:, 2].sum()), int(segments[:, 2].max(initial=0))
+    kept = np.empty(nnz, np.int64), np.empty(nnz, weights.dtype), np.empty(nnz, weights.dtype)
+    lanes = np.zeros(4, np.uint64)
+    place = (box.offset, box.at, box.dims), weights, (_U(key[0]), _U(key[1])), lanes
+    scratch = np.empty(most, np.int64), np.empty(most, streams.wide.dtype)
+    firsts = _U(streams.sign_at), _U(streams.exception_at)
+    arrays = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
+    count = _stage_steps(segments, arrays, firsts, place, scratch, kept)
+    if count < 0:
+        raise ValueError((LEAVES, CANONICAL)[-count - 1])
+    added0, added1, removed0, removed1 = lanes.tolist()
+    found = (array[:count] for array in kept)
+    return StagedSteps(*found, StateDigest(added0, added1), StateDigest(removed0, removed1))
 
 
 @compiled

@@ -72,6 +72,39 @@ class StepStreams(NamedTuple):
     wide: Bits
 
 
+class Box(NamedTuple):
+    """Elements of a flat checkpoint tensor, and where they are in live storage.
+
+    Attributes:
+        offset: Flat index of the first element.
+        at: Its position in the storage.
+        dims: ``(n, 3)`` int64: size, stride in the tensor and stride in the storage of each
+            dimension, by descending stride in the tensor; no two elements have one flat index.
+    """
+
+    offset: int
+    at: int
+    dims: npt.NDArray[np.int64]
+
+
+class StagedSteps(NamedTuple):
+    """Steps of the elements of a box, ready to write.
+
+    Attributes:
+        positions: ``(n,)`` int64 positions in the storage.
+        old: ``(n,)`` old bits.
+        new: ``(n,)`` new bits.
+        added: State digest of the new bits.
+        removed: State digest of the old bits.
+    """
+
+    positions: Indices
+    old: Bits
+    new: Bits
+    added: StateDigest
+    removed: StateDigest
+
+
 def diff_(snapshot: Bits, current: Bits) -> Changes:
     """Find the elements of ``current`` whose bits differ from ``snapshot``, and copy them there."""
     indices = np.flatnonzero(snapshot != current)
@@ -257,3 +290,38 @@ def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
 def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
     """Write ``bits`` at ``indices``."""
     weights[indices] = bits
+
+
+def stage_steps(
+    segments: npt.NDArray[np.int64],
+    streams: StepStreams,
+    box: Box,
+    weights: Bits,
+    key: tuple[int, int],
+) -> StagedSteps:
+    """Decode segments as :func:`decode_steps`, and stage the steps of the elements of a box.
+
+    Args:
+        segments: See :func:`decode_steps`.
+        streams: Their streams; contents are untrusted.
+        box: Elements held, and their positions in ``weights``.
+        weights: ``(n,)`` live bits; not written.
+        key: Digest key of the tensor.
+
+    Raises:
+        ValueError: The streams break a rule of FORMAT.md 4.
+    """
+    indices, steps = decode_steps(segments, streams)
+    rest, positions = indices - box.offset, np.full(indices.size, box.at)
+    inside = rest >= 0
+    for size, there, live in box.dims.tolist():
+        coordinate = rest // there
+        rest = rest - coordinate * there
+        inside &= coordinate < size
+        positions = positions + coordinate * live
+    inside &= rest == 0
+    indices, positions = indices[inside], positions[inside]
+    old = weights[positions]
+    new = old + steps[inside]
+    added, removed = digest_at(key, indices, new), digest_at(key, indices, old)
+    return StagedSteps(positions, old, new, added, removed)

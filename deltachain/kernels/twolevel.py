@@ -31,6 +31,7 @@ join_planes = reference.join_planes
 join_steps = reference.join_steps
 scatter_ = reference.scatter_
 split_steps = reference.split_steps
+stage_steps = reference.stage_steps
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:

@@ -17,6 +17,7 @@ import numpy as np
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
+from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta, fold_within
 from deltachain.errors import ApplyError, BrokenChainError, DigestMismatchError
 from deltachain.mapped import map_file
@@ -71,6 +72,16 @@ class Piece:
         if self.from_nothing and low < high and not found.covers(low, high):
             raise BrokenChainError(f"{name}: the plan from nothing gives only {found.nnz} elements")
         return found
+
+    def steps(self, low: int, high: int) -> TensorReader | None:
+        """Return the reader of the segments near ``[low, high)`` if they are all of one ``step``.
+
+        ``None`` for a piece that has to be folded, or is stored otherwise.
+        """
+        (part, *more), name = self.parts or (None,), self.spec.name
+        if part is None or more or self.base is not None or part.rows[name].encoding != "step":
+            return None
+        return part.reader(name, (low, high))
 
 
 class SpoolReader:

@@ -15,7 +15,7 @@ from deltachain.replica.spool_reader import Piece
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.live import LiveElements
-from deltachain.subscribe.targets.patch import prepare
+from deltachain.subscribe.targets.patch import prepare, prepare_steps
 from deltachain.threads import Pool
 
 HolderKey: TypeAlias = tuple[str, int]
@@ -235,6 +235,10 @@ def stage(
 
 def _prepared(piece: Piece, share: Share) -> list[tuple[HolderKey, Write]]:
     """Read a piece, and compute its writes at every place."""
+    reader = piece.steps(share.low, share.high) if share.places and share.on_host else None
+    if reader is not None:
+        patches = ((slot, prepare_steps(place, reader), place) for slot, place in share.places)
+        return [(slot, Write(patch, [place])) for slot, patch, place in patches]
     return _placed(share, piece.read(share.low, share.high)) if share.places else []
 
 

@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from deltachain.kernels.device import live_bits, storage_bits
 from deltachain.kernels.protocol import LiveBits, kernels_for
+from deltachain.kernels.reference import Box
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.types import StateDigest
 
@@ -112,6 +113,11 @@ class Placement(LiveElements):
     def span(self) -> tuple[int, int]:
         """Range of flat indices from the first element to the last."""
         return self.offset, self.offset + 1 + sum((d.size - 1) * d.there for d in self.dims)
+
+    @cached_property
+    @override
+    def box(self) -> Box:
+        return Box(self.offset, self.at, np.array(self.dims, np.int64).reshape(-1, 3))
 
     @override
     def take(self, full: LiveBits, start: int = 0) -> LiveBits:

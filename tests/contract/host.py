@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltachain.kernels import reference
-from deltachain.kernels.reference import StepStreams
+from deltachain.kernels.reference import Box, StagedSteps, StepStreams
 from deltachain.types import BITS_DTYPES, Bits, Indices
 from tests.contract.kernels import pairs
 
@@ -19,6 +19,10 @@ class HostArm(Protocol):
     def join_planes(self, planes: Sequence[Any], out: Bits) -> None: ...
 
     def decode_steps(self, segments: Any, streams: StepStreams) -> tuple[Indices, Bits]: ...
+
+    def stage_steps(
+        self, segments: Any, streams: StepStreams, box: Box, weights: Bits, key: tuple[int, int]
+    ) -> StagedSteps: ...
 
     def exchange_(self, one: Bits, other: Bits, done: Indices, end: int) -> None: ...
 
@@ -74,6 +78,31 @@ def check_hostile_decode(arm: HostArm) -> None:
     assert refused > 100
 
 
+def check_stage(arm: HostArm) -> None:
+    """Whole tensors, runs, columns and single elements, in storage of any strides."""
+    rng = np.random.default_rng(12)
+    for segments, streams, indices, _ in _coded():
+        first = int(indices[0])
+        boxes = (
+            Box(0, 0, np.array([(7000, 1, 1)])),
+            Box(2000, 5, np.array([(2500, 1, 1)])),
+            Box(3, 1, np.array([(800, 7, 5), (4, 1, 1)])),
+            Box(first, 2, np.empty((0, 3), np.int64)),
+            Box(1 << 33, 9, np.array([(400, 7, 4), (4, 1, 1)])),
+        )
+        for box in boxes:
+            room = box.at + 1 + int(((box.dims[:, 0] - 1) * box.dims[:, 2]).sum())
+            weights = rng.integers(0, 256, room * 8, np.uint8).view(streams.wide.dtype)[:room]
+            before = weights.copy()
+            expected = reference.stage_steps(segments, streams, box, weights, (1 << 63, 12345))
+            found = arm.stage_steps(segments, streams, box, weights, (1 << 63, 12345))
+            np.testing.assert_array_equal(weights, before)
+            assert found[3:] == expected[3:]
+            for one, other in zip(found[:3], expected[:3], strict=True):
+                assert one.dtype == other.dtype
+                np.testing.assert_array_equal(one, other)
+
+
 def _outcome(arm: Any, segments: Any, streams: StepStreams) -> object:
     try:
         return [array.tobytes() for array in arm.decode_steps(segments, streams)]
@@ -121,4 +150,5 @@ HOST_CHECKS: tuple[Callable[[HostArm], None], ...] = (
     check_exchange,
     check_decode,
     check_hostile_decode,
+    check_stage,
 )

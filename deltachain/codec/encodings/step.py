@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
 from deltachain.codec.bucket_writer import BucketWriter
@@ -59,8 +60,13 @@ class StepEncoding(SparseEncoding):
         out.put_planes("wide", split.wide)
         return split.magnitude.size, split.wide.size
 
-    @override
-    def decode(self, tensor: TensorReader) -> TensorDelta:
+    def streams_of(self, tensor: TensorReader) -> tuple[npt.NDArray[np.int64], StepStreams]:
+        """Return the segments of a tensor, and their streams, for the kernels that decode them.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: The padding bits of a stream are not zero.
+        """
         sign, exception = tensor.packed("sign"), tensor.packed("exception")
         streams = StepStreams(
             read_gaps(tensor),
@@ -70,8 +76,13 @@ class StepEncoding(SparseEncoding):
             wide=tensor.planes("wide", tensor.spec.itemsize),
         )
         rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in tensor.segments]
+        return np.array(rows, np.int64).reshape(-1, 6), streams
+
+    @override
+    def decode(self, tensor: TensorReader) -> TensorDelta:
+        segments, streams = self.streams_of(tensor)
         try:
-            indices, steps = host.decode_steps(np.array(rows, np.int64).reshape(-1, 6), streams)
+            indices, steps = host.decode_steps(segments, streams)
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)

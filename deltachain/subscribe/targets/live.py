@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from typing_extensions import override
 
 from deltachain.format.digest import digest_key
 from deltachain.kernels.protocol import LiveBits, kernels_for
+from deltachain.kernels.reference import Box
 from deltachain.types import StateDigest, TensorSpec
 
 
@@ -26,6 +28,10 @@ class LiveElements(Protocol):
     @property
     def view(self) -> LiveBits:
         """The ``n`` elements in :attr:`storage`, in one shape of any dimensions and strides."""
+
+    @property
+    def box(self) -> Box:
+        """The elements as a box, and their positions in :attr:`storage`."""
 
     def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
         """Select the indices of elements here, and find their positions.
@@ -69,6 +75,11 @@ class WholeTensor(LiveElements):
     @override
     def view(self) -> LiveBits:
         return self.bits
+
+    @property
+    @override
+    def box(self) -> Box:
+        return Box(0, 0, np.array([(len(self.bits), 1, 1)]))
 
     @override
     def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:

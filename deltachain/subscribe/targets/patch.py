@@ -12,14 +12,20 @@ from typing import Any, Final
 
 import numpy as np
 
+from deltachain.codec import Change, Part, encode_part
+from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.format.digest import digest_key
+from deltachain.kernels import host
 from deltachain.kernels.move import move_at, write_
 from deltachain.kernels.protocol import LiveBits, kernels_for
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.exchange import Exchange
 from deltachain.subscribe.targets.live import LiveElements, WholeTensor
 from deltachain.types import StateDigest, TensorSpec
+
+_STEP: Final = StepEncoding()
 
 PEEK: Final = 4096
 """Number of elements to compare first in the search for two that differ; nearly always enough."""
@@ -135,6 +141,34 @@ def prepare(
     )
 
 
+def prepare_steps(live: LiveElements, reader: TensorReader) -> Patch:
+    """Compute a patch straight from the streams of a ``step``-encoded tensor; nothing is written.
+
+    Equals :func:`prepare` of the decoded delta, in one pass over the changes.
+
+    Args:
+        live: Live elements on the host.
+        reader: Reader of all segments with elements that are in ``live``.
+
+    Raises:
+        DigestMismatchError: A frame differs from its digest in the directory.
+        MalformedError: The streams contradict the directory.
+    """
+    segments, streams = _STEP.streams_of(reader)
+    weights: Any = live.storage
+    try:
+        found = host.stage_steps(segments, streams, live.box, weights, digest_key(reader.spec))
+    except ValueError as exc:
+        raise reader.malformed(str(exc)) from exc
+    return Patch(
+        spec=reader.spec,
+        indices=found.positions,
+        old=found.old,
+        new=found.new,
+        change=found.added - found.removed,
+    )
+
+
 def write(live: LiveElements, patch: Patch) -> None:
     """Write a patch in place into the live elements it was prepared for, or into a copy of them."""
     storage = live.storage
@@ -167,3 +201,8 @@ def warm_up(specs: Iterable[TensorSpec]) -> None:
         delta = TensorDelta(spec=spec, indices=indices, values=np.ones(2, spec.bits_dtype))
         write(live, prepare(live, delta))
         write(live, prepare(live, TensorDelta.dense(spec, bits.copy())))
+        for numel in (2, 1000):  # gaps of one byte, and of two
+            spec = TensorSpec("", dtype, (numel,))
+            delta = TensorDelta(spec=spec, indices=indices, values=np.ones(2, spec.bits_dtype))
+            part = Part.from_bytes(encode_part([Change(delta, StateDigest())]).data)
+            prepare_steps(WholeTensor(np.zeros(numel, spec.bits_dtype)), part.reader(""))
