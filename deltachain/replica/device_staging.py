@@ -18,7 +18,7 @@ from typing_extensions import override
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.format.digest import digest_key
 from deltachain.kernels import staging
-from deltachain.kernels.device import storage_bits
+from deltachain.kernels.device import INT_DTYPES, storage_bits
 from deltachain.kernels.placements import (
     ChangeBatch,
     LivePlacement,
@@ -120,6 +120,27 @@ class DeviceStager(BatchStager):
             for width, live in by_width.items()
         }
 
+    def warm_up(self) -> None:
+        """Compile the kernels of every layout of steps, ahead of the first version."""
+        for width, table in self._tables.items():
+            live = torch.zeros(1, dtype=INT_DTYPES[width], device=self.device)
+            dims = ((1, 1, 1),) * table.ndim
+            place = PlacementTable.build([LivePlacement(0, 0, dims, live)], [(0, 0)], self.device)
+            for gap in (1, 2):
+                layout, bits = StreamLayout(width, gap, absolute=False), np.zeros(1, np.uint8)
+                one = TensorStreams(
+                    tensor=0,
+                    numel=1,
+                    segments=np.array([(0, 1, 1, 1, 0, 0)]),
+                    planes=[_NONE] * width,
+                    gaps=[bits] * gap,
+                    sign=bits,
+                    exception=bits,
+                )
+                batch = pack(layout, [one], staging.allocator(self.device))
+                changes = staging.decode(batch, staging.upload(batch, self.device))
+                staging.write_(staging.stage(changes, place, [""]))
+
     @override
     def takes(self, piece: Piece) -> bool:
         """Return whether a piece is decoded on the device: changes only, in known encodings."""
@@ -172,7 +193,7 @@ class DeviceStager(BatchStager):
                     layouts[layout].append(streams)
             for layout, tensors in layouts.items():
                 tensors.sort(key=lambda streams: streams.tensor)
-                batch = pack(layout, tensors, self._allocate)
+                batch = pack(layout, tensors, staging.allocator(self.device))
                 yield staging.decode(batch, staging.upload(batch, self.device))
 
     @property
@@ -184,12 +205,6 @@ class DeviceStager(BatchStager):
     def device(self) -> torch.device:
         """Device of the weights."""
         return self._device or torch.device("cpu")
-
-    def _allocate(self, nbytes: int) -> Plane:
-        """Return page-locked memory where weights are on CUDA: it is copied without blocking."""
-        pinned = self.device.type == "cuda"
-        memory: Plane = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned).numpy()
-        return memory
 
     def _effects(self, staged: StagedChanges) -> Mapping[HolderKey, Effect]:
         found = zip(self._slots, effects(staged.sums), strict=False)

@@ -116,6 +116,7 @@ class Rank:
             for name, kind in classes.items()
             if kind in ON_HOST and holders[name]
         }
+        self._device_stager()
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
         """Prove the classes that other ranks assigned to tensors of this rank."""
@@ -266,6 +267,7 @@ class Rank:
                 if name not in self._copies
             }
             self._stager = self._attached, DeviceStager(places, self._specs)
+            self._stager[1].warm_up()
         stager = self._stager[1]
         return stager if stager.tensors else None
 
