@@ -16,10 +16,10 @@ from deltachain.kernels.reference import (
     MIX_A,
     MIX_B,
     PHI,
-    Box,
     SplitSteps,
     StagedSteps,
     StepStreams,
+    WindowPlace,
 )
 from deltachain.types import Bits, Indices, StateDigest
 
@@ -271,7 +271,7 @@ def _stage_steps(
 def stage_steps(
     segments: npt.NDArray[np.int64],
     streams: StepStreams,
-    box: Box,
+    box: WindowPlace,
     weights: Bits,
     key: tuple[int, int],
 ) -> StagedSteps:
@@ -290,8 +290,13 @@ def stage_steps(
     if count < 0:
         raise ValueError((LEAVES, CANONICAL)[-count - 1])
     added0, added1, removed0, removed1 = lanes.tolist()
-    found = (array[:count] for array in kept)
-    return StagedSteps(*found, StateDigest(added0, added1), StateDigest(removed0, removed1))
+    return StagedSteps(
+        positions=kept[0][:count],
+        old=kept[1][:count],
+        new=kept[2][:count],
+        added=StateDigest(added0, added1),
+        removed=StateDigest(removed0, removed1),
+    )
 
 
 @compiled

@@ -72,7 +72,7 @@ class StepStreams(NamedTuple):
     wide: Bits
 
 
-class Box(NamedTuple):
+class WindowPlace(NamedTuple):
     """Elements of a flat checkpoint tensor, and where they are in live storage.
 
     Attributes:
@@ -295,7 +295,7 @@ def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
 def stage_steps(
     segments: npt.NDArray[np.int64],
     streams: StepStreams,
-    box: Box,
+    box: WindowPlace,
     weights: Bits,
     key: tuple[int, int],
 ) -> StagedSteps:

@@ -27,8 +27,8 @@ from deltachain.kernels.placements import (
     effects,
 )
 from deltachain.kernels.segments import Plane, StreamLayout, TensorStreams, pack
-from deltachain.replica.spool_reader import Piece
-from deltachain.replica.staged import BatchStager, HolderKey, PieceStreams
+from deltachain.replica.spool_reader import TensorPlan
+from deltachain.replica.staged import BatchStager, HolderKey, PlanStreams
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite
@@ -83,7 +83,7 @@ class DeviceWrite(StagedWrite):
 
 
 class DeviceStager(BatchStager):
-    """Stages pieces of tensors whose elements are all in place on one device.
+    """Stages tensor plans of tensors whose elements are all in place on one device.
 
     Args:
         placements: Placements of each tensor on this rank, each with its holders.
@@ -142,49 +142,49 @@ class DeviceStager(BatchStager):
                 staging.write_(staging.stage(changes, place, [""]))
 
     @override
-    def takes(self, piece: Piece) -> bool:
-        """Return whether a piece is decoded on the device: changes only, in known encodings."""
+    def takes(self, given: TensorPlan) -> bool:
+        """Return whether changes are decoded on the device: no whole tensors, known encodings."""
         return (
-            piece.spec.name in self._numbers
-            and piece.base is None
-            and not piece.from_nothing
-            and all(part.rows[piece.spec.name].encoding in ON_DEVICE for part in piece.parts)
+            given.spec.name in self._numbers
+            and given.base is None
+            and not given.from_nothing
+            and all(part.rows[given.spec.name].encoding in ON_DEVICE for part in given.parts)
         )
 
     @override
-    def read(self, piece: Piece, low: int, high: int) -> PieceStreams:
-        """Verify and inflate the segments of a piece near the elements ``[low, high)``.
+    def read(self, given: TensorPlan, low: int, high: int) -> PlanStreams:
+        """Verify and inflate the segments of a tensor plan near the elements ``[low, high)``.
 
         Raises:
             DigestMismatchError: A frame differs from its digest in the directory.
             MalformedError: An object violates FORMAT.md.
         """
-        number = self._numbers[piece.spec.name]
-        read = (part.reader(piece.spec.name, (low, high)) for part in piece.parts)
+        number = self._numbers[given.spec.name]
+        read = (part.reader(given.spec.name, (low, high)) for part in given.parts)
         versions = tuple(_streams(reader, number) for reader in read if reader.segments)
-        return PieceStreams(piece, versions)
+        return PlanStreams(given, versions)
 
     @override
     def stage(
-        self, pieces: Sequence[PieceStreams]
+        self, plans: Sequence[PlanStreams]
     ) -> Iterator[tuple[DeviceWrite, Mapping[HolderKey, Effect]]]:
-        """Stage pieces of different tensors, one write for each element width.
+        """Stage tensor plans of different tensors, one write for each element width.
 
         Raises:
             MalformedError: The streams of a tensor violate FORMAT.md.
         """
-        by_width: dict[int, list[PieceStreams]] = defaultdict(list)
-        for one in pieces:
+        by_width: dict[int, list[PlanStreams]] = defaultdict(list)
+        for one in plans:
             if one.versions:
-                by_width[one.piece.spec.itemsize].append(one)
+                by_width[one.given.spec.itemsize].append(one)
         for width, group in by_width.items():
             changes = staging.fold(list(self._decoded(group)))
             staged = staging.stage(changes, self._tables[width], self._names)
-            names = tuple(dict.fromkeys(one.piece.spec.name for one in group))
+            names = tuple(dict.fromkeys(one.given.spec.name for one in group))
             yield DeviceWrite(staged, names), self._effects(staged)
 
-    def _decoded(self, group: Sequence[PieceStreams]) -> Iterator[ChangeBatch]:
-        """Decode all pieces of one width, one batch for each version and layout, oldest first."""
+    def _decoded(self, group: Sequence[PlanStreams]) -> Iterator[ChangeBatch]:
+        """Decode tensors of one width, one batch for each version and layout, oldest first."""
         for version in range(max(len(one.versions) for one in group)):
             layouts: dict[StreamLayout, list[TensorStreams]] = defaultdict(list)
             for one in group:

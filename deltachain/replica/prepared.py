@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from deltachain.chain.fetch import Fetched
+from deltachain.errors import BaseMismatchError
+from deltachain.replica.messages import StagedReply
 from deltachain.replica.spool import Spool
 from deltachain.replica.unused_state import UnusedState
+from deltachain.subscribe.proof import Effect
 
 
 class TicketLease:
@@ -52,3 +57,24 @@ class PreparedSwap:
         """Digests of the tensors that no rank holds, after the swap."""
         before, after = self.unused
         return before if self.back else after
+
+
+def add_up(replies: Sequence[StagedReply], fetched: Fetched) -> tuple[Effect, bool]:
+    """Add up the effects of all ranks; return too whether ranks with equal elements had equal ones.
+
+    Raises:
+        BaseMismatchError: Ranks with the same elements would hold different bits afterwards.
+    """
+    effects: dict[str, Effect] = {}
+    alike = True
+    for reply in replies:
+        for label, effect in reply.effects:
+            first = effects.setdefault(label, effect)
+            alike = alike and effect == first
+            ends_alike = fetched.from_nothing and effect.written == first.written
+            if effect != first and not ends_alike:
+                raise BaseMismatchError(
+                    f"ranks {label} hold different bits of the same elements",
+                    version=fetched.plan.target,
+                )
+    return sum(effects.values(), Effect()), alike

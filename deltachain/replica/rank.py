@@ -200,8 +200,8 @@ class Rank:
         """
         attached = self._attached
         with own_stream(self.model):
-            pieces = SpoolReader(folder, abandon).pieces()
-            staged = stage(pieces, self._share, budget, threads, self._device_stager())
+            plans = SpoolReader(folder, abandon).tensor_plans()
+            staged = stage(plans, self._share, budget, threads, self._device_stager())
         with self._changing:
             if self._attached is not attached:
                 raise BaseMismatchError(REPLACED)

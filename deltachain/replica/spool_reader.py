@@ -1,8 +1,8 @@
-"""Reader of a spool: the pieces of a plan that a rank decodes, as their objects arrive.
+"""Reader of a spool: what a plan says of each tensor, as its objects arrive.
 
-A *piece* is what a plan says of one tensor. In a plan of one edge every object gives elements of
-its own, so that each of its tensors is a piece by itself and is decoded while later objects are on
-their way. Longer plans are folded, tensor by tensor, once all objects are there.
+A *tensor plan* is what a plan says of one tensor. In a plan of one edge every object gives elements
+of its own: each of its tensors is decoded by itself, while later objects are on their way. Longer
+plans are folded, tensor by tensor, once all objects are there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ POLL_S: Final = (0.001, 0.004)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPlan:
     """Changes of one tensor by a plan, or by one object of a plan of one edge.
 
     Attributes:
@@ -76,7 +76,7 @@ class Piece:
     def steps(self, low: int, high: int) -> TensorReader | None:
         """Return the reader of the segments near ``[low, high)`` if they are all of one ``step``.
 
-        ``None`` for a piece that has to be folded, or is stored otherwise.
+        ``None`` for a tensor plan that has to be folded, or is stored otherwise.
         """
         (part, *more), name = self.parts or (None,), self.spec.name
         if part is None or more or self.base is not None or part.rows[name].encoding != "step":
@@ -105,8 +105,8 @@ class SpoolReader:
         self.from_nothing = self._index.from_nothing
         self._base = Checkpoint(Path(self._index.base)) if self._index.base else None
 
-    def pieces(self) -> Iterator[Piece]:
-        """Yield every piece of the plan, as soon as all of its objects are there.
+    def tensor_plans(self) -> Iterator[TensorPlan]:
+        """Yield every tensor plan of the plan, as soon as all of its objects are there.
 
         Raises:
             ApplyError: An object will not come.
@@ -122,10 +122,10 @@ class SpoolReader:
                     later.setdefault(name, []).append(part)
                     specs.setdefault(name, row.spec)
                 else:
-                    yield Piece(row.spec, (part,), None, self.from_nothing)
+                    yield TensorPlan(row.spec, (part,), None, self.from_nothing)
         for name, spec in specs.items():
             parts = tuple(later.get(name, ()))
-            yield Piece(spec, parts, self._base, self.from_nothing)
+            yield TensorPlan(spec, parts, self._base, self.from_nothing)
 
     def _open(self, number: int, spooled: SpooledObject) -> Part:
         file, ref = object_file(self._folder, number), spooled.ref

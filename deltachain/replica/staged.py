@@ -11,7 +11,7 @@ import numpy as np
 
 from deltachain.delta import TensorDelta
 from deltachain.kernels.segments import StreamLayout, TensorStreams
-from deltachain.replica.spool_reader import Piece
+from deltachain.replica.spool_reader import TensorPlan
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.live import LiveElements
@@ -53,15 +53,15 @@ hundred megabytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class PieceStreams:
-    """Inflated streams of one piece.
+class PlanStreams:
+    """Inflated streams of one tensor plan.
 
     Attributes:
-        piece: The piece.
+        given: The tensor plan.
         versions: Its streams and their layout, for each object, oldest first.
     """
 
-    piece: Piece
+    given: TensorPlan
     versions: tuple[tuple[StreamLayout, TensorStreams], ...]
 
     @property
@@ -81,14 +81,14 @@ class RankStaged:
     """
 
     placed: tuple[StagedWrite, ...]
-    deferred: tuple[Piece, ...]
+    deferred: tuple[TensorPlan, ...]
     effects: Effects
 
     @property
     def names(self) -> set[str]:
         """Names of the tensors to write."""
         placed = {name for one in self.placed for name in one.names}
-        return placed | {piece.spec.name for piece in self.deferred}
+        return placed | {given.spec.name for given in self.deferred}
 
     @property
     def nbytes(self) -> int:
@@ -98,8 +98,8 @@ class RankStaged:
     def writes(self, share_of: Callable[[str], Share]) -> Iterator[StagedWrite]:
         """Yield every write; compute deferred ones on demand."""
         yield from self.placed
-        for piece in self.deferred:
-            for _, placed in _prepared(piece, share_of(piece.spec.name)):
+        for given in self.deferred:
+            for _, placed in _prepared(given, share_of(given.spec.name)):
                 yield placed.without_old()
 
     def undoes(self) -> Iterator[StagedWrite]:
@@ -111,39 +111,39 @@ class RankStaged:
 class BatchStager(Protocol):
     """Stages many tensors at once, where their weights are."""
 
-    def takes(self, piece: Piece) -> bool:
-        """Return whether a piece can be staged with others."""
+    def takes(self, given: TensorPlan) -> bool:
+        """Return whether a tensor plan can be staged with others."""
 
-    def read(self, piece: Piece, low: int, high: int) -> PieceStreams:
-        """Verify and inflate a piece near the elements ``[low, high)``; any thread may call it."""
+    def read(self, given: TensorPlan, low: int, high: int) -> PlanStreams:
+        """Verify and inflate segments near the elements ``[low, high)``; any thread may call."""
 
     def stage(
-        self, pieces: Sequence[PieceStreams]
+        self, plans: Sequence[PlanStreams]
     ) -> Iterable[tuple[StagedWrite, Mapping[HolderKey, Effect]]]:
-        """Stage pieces of this rank; nothing is written."""
+        """Stage tensor plans of this rank; nothing is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A piece as a thread has read it.
+    """A tensor plan as a thread has read it.
 
     Attributes:
-        piece: The piece.
+        given: The tensor plan.
         share: What the rank holds of its tensor.
         writes: Its writes, if everything is on the host.
         streams: Its streams, if it is staged with others.
         delta: Its changes otherwise: the caller's stream computes the writes.
     """
 
-    piece: Piece
+    given: TensorPlan
     share: Share
     writes: Sequence[tuple[HolderKey, Write]] = ()
-    streams: PieceStreams | None = None
+    streams: PlanStreams | None = None
     delta: TensorDelta | None = None
 
 
 class _Stage:
-    """One stage of a rank: pieces are read in any thread, and taken in order by one."""
+    """One stage of a rank: tensor plans are read in any thread, and taken in order by one."""
 
     def __init__(
         self, share_of: Callable[[str], Share], budget: int, batches: BatchStager | None
@@ -151,24 +151,24 @@ class _Stage:
         self._share_of, self._budget, self._batches = share_of, budget, batches
         self._nbytes = 0
         self._kept: list[StagedWrite] = []
-        self._deferred: list[Piece] = []
+        self._deferred: list[TensorPlan] = []
         self._effects: Effects = defaultdict(Effect)
-        self._waiting: list[PieceStreams] = []
+        self._waiting: list[PlanStreams] = []
 
-    def read(self, piece: Piece) -> _Read:
-        """Read a piece, and compute its writes if everything is on the host."""
-        share = self._share_of(piece.spec.name)
+    def read(self, given: TensorPlan) -> _Read:
+        """Read a tensor plan, and compute its writes if everything is on the host."""
+        share = self._share_of(given.spec.name)
         if not share.places:
-            return _Read(piece, share)
-        if self._batches is not None and self._batches.takes(piece):
-            streams = self._batches.read(piece, share.low, share.high)
-            return _Read(piece, share, streams=streams)
+            return _Read(given, share)
+        if self._batches is not None and self._batches.takes(given):
+            streams = self._batches.read(given, share.low, share.high)
+            return _Read(given, share, streams=streams)
         if share.on_host:
-            return _Read(piece, share, _prepared(piece, share))
-        return _Read(piece, share, delta=piece.read(share.low, share.high))
+            return _Read(given, share, _prepared(given, share))
+        return _Read(given, share, delta=given.read(share.low, share.high))
 
     def take(self, found: _Read) -> None:
-        """Keep the writes of a piece, or let it wait for others to be staged with."""
+        """Keep the writes of a tensor plan, or let it wait for others to be staged with."""
         if found.streams is not None:
             if sum(one.nbytes for one in self._waiting) + found.streams.nbytes > BATCH:
                 self._stage_waiting()
@@ -176,7 +176,7 @@ class _Stage:
             return
         placed = found.writes if found.delta is None else _placed(found.share, found.delta)
         writes = [one for _, one in placed]
-        self._add([found.piece], writes, ((slot, one.patch.effect) for slot, one in placed))
+        self._add([found.given], writes, ((slot, one.patch.effect) for slot, one in placed))
 
     def result(self) -> RankStaged:
         """Stage what still waits, and return everything."""
@@ -187,36 +187,36 @@ class _Stage:
         ready, self._waiting = self._waiting, []
         for write, effects in self._batches.stage(ready) if self._batches and ready else ():
             named = set(write.names)
-            pieces = [one.piece for one in ready if one.piece.spec.name in named]
-            self._add(pieces, (write,), effects.items())
+            plans = [one.given for one in ready if one.given.spec.name in named]
+            self._add(plans, (write,), effects.items())
 
     def _add(
         self,
-        pieces: Sequence[Piece],
+        plans: Sequence[TensorPlan],
         writes: Sequence[StagedWrite],
         effects: Iterable[tuple[HolderKey, Effect]],
     ) -> None:
-        """Keep the writes of some pieces, or defer the pieces if the budget is spent."""
+        """Keep the writes of some tensors, or defer their plans if the budget is spent."""
         self._nbytes += sum(write.nbytes for write in writes)
         if self._nbytes <= self._budget:
             self._kept += writes
         elif writes:
-            self._deferred += pieces
+            self._deferred += plans
         for slot, effect in effects:
             self._effects[slot] += effect
 
 
 def stage(
-    pieces: Iterator[Piece],
+    plans: Iterator[TensorPlan],
     share_of: Callable[[str], Share],
     budget: int,
     threads: int,
     batches: BatchStager | None = None,
 ) -> RankStaged:
-    """Compute the writes of a plan's pieces on one rank; nothing is written.
+    """Compute the writes of a plan's tensor plans on one rank; nothing is written.
 
     Args:
-        pieces: Pieces of the plan.
+        plans: Plan of each tensor.
         share_of: What the rank holds of a tensor, by name.
         budget: Bytes of old and new bits to keep.
         threads: Number of threads that inflate and decode. Weights on a device are read by the
@@ -224,22 +224,22 @@ def stage(
         batches: Stager of many tensors at once; ``None`` if all weights are on the host.
 
     Raises:
-        DeltaChainError: A piece cannot be read, or ``share_of`` refuses its tensor.
+        DeltaChainError: A tensor plan cannot be read, or ``share_of`` refuses its tensor.
     """
     work = _Stage(share_of, budget, batches)
     with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
-        for found in pool.ordered(work.read, pieces, ahead=2 * threads):
+        for found in pool.ordered(work.read, plans, ahead=2 * threads):
             work.take(found)
     return work.result()
 
 
-def _prepared(piece: Piece, share: Share) -> list[tuple[HolderKey, Write]]:
-    """Read a piece, and compute its writes at every place."""
-    reader = piece.steps(share.low, share.high) if share.places and share.on_host else None
+def _prepared(given: TensorPlan, share: Share) -> list[tuple[HolderKey, Write]]:
+    """Read a tensor plan, and compute its writes at every place."""
+    reader = given.steps(share.low, share.high) if share.places and share.on_host else None
     if reader is not None:
         patches = ((slot, prepare_steps(place, reader), place) for slot, place in share.places)
         return [(slot, Write(patch, [place])) for slot, patch, place in patches]
-    return _placed(share, piece.read(share.low, share.high)) if share.places else []
+    return _placed(share, given.read(share.low, share.high)) if share.places else []
 
 
 def _placed(share: Share, delta: TensorDelta) -> list[tuple[HolderKey, Write]]:

@@ -57,11 +57,11 @@ from deltachain.replica.messages import (
     UnusedStateRequest,
 )
 from deltachain.replica.pause import PauseHolds
-from deltachain.replica.prepared import PreparedSwap, TicketLease
+from deltachain.replica.prepared import PreparedSwap, TicketLease, add_up
 from deltachain.replica.rpc import error_of
 from deltachain.replica.spool import Spool, SpoolIndex
 from deltachain.replica.unused_state import UnusedState, unused_state
-from deltachain.subscribe.proof import Effect, check_whole, judge
+from deltachain.subscribe.proof import check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -263,7 +263,7 @@ class ReplicaTarget:
         check_whole(fetched)
         before, after = self._unused, self._unused.after(fetched)
         replies = self._client.wait(lease.ticket, StagedReply, version)
-        effect, alike = _add_up(replies, fetched)
+        effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
         if spare is None:
             raise BaseMismatchError(
@@ -390,24 +390,3 @@ def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
         for kind, row in classes.items()
     ]
     return f"tensors on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(ways)}"
-
-
-def _add_up(replies: Sequence[StagedReply], fetched: Fetched) -> tuple[Effect, bool]:
-    """Add up the effects of all ranks; return too whether ranks with equal elements had equal ones.
-
-    Raises:
-        BaseMismatchError: Ranks with the same elements would hold different bits afterwards.
-    """
-    effects: dict[str, Effect] = {}
-    alike = True
-    for reply in replies:
-        for label, effect in reply.effects:
-            first = effects.setdefault(label, effect)
-            alike = alike and effect == first
-            ends_alike = fetched.from_nothing and effect.written == first.written
-            if effect != first and not ends_alike:
-                raise BaseMismatchError(
-                    f"ranks {label} hold different bits of the same elements",
-                    version=fetched.plan.target,
-                )
-    return sum(effects.values(), Effect()), alike

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from deltachain.kernels.device import live_bits, storage_bits
 from deltachain.kernels.protocol import LiveBits, kernels_for
-from deltachain.kernels.reference import Box
+from deltachain.kernels.reference import WindowPlace
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.types import StateDigest
 
@@ -116,8 +116,8 @@ class Placement(LiveElements):
 
     @cached_property
     @override
-    def box(self) -> Box:
-        return Box(self.offset, self.at, np.array(self.dims, np.int64).reshape(-1, 3))
+    def box(self) -> WindowPlace:
+        return WindowPlace(self.offset, self.at, np.array(self.dims, np.int64).reshape(-1, 3))
 
     @override
     def take(self, full: LiveBits, start: int = 0) -> LiveBits:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltachain.kernels import reference
-from deltachain.kernels.reference import Box, StagedSteps, StepStreams
+from deltachain.kernels.reference import StagedSteps, StepStreams, WindowPlace
 from deltachain.types import BITS_DTYPES, Bits, Indices
 from tests.contract.kernels import pairs
 
@@ -21,7 +21,12 @@ class HostArm(Protocol):
     def decode_steps(self, segments: Any, streams: StepStreams) -> tuple[Indices, Bits]: ...
 
     def stage_steps(
-        self, segments: Any, streams: StepStreams, box: Box, weights: Bits, key: tuple[int, int]
+        self,
+        segments: Any,
+        streams: StepStreams,
+        box: WindowPlace,
+        weights: Bits,
+        key: tuple[int, int],
     ) -> StagedSteps: ...
 
     def exchange_(self, one: Bits, other: Bits, done: Indices, end: int) -> None: ...
@@ -84,11 +89,11 @@ def check_stage(arm: HostArm) -> None:
     for segments, streams, indices, _ in _coded():
         first = int(indices[0])
         boxes = (
-            Box(0, 0, np.array([(7000, 1, 1)])),
-            Box(2000, 5, np.array([(2500, 1, 1)])),
-            Box(3, 1, np.array([(800, 7, 5), (4, 1, 1)])),
-            Box(first, 2, np.empty((0, 3), np.int64)),
-            Box(1 << 33, 9, np.array([(400, 7, 4), (4, 1, 1)])),
+            WindowPlace(0, 0, np.array([(7000, 1, 1)])),
+            WindowPlace(2000, 5, np.array([(2500, 1, 1)])),
+            WindowPlace(3, 1, np.array([(800, 7, 5), (4, 1, 1)])),
+            WindowPlace(first, 2, np.empty((0, 3), np.int64)),
+            WindowPlace(1 << 33, 9, np.array([(400, 7, 4), (4, 1, 1)])),
         )
         for box in boxes:
             room = box.at + 1 + int(((box.dims[:, 0] - 1) * box.dims[:, 2]).sum())

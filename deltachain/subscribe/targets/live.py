@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from deltachain.format.digest import digest_key
 from deltachain.kernels.protocol import LiveBits, kernels_for
-from deltachain.kernels.reference import Box
+from deltachain.kernels.reference import WindowPlace
 from deltachain.types import StateDigest, TensorSpec
 
 
@@ -30,7 +30,7 @@ class LiveElements(Protocol):
         """The ``n`` elements in :attr:`storage`, in one shape of any dimensions and strides."""
 
     @property
-    def box(self) -> Box:
+    def box(self) -> WindowPlace:
         """The elements as a box, and their positions in :attr:`storage`."""
 
     def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
@@ -78,8 +78,8 @@ class WholeTensor(LiveElements):
 
     @property
     @override
-    def box(self) -> Box:
-        return Box(0, 0, np.array([(len(self.bits), 1, 1)]))
+    def box(self) -> WindowPlace:
+        return WindowPlace(0, 0, np.array([(len(self.bits), 1, 1)]))
 
     @override
     def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:

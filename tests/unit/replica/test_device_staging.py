@@ -19,7 +19,7 @@ from deltachain.replica.device_staging import DeviceStager, DeviceWrite
 from deltachain.replica.rpc import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import object_file
-from deltachain.replica.spool_reader import Piece
+from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import RankStaged
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect
@@ -211,7 +211,7 @@ def outcome(data: bytes, *, on_device: bool) -> tuple[str, object]:
         for row in part.directory.tensors:
             live = torch.zeros(row.spec.shape, dtype=INT_DTYPES[row.itemsize])
             place = Placement(live.view(-1), 0, (1,))
-            piece = Piece(row.spec, (part,))
+            piece = TensorPlan(row.spec, (part,))
             stager = DeviceStager({row.name: [(("0", 0), place)]}, {row.name: row.spec})
             if on_device and stager.takes(piece):
                 written = list(stager.stage([stager.read(piece, 0, row.spec.numel)]))

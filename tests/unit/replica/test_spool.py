@@ -20,7 +20,7 @@ from deltachain.errors import ApplyError, BrokenChainError, DigestMismatchError
 from deltachain.format.documents import ObjectRef
 from deltachain.replica import spool as spool_module
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex, object_file
-from deltachain.replica.spool_reader import Piece, SpoolReader
+from deltachain.replica.spool_reader import SpoolReader, TensorPlan
 from deltachain.testing.spools import spool_of
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 
@@ -59,9 +59,9 @@ def old_bits(width: int) -> Bits:
     return np.arange(ROWS).astype(BITS_DTYPES[width])
 
 
-def pieces(spool: Spool) -> list[Piece]:
+def pieces(spool: Spool) -> list[TensorPlan]:
     """What a rank finds there."""
-    return list(SpoolReader(spool.folder).pieces())
+    return list(SpoolReader(spool.folder).tensor_plans())
 
 
 KINDS = ("step", "absolute", "mixed", "dense")
@@ -195,7 +195,7 @@ def halves(tmp_path: Path) -> tuple[Spool, list[bytes]]:
 
 def test_a_piece_is_there_before_later_objects_are(tmp_path: Path) -> None:
     spool, data = halves(tmp_path)
-    found = SpoolReader(spool.folder).pieces()
+    found = SpoolReader(spool.folder).tensor_plans()
     spool.put(0, data[0])
     assert next(found).spec.name == "a"
     timer = threading.Timer(0.05, spool.put, (1, data[1]))
@@ -205,8 +205,8 @@ def test_a_piece_is_there_before_later_objects_are(tmp_path: Path) -> None:
     assert list(found) == []
 
 
-def awaited(spool: Spool) -> Iterator[Piece]:
-    return SpoolReader(spool.folder).pieces()
+def awaited(spool: Spool) -> Iterator[TensorPlan]:
+    return SpoolReader(spool.folder).tensor_plans()
 
 
 def test_who_waits_is_told_that_the_fetch_failed(tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_who_waits_notices_that_the_fetcher_has_ended(tmp_path: Path) -> None:
 def test_who_waits_can_be_called_away(tmp_path: Path) -> None:
     spool, _ = halves(tmp_path)
     with pytest.raises(ApplyError, match="the engine needs its weights"):
-        next(SpoolReader(spool.folder, lambda: True).pieces())
+        next(SpoolReader(spool.folder, lambda: True).tensor_plans())
 
 
 def test_an_object_with_another_directory_is_refused(tmp_path: Path) -> None:
