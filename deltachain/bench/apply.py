@@ -7,6 +7,7 @@ state digest. Results are checked bit for bit before any timing.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +26,8 @@ from deltachain.delta import TensorDelta
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.device import bits_of
+from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
+from deltachain.replica.device_staging import streams_of
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.live import WholeTensor
 from deltachain.subscribe.targets.patch import Patch, write
@@ -233,7 +236,7 @@ class Bytes:
         wire: Bytes of the part.
         host: Bytes of the part, of its inflated streams, and of the arrays that staging makes
             (indices, values, old and new bits): each once, however often it is read.
-        device: Bytes of indices and values, which cross to weights on a device.
+        device: Bytes that cross to weights on a device of an engine: streams and their table.
     """
 
     wire: float
@@ -249,7 +252,12 @@ def count_bytes(scene: Scene) -> Bytes:
     kept = sum(tensor.old.nbytes + tensor.new.nbytes for tensor in scene.tensors)
     wire = len(scene.data)
     host_bytes = wire + inflated + deltas + kept
-    return Bytes(wire=wire / scene.nnz, host=host_bytes / scene.nnz, device=deltas / scene.nnz)
+    groups: dict[StreamLayout, list[TensorStreams]] = defaultdict(list)
+    for number, name in enumerate(part.rows):
+        layout, streams = streams_of(part.reader(name), number)
+        groups[layout].append(streams)
+    crossing = sum(pack(layout, group).buffer.nbytes for layout, group in groups.items())
+    return Bytes(wire=wire / scene.nnz, host=host_bytes / scene.nnz, device=crossing / scene.nnz)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -268,6 +268,11 @@ def _stage_steps(
     return count
 
 
+def _released(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Return the first elements, without the memory of the others if those are the most."""
+    return array[:count].copy() if 2 * count < array.size else array[:count]
+
+
 def stage_steps(
     segments: npt.NDArray[np.int64],
     streams: StepStreams,
@@ -290,10 +295,11 @@ def stage_steps(
     if count < 0:
         raise ValueError((LEAVES, CANONICAL)[-count - 1])
     added0, added1, removed0, removed1 = lanes.tolist()
+    positions, old, new = (_released(array, count) for array in kept)
     return StagedSteps(
-        positions=kept[0][:count],
-        old=kept[1][:count],
-        new=kept[2][:count],
+        positions=positions,
+        old=old,
+        new=new,
         added=StateDigest(added0, added1),
         removed=StateDigest(removed0, removed1),
     )

@@ -161,7 +161,7 @@ class DeviceStager(BatchStager):
         """
         number = self._numbers[given.spec.name]
         read = (part.reader(given.spec.name, (low, high)) for part in given.parts)
-        versions = tuple(_streams(reader, number) for reader in read if reader.segments)
+        versions = tuple(streams_of(reader, number) for reader in read if reader.segments)
         return PlanStreams(given, versions)
 
     @override
@@ -215,8 +215,17 @@ class DeviceStager(BatchStager):
         }
 
 
-def _streams(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:
-    """Inflate the streams of segments, without decoding them."""
+def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:
+    """Verify and inflate the streams of segments, without decoding them.
+
+    Args:
+        reader: Reader of a tensor in the encoding ``step`` or ``overwrite``.
+        number: Number of the tensor in its batch.
+
+    Raises:
+        DigestMismatchError: A frame differs from its digest in the directory.
+        MalformedError: The padding bits of a stream are not zero.
+    """
     row, width = reader.row, reader.spec.itemsize
     absolute = row.encoding != "step"
     rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in reader.segments]

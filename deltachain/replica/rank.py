@@ -24,7 +24,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.format.digest import digest_key
-from deltachain.kernels import host
+from deltachain.kernels import device, host
 from deltachain.kernels.protocol import same_bits
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
@@ -273,7 +273,7 @@ class Rank:
 
     def _decodes(self, place: Placement) -> bool:
         """Return whether changes of a place are decoded where it is, in batches."""
-        where = "host" if place.live.device.type == "cpu" else "device"
+        where = "host" if device.on_host(place.live) else "device"
         return place.numel > 0 and (self._decode or where) == "device"
 
     def _share(self, name: str) -> Share:

@@ -26,6 +26,7 @@ from tests.contract.bits import BIT_CHECKS
 from tests.contract.kernels import CHECKS, Arm
 from tests.gpu.bench import bench
 from tests.gpu.diff import bench_diff, diff_checks
+from tests.gpu.update import bench_update
 
 
 def main() -> int:
@@ -45,6 +46,7 @@ def main() -> int:
 BENCHES: dict[str, Callable[[str, int | None], dict[str, Any]]] = {
     "kernels": lambda where, _: bench(where),
     "diff": bench_diff,
+    "update": bench_update,
 }
 """Benchmarks by name: of a device, and what to divide the sizes of models by, if given."""
 

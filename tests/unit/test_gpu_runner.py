@@ -12,9 +12,10 @@ import pytest
 
 from deltachain.kernels import device
 from tests.gpu.bench import bench
-from tests.gpu.diff import bench_diff
+from tests.gpu.diff import MOE_18K, ModelShape, bench_diff
 from tests.gpu.ranks import checks
 from tests.gpu.snapshots import snapshot_checks
+from tests.gpu.update import bench_update
 
 RANKS = dict(checks("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +38,14 @@ def test_the_benchmark_of_diffs_runs_on_any_torch_device() -> None:
     assert len(diffs) == 4
     assert {of["tensors"] for of in diffs.values()} == {291, 18_721}
     assert all(of["changes"] > 0 and of["waits"] == 2 for of in diffs.values())
+
+
+def test_the_benchmark_of_updates_runs_on_any_torch_device() -> None:
+    shape = ModelShape("some of a model", MOE_18K.numels[:50])
+    (figures,) = bench_update("cpu", divisor=1 << 10, shapes=[shape]).values()
+    assert figures["tensors"] == 50
+    assert figures["changes"] > 0
+    assert figures["swap_seconds"] > 0
 
 
 @pytest.mark.parametrize("check", [pytest.param(c, id=n) for n, c in snapshot_checks("cpu")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -21,6 +22,8 @@ from deltachain.format.documents import ObjectRef
 from deltachain.replica import spool as spool_module
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex, object_file
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
+from deltachain.replica.staged import Share, stage
+from deltachain.subscribe.targets.live import WholeTensor
 from deltachain.testing.spools import spool_of
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 
@@ -248,6 +251,32 @@ def test_memory_keeps_no_second_copy(tmp_path: Path) -> None:
     assert spool.nbytes == len(data[0])
     spool.close()
     assert part.read("a").nnz == delta("step", name="a").nnz  # the map outlives the file
+
+
+def beside_patches(tmp_path: Path, tensors: int) -> int:
+    """Bytes of memory that staging takes at most, beside what it keeps."""
+    rng = np.random.default_rng(0)
+    deltas, live = [], {}
+    for number in range(tensors):
+        spec = TensorSpec(f"{number:03}", "BF16", (1 << 18,))
+        indices = np.flatnonzero(rng.random(1 << 18) < 0.02)
+        values = rng.choice([1, 0xFFFF], indices.size).astype(np.uint16)
+        deltas.append(TensorDelta(spec=spec, indices=indices, values=values))
+        live[spec.name] = WholeTensor(np.zeros(1 << 18, np.uint16))
+    spool = spool_of(tmp_path, deltas)
+    shares = {name: Share([(("0", 0), one)], 0, 1 << 18) for name, one in live.items()}
+    tracemalloc.start()
+    try:
+        plans = SpoolReader(spool.folder).tensor_plans()
+        staged = stage(plans, shares.__getitem__, 1 << 40, threads=2)
+        return tracemalloc.get_traced_memory()[1] - staged.nbytes
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_beside_the_patches_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    beside_patches(tmp_path, 2)  # compiles
+    assert beside_patches(tmp_path, 48) < 1.2 * beside_patches(tmp_path, 12)
 
 
 # How long it lives
