@@ -78,6 +78,7 @@ class Part:
         header = read_header(read_at, nbytes, key=key)
         self.compressed = _check_metadata(header, key)
         self.digest = _check_front(header, read_at, key)
+        self._front_nbytes = header.entries["digest"].stop
         self.directory = _read_directory(header, read_at, compressed=self.compressed, key=key)
         self._tensors = _place(self.directory, compressed=self.compressed, key=key)
         self.rows = MappingProxyType({name: t.row for name, t in self._tensors.items()})
@@ -104,6 +105,11 @@ class Part:
     def use_copy(self, data: Buffer) -> None:
         """Read from another copy of the object's bytes from now on, and release the first."""
         self._source.data = memoryview(data)
+
+    @property
+    def front_nbytes(self) -> int:
+        """Bytes before the streams: header, directory and their digest."""
+        return self._front_nbytes
 
     @property
     def nnz(self) -> int:

@@ -153,6 +153,21 @@ class StreamReader:
             number += 1
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def stored(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the range of the object that holds the frames of the bytes ``start:stop``."""
+        first, last = bisect_right(self._raw_at, start) - 1, bisect_right(self._raw_at, stop - 1)
+        return self._stored_at[first], self._stored_at[last]
+
+    def check_range(self, start: int, stop: int) -> None:
+        """Verify the frames of the bytes ``start:stop``, which are not none.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+        """
+        first, last = bisect_right(self._raw_at, start) - 1, bisect_right(self._raw_at, stop - 1)
+        for number in range(first, last):
+            self.check(number)
+
     def cuts(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split the range ``start:stop`` at the ends of frames."""
         number = bisect_right(self._raw_at, start) - 1

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Final
 
 from deltachain.chain.fetch import THREADS, Fetched, fetch_part
-from deltachain.errors import ApplyError
+from deltachain.codec.stored_ranges import Range
+from deltachain.errors import ApplyError, FormatError
 from deltachain.format.documents import ObjectRef
 from deltachain.replica.hosts import Host
+from deltachain.replica.layout.update_path import Classified, TensorClass
 from deltachain.replica.messages import RankReply, Refusal
+from deltachain.replica.object_front import ObjectFront
 from deltachain.replica.spool import Spool, SpoolIndex, new_name, object_file
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
-from deltachain.types import Version
+from deltachain.types import Buffer, TensorSpec, Version
+
+MOSTLY: Final = 0.8
+"""Share of the elements above which a host fetches whole objects, which take fewer requests."""
 
 logger = logging.getLogger(__name__)
 
 
-def fill(spool: Spool, index: SpoolIndex, url: str) -> None:
-    """Fetch and verify every object of a plan, and write each into the spool as it arrives.
+def fill(
+    spool: Spool, index: SpoolIndex, url: str, wanted: Mapping[str, Range] | None = None
+) -> None:
+    """Fetch every object of a plan, or what is wanted of it, into the spool as it arrives.
 
-    Ranks that read the spool are told if an object cannot be fetched.
+    Whole objects are verified; ranks verify each frame that they read in either case. Ranks that
+    read the spool are told if an object cannot be fetched.
 
     Args:
         spool: The spool; objects are written by this process alone.
         index: Objects of the plan.
         url: URL of the chain's store.
+        wanted: Range of flat indices of each tensor that ranks of this host read, by name; empty
+            for whole objects.
 
     Raises:
         DeltaChainError: An object cannot be fetched or written; see :func:`fetch_part`.
@@ -34,7 +46,7 @@ def fill(spool: Spool, index: SpoolIndex, url: str) -> None:
     try:
         store = open_store(url)
         try:
-            _fill(spool, index, store)
+            _fill(spool, index, store, wanted or {})
         finally:
             store.close()
     except BaseException as exc:
@@ -42,14 +54,30 @@ def fill(spool: Spool, index: SpoolIndex, url: str) -> None:
         raise
 
 
-def _fill(spool: Spool, index: SpoolIndex, store: Store) -> None:
+def _fill(spool: Spool, index: SpoolIndex, store: Store, wanted: Mapping[str, Range]) -> None:
     def get(number: int, ref: ObjectRef) -> None:
-        spool.move(number, fetch_part(store, ref))
+        found = _ranges_of(store, ref, wanted) if wanted else None
+        if found is None:
+            spool.move(number, fetch_part(store, ref))
+        else:
+            spool.put_ranges(number, ref.nbytes, found)
 
     refs = [one.ref for one in index.objects]
     with Pool(min(THREADS, len(refs))) as pool:
         for _ in pool.map(get, range(len(refs)), refs):
             pass
+
+
+def _ranges_of(
+    store: Store, ref: ObjectRef, wanted: Mapping[str, Range]
+) -> Sequence[tuple[int, Buffer]] | None:
+    """Fetch and verify what is wanted of an object; ``None`` if it is to be fetched whole."""
+    try:
+        front = ObjectFront(store, ref)
+        ranges = front.ranges(wanted)
+        return None if ranges is None else front.read(ranges, wanted)
+    except FormatError:
+        return None  # corrupt at the first read: the whole object is proven by its digest
 
 
 def receive(spool: Spool, fetched: Fetched) -> None:
@@ -111,6 +139,20 @@ class Fetchers:
         sizes = {rank: len(host.ranks) for host in self._hosts for rank in host.ranks}
         return tuple(sizes[rank] for rank in range(self._count))
 
+    def wanted(
+        self,
+        found: Sequence[Mapping[str, Classified]],
+        classes: Mapping[str, TensorClass],
+        specs: Mapping[str, TensorSpec],
+    ) -> tuple[dict[str, Range], ...]:
+        """Return, for each rank, what its host reads of each tensor; see :func:`wanted_by`."""
+        by_host = [
+            {} if host.is_leaders else wanted_by([found[n] for n in host.ranks], classes, specs)
+            for host in self._hosts
+        ]
+        spans = {n: one for host, one in zip(self._hosts, by_host, strict=True) for n in host.ranks}
+        return tuple(spans[rank] for rank in range(self._count)) if any(by_host) else ()
+
     def names(self) -> tuple[str, ...]:
         """Return a new name of a spool for each rank; empty on the leader's host."""
         names: dict[int, str] = {}
@@ -144,3 +186,34 @@ class Fetchers:
 
     def _chosen(self, host: Host) -> int:
         return next((rank for rank in host.ranks if rank not in self._failed), host.ranks[0])
+
+
+def wanted_by(
+    ranks: Sequence[Mapping[str, Classified]],
+    classes: Mapping[str, TensorClass],
+    specs: Mapping[str, TensorSpec],
+) -> dict[str, Range]:
+    """Return the range of flat indices of each tensor that some ranks read, by name.
+
+    Empty if that is nearly everything, for which whole objects are fetched.
+    """
+    found: dict[str, Range] = {}
+    for rank in ranks:
+        for name, one in rank.items():
+            if one.kind in ("absent", "unused"):
+                continue
+            low, high = _span(one, specs[name], on_host=classes[name] != "in_place")
+            first, last = found.get(name, (low, high))
+            found[name] = min(low, first), max(high, last)
+    numel = sum(high - low for low, high in found.values())
+    return {} if numel > MOSTLY * sum(spec.numel for spec in specs.values()) else found
+
+
+def _span(one: Classified, spec: TensorSpec, *, on_host: bool) -> Range:
+    if on_host or not one.windows:
+        return 0, spec.numel
+    spans = [
+        (at, at + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)))
+        for at, size, stride in one.windows
+    ]
+    return min(low for low, _ in spans), max(high for _, high in spans)

@@ -61,10 +61,13 @@ class AgreeRequest(RankRequest, frozen=True, kw_only=True, tag="agree"):
     Attributes:
         classes: Class of every tensor.
         holders: For each rank, the ranks that hold each window of each tensor.
+        wanted: For each rank, the range of flat indices of each tensor that its host reads; empty
+            if it fetches whole objects.
     """
 
     classes: dict[str, TensorClass]
     holders: tuple[dict[str, tuple[str, ...]], ...]
+    wanted: tuple[dict[str, tuple[Count, Count]], ...] = ()
 
 
 class UnusedStateRequest(RankRequest, frozen=True, kw_only=True, tag="unused_state"):

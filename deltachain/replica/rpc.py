@@ -101,6 +101,7 @@ class RankService:
         self._fetching = Pool(1, "deltachain-fetch")
         self._settling = Event()
         self._url = settings.url
+        self._wanted: dict[str, tuple[int, int]] = {}
         self._spools: dict[str, Spool] = {}
         self._spool_names: dict[int, str] = {}
         self._handlers: dict[type[RankRequest], Handler] = {
@@ -212,6 +213,7 @@ class RankService:
 
     def _agree(self, request: AgreeRequest) -> AgreeReply:
         self.rank.agree(request.classes, request.holders[self.number])
+        self._wanted = request.wanted[self.number] if request.wanted else {}
         return AgreeReply()
 
     def _find_unused(self, request: FindUnusedRequest) -> FindUnusedReply:
@@ -240,7 +242,7 @@ class RankService:
         spool = self._spools[name] = Spool.create(self._settings.spool, request.index, name)
 
         def job() -> FetchedReply:
-            fill(spool, request.index, self._url)
+            fill(spool, request.index, self._url, self._wanted)
             return FetchedReply(nbytes=spool.nbytes)
 
         return self._start(request.ticket, job, self._fetching)

@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
@@ -32,6 +32,7 @@ INDEX: Final = "index.json"
 FAILED: Final = "failed"
 LOCK: Final = "lock"
 PROBE: Final = "probe"
+UNFINISHED: Final = ".unfinished"
 PREFIX: Final = "deltachain-spool-"
 """Prefix of the names of spools; other entries of their folder are left alone."""
 
@@ -157,6 +158,23 @@ class Spool:
             _put(object_file(self.folder, number), data)
         self.nbytes += len(data)
 
+    def put_ranges(self, number: int, nbytes: int, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """Write ranges of one object of ``nbytes`` bytes; the rest of the file is a hole.
+
+        Raises:
+            ApplyError: The disk is full, or write permission is missing.
+        """
+        file = object_file(self.folder, number)
+        unfinished = file.with_suffix(UNFINISHED)
+        with _explained(self.folder.parent):
+            with unfinished.open("wb") as out:
+                out.truncate(nbytes)
+                for at, data in pieces:
+                    out.seek(at)
+                    out.write(data)
+                    self.nbytes += len(data)
+            unfinished.replace(file)
+
     def move(self, number: int, part: Part) -> None:
         """Write one object, and let its part read the file from now on: memory has one copy.
 
@@ -232,7 +250,7 @@ def _explained(parent: Path) -> Iterator[None]:
 
 def _put(file: Path, data: Buffer) -> None:
     """Write a file under another name, then rename it: readers never see a part of it."""
-    unfinished = file.with_suffix(".unfinished")
+    unfinished = file.with_suffix(UNFINISHED)
     with unfinished.open("wb") as out:
         out.write(data)
     unfinished.replace(file)

@@ -145,7 +145,8 @@ class ReplicaTarget:
             {name: labels[number] for name, labels in agreement.holders.items()}
             for number in range(len(ranks))
         )
-        agreed = AgreeRequest(classes=agreement.classes, holders=holders)
+        wanted = self._fetchers.wanted(ranks, agreement.classes, specs)
+        agreed = AgreeRequest(classes=agreement.classes, holders=holders, wanted=wanted)
         self.ranks = self._client.ask(agreed, AgreeReply)
         self._client.count = len(ranks)
         self._unused = self._state_of_unused()
