@@ -161,7 +161,7 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "BASE": Variable("local folder of the chain's base checkpoint", Path),
     "STAGE_BUDGET": Variable("bytes of staged and undo bits", _count),
     "POLL_S": Variable("seconds between polls for a new version", _seconds),
-    "SPOOL": Variable("folder shared by the leader and all ranks", Path),
+    "SPOOL": Variable("folder of fetched objects, shared by the processes of a host", Path),
     "DECODE": Variable("where ranks decode changes, host or device", _place),
     "HF_CALLS": Variable("limit of requests to the Hub in 5 minutes", lambda text: _count(text, 1)),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),

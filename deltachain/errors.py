@@ -23,6 +23,7 @@
     │   └── DigestMismatchError              .expected, .actual                  -> refetch once, then refuse
     ├── ApplyError                           .version, .tensor
     │   ├── BaseMismatchError                target holds other bits; nothing written   -> replan
+    │   ├── StageAbandonedError              objects had not arrived             -> stage again
     │   ├── TensorMismatchError              unknown name, shape or dtype; nothing written -> fix mapping
     │   │   └── EngineDamagedError           it computes something else now      -> restart the engine
     │   ├── PartialApplyError                failed while writing                -> restored, or poisoned
@@ -222,6 +223,12 @@ class ApplyError(DeltaChainError):
         super().__init__(message, hint=hint)
         self.version = version
         self.tensor = tensor
+
+
+class StageAbandonedError(ApplyError):
+    """A rank stopped staging, since objects of the plan had not arrived; nothing was written."""
+
+    default_hint = "stage again once all objects are there"
 
 
 class BaseMismatchError(ApplyError):

@@ -19,6 +19,9 @@ NBYTES: Final = 1 << 25
 SMALL: Final = 1 << 16
 """Bytes below which an array has memory of its own, as it has above a quarter of a piece."""
 
+REUSES: Final = sys.version_info < (3, 14)
+"""Whether references are counted as expected below: later Pythons borrow some."""
+
 ALIGNMENT: Final = 64
 """Bytes that the start of an array is a multiple of, within its piece."""
 
@@ -37,7 +40,7 @@ def empty(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         return np.empty(count, kind)
     piece: npt.NDArray[np.uint8] | None = getattr(_local, "piece", None)
     at: int = getattr(_local, "at", 0)
-    if piece is not None and sys.getrefcount(piece) == 3:  # here, in _local and in the argument
+    if REUSES and piece is not None and sys.getrefcount(piece) == 3:  # here, _local, the argument
         at = 0
     if piece is None or at + nbytes > NBYTES:
         piece, at = np.empty(NBYTES, np.uint8), 0

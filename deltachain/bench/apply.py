@@ -52,7 +52,7 @@ AIM: Final = 2.0
 BARE: Final = "torch index_copy_, bare"
 SWAP: Final = "swap"
 UNDO: Final = "undo"
-STAGE: Final = "stage: read, verify, decode, gather, digest"
+STAGE: Final = "stage: decode, gather, prove"
 STAGE_SEVERAL: Final = "stage, a tensor a thread"
 WHOLE: Final = "stage and swap"
 HELD: Final = HeldVersion(chain="", version=1, epoch=0, manifest="", state="")
@@ -346,7 +346,7 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
     """Run ``deltachain bench apply``; return 0 if a swap takes at most twice the bare writes."""
     result = run()
     title = f"Write {result['nnz'] / 1e6:.2f} M of {result['numel'] / 1e6:.0f} M bf16 elements"
-    columns = ("", "threads", "best ns/change", "median", "dense GB/s", "times index_copy_")
+    columns = ("", "threads", "best ns", "median", "GB/s", "of bare")
     table = report.grid(title, *columns)
     for row in result["rows"]:
         table.add_row(

@@ -262,8 +262,8 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
     result = run()
     title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
     columns = ("best ms", "median ms", "GB/s", "of floor", "paired", "aim", "threads")
-    crossing = ("B/change to device", "back", "on host")
-    table = report.grid(title, "", *columns, *crossing)
+    table = report.grid(title, "", *columns)
+    crossing = report.grid("Bytes a change", "", "to the device", "back", "on the host")
     for row in result["rows"]:
         table.add_row(
             row["name"],
@@ -274,11 +274,14 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
             f"{row['paired_ratio']:.2f}",
             "" if row["aim"] is None else f"{row['aim']:.2f}",
             str(row["threads"]),
+        )
+        crossing.add_row(
+            row["name"],
             f"{row['to_device_per_change']:.1f}",
             f"{row['to_host_per_change']:.1f}",
             f"{row['host_per_change']:.1f}",
         )
-    report.emit(result, [table], json_output=json_output)
+    report.emit(result, [table, crossing], json_output=json_output)
     if plot is not None:
         speeds = {row["name"]: row["gb_per_s"] for row in result["rows"]}
         report.bars(plot, title, speeds, "GB/s of bf16 weights, one core")

@@ -64,8 +64,15 @@ def _fill(spool: Spool, index: SpoolIndex, store: Store, wanted: Mapping[str, Ra
 
     refs = [one.ref for one in index.objects]
     with Pool(min(THREADS, len(refs))) as pool:
-        for _ in pool.map(get, range(len(refs)), refs):
-            pass
+        begun = [pool.submit(get, number, ref) for number, ref in enumerate(refs)]
+        try:
+            for one in begun:
+                one.result()
+        except BaseException as exc:
+            spool.fail(exc)  # at once: ranks need not wait for what is under way
+            for one in begun:
+                one.cancel()
+            raise
 
 
 def _ranges_of(

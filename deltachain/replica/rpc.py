@@ -13,7 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from threading import Event
+from threading import Event, get_ident
 from typing import Any, Final, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -255,13 +255,19 @@ class RankService:
         self.rank.check_addresses()
         threads = max(1, cores() // max(1, request.ranks_on_host[self.number]))
 
+        handler = get_ident()
+
+        def may_not_wait() -> bool:
+            """Whether the engine needs its weights, or no thread could be started for this job."""
+            return self._settling.is_set() or get_ident() == handler
+
         def job() -> StagedReply:
             staged = self.rank.stage(
                 request.ticket,
                 folder,
                 request.budget,
                 threads=threads,
-                abandon=self._settling.is_set,
+                abandon=may_not_wait,
             )
             return StagedReply(
                 effects=tuple((who, effect) for (who, _), effect in staged.effects.items()),

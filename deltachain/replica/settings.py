@@ -63,7 +63,7 @@ class ReplicaSettings:
         keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
         token: ``TOKEN``: bearer token of the control routes; empty for none.
         max_lag: ``MAX_LAG``: largest lag, behind the newest version seen, of a ready replica.
-        spool: ``SPOOL``: folder shared by the leader and all ranks.
+        spool: ``SPOOL``: folder of fetched objects, shared by the processes of a host.
     """
 
     subscribe: SubscribeConfig

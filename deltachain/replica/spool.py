@@ -32,6 +32,7 @@ INDEX: Final = "index.json"
 FAILED: Final = "failed"
 LOCK: Final = "lock"
 PROBE: Final = "probe"
+GONE: Final = "-gone"
 UNFINISHED: Final = ".unfinished"
 PREFIX: Final = "deltachain-spool-"
 """Prefix of the names of spools; other entries of their folder are left alone."""
@@ -257,7 +258,11 @@ def _put(file: Path, data: Buffer) -> None:
 
 
 def _remove(folder: Path, held: BinaryIO) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a spool, under another name first: threads that still write find no folder."""
+    gone = folder.with_name(f"{folder.name}{GONE}")
+    with suppress(OSError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
     held.close()
 
 
@@ -274,8 +279,13 @@ def _alone(parent: Path) -> Iterator[None]:
 
 
 def _sweep(parent: Path) -> None:
-    """Remove spools of killed processes: their locks are free."""
-    for left in parent.glob(f"{PREFIX}*/{LOCK}"):
-        with suppress(OSError), left.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left.parent, ignore_errors=True)
+    """Remove spools of killed processes: their locks are free, or gone already."""
+    for left in parent.glob(f"{PREFIX}*"):
+        try:
+            with (left / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+        except FileNotFoundError:
+            shutil.rmtree(left, ignore_errors=True)
+        except OSError:
+            continue  # its process lives

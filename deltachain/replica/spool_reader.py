@@ -1,8 +1,8 @@
 """Reader of a spool: what a plan says of each tensor, as its objects arrive.
 
 A *tensor plan* is what a plan says of one tensor. In a plan of one edge every object gives elements
-of its own: each of its tensors is decoded by itself, while later objects are on their way. Longer
-plans are folded, tensor by tensor, once all objects are there.
+of its own (FORMAT.md 2): each of its tensors is decoded by itself, while later objects are on their
+way. Longer plans are folded, tensor by tensor, once all objects are there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta, fold_within
-from deltachain.errors import ApplyError, BrokenChainError, DigestMismatchError
+from deltachain.errors import (
+    ApplyError,
+    BrokenChainError,
+    DigestMismatchError,
+    StageAbandonedError,
+)
 from deltachain.mapped import map_file
 from deltachain.replica.spool import (
     FAILED,
@@ -110,6 +115,7 @@ class SpoolReader:
 
         Raises:
             ApplyError: An object will not come.
+            StageAbandonedError: An object has not arrived, and ``abandon`` says not to wait.
             DigestMismatchError: An object has another directory than the chain says.
         """
         folds = self._base is not None or len({one.edge for one in self._index.objects}) > 1
@@ -154,7 +160,7 @@ class SpoolReader:
             if ended:
                 raise ApplyError(f"{key} was not fetched: the process that fetched it has ended")
             if self._abandon():
-                raise ApplyError(f"{key} has not arrived, and the engine needs its weights")
+                raise StageAbandonedError(f"{key} has not arrived, and the rank cannot wait for it")
             time.sleep(wait)
             wait = min(2 * wait, longest)
 

@@ -154,6 +154,7 @@ class _Stage:
         self._deferred: list[TensorPlan] = []
         self._effects: Effects = defaultdict(Effect)
         self._waiting: list[PlanStreams] = []
+        self._waiting_nbytes = 0
 
     def read(self, given: TensorPlan) -> _Read:
         """Read a tensor plan, and compute its writes if everything is on the host."""
@@ -170,9 +171,11 @@ class _Stage:
     def take(self, found: _Read) -> None:
         """Keep the writes of a tensor plan, or let it wait for others to be staged with."""
         if found.streams is not None:
-            if sum(one.nbytes for one in self._waiting) + found.streams.nbytes > BATCH:
+            nbytes = found.streams.nbytes
+            if self._waiting_nbytes + nbytes > BATCH:
                 self._stage_waiting()
             self._waiting.append(found.streams)
+            self._waiting_nbytes += nbytes
             return
         placed = found.writes if found.delta is None else _placed(found.share, found.delta)
         writes = [one for _, one in placed]
@@ -184,7 +187,7 @@ class _Stage:
         return RankStaged(tuple(self._kept), tuple(self._deferred), dict(self._effects))
 
     def _stage_waiting(self) -> None:
-        ready, self._waiting = self._waiting, []
+        ready, self._waiting, self._waiting_nbytes = self._waiting, [], 0
         for write, effects in self._batches.stage(ready) if self._batches and ready else ():
             named = set(write.names)
             plans = [one.given for one in ready if one.given.spec.name in named]

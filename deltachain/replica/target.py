@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Final
 
 import msgspec
@@ -24,13 +22,14 @@ from deltachain.errors import (
     LeaderReplacedError,
     PartialApplyError,
     PoisonedError,
+    StageAbandonedError,
     TensorMismatchError,
 )
 from deltachain.replica.client import RankClient
 from deltachain.replica.engine import Engine
-from deltachain.replica.fetcher import Fetchers, elements_of, receive
+from deltachain.replica.fetcher import Fetchers, elements_of
 from deltachain.replica.hosts import hosts_of, shown
-from deltachain.replica.layout.update_path import ON_HOST, Agreement, agree, orphans
+from deltachain.replica.layout.update_path import ON_HOST, Agreement, agree, orphans, summary
 from deltachain.replica.messages import (
     AgreeReply,
     AgreeRequest,
@@ -38,14 +37,11 @@ from deltachain.replica.messages import (
     AttachRequest,
     CheckLoadsReply,
     CheckLoadsRequest,
-    FetchedReply,
-    FetchRequest,
     FindUnusedReply,
     FindUnusedRequest,
     RankReply,
     Refusal,
     StagedReply,
-    StageRequest,
     StartedReply,
     StateReply,
     StateRequest,
@@ -57,9 +53,10 @@ from deltachain.replica.messages import (
     UnusedStateRequest,
 )
 from deltachain.replica.pause import PauseHolds
-from deltachain.replica.prepared import PreparedSwap, TicketLease, add_up
+from deltachain.replica.prepared import PreparedSwap, add_up
 from deltachain.replica.rpc import error_of
 from deltachain.replica.spool import Spool, SpoolIndex
+from deltachain.replica.stage_calls import StageCalls
 from deltachain.replica.unused_state import UnusedState, unused_state
 from deltachain.subscribe.proof import check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
@@ -87,14 +84,12 @@ class ReplicaTarget:
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers = itertools.count(1)
         self._client = RankClient(engine)
-        self._asking = Lock()
-        self._leases: weakref.WeakSet[TicketLease] = weakref.WeakSet()
+        self._stages = StageCalls(self._client, self._numbers)
         self._held: HeldVersion | None = None
         self._holds = PauseHolds(engine)
         self.ranks: Sequence[RankReply] = ()
         self._named: Version | None = None
         self._unused = UnusedState()
-        self._fetchers = Fetchers(())
 
     @property
     def engine(self) -> Engine:
@@ -114,7 +109,7 @@ class ReplicaTarget:
         """Attach every rank, and agree on a class for every tensor; see :class:`Target`.
 
         Raises:
-            ConfigError: A rank cannot read the leader's folder of spools.
+            ConfigError: A rank neither sees the leader's spools nor can keep its own.
             TensorMismatchError: A tensor cannot be updated in this engine, or is of another model.
             EngineDamagedError: A rank must not serve.
         """
@@ -125,7 +120,7 @@ class ReplicaTarget:
             )
             attached = self._client.ask(request, AttachReply)
         ranks = [reply.tensors for reply in attached]
-        self._fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
+        self._stages.fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
         lost = tuple(orphans(specs, ranks))
         if lost:
             more = self._client.ask(FindUnusedRequest(names=lost), FindUnusedReply)
@@ -145,12 +140,12 @@ class ReplicaTarget:
             {name: labels[number] for name, labels in agreement.holders.items()}
             for number in range(len(ranks))
         )
-        wanted = self._fetchers.wanted(ranks, agreement.classes, specs)
+        wanted = self._stages.fetchers.wanted(ranks, agreement.classes, specs)
         agreed = AgreeRequest(classes=agreement.classes, holders=holders, wanted=wanted)
         self.ranks = self._client.ask(agreed, AgreeReply)
         self._client.count = len(ranks)
         self._unused = self._state_of_unused()
-        logger.info("%s", _summary(len(ranks), self.classes()))
+        logger.info("%s", summary(len(ranks), self.classes()))
 
     def _state_of_unused(self) -> UnusedState:
         unused = tuple(name for name, kind in self._agreed().items() if kind == "unused")
@@ -253,17 +248,15 @@ class ReplicaTarget:
         budget: int,
     ) -> PreparedSwap:
         version = fetched.plan.target
-        while True:
-            lease, fetching = self._start_stage(spool, fetched, budget)
-            receive(spool, fetched)
-            if fetching is None:
-                break
-            failed = self._client.settle(fetching, FetchedReply, version)
-            if not self._fetchers.replaced(failed, version):
-                break
+        lease = self._stages.everywhere(spool, fetched, budget)
         check_whole(fetched)
         before, after = self._unused, self._unused.after(fetched)
-        replies = self._client.wait(lease.ticket, StagedReply, version)
+        try:
+            replies = self._client.wait(lease.ticket, StagedReply, version)
+        except StageAbandonedError:  # every object is there now
+            self._stages.drop(lease)
+            lease = self._stages.everywhere(spool, fetched, budget)
+            replies = self._client.wait(lease.ticket, StagedReply, version)
         effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
         if spare is None:
@@ -286,35 +279,6 @@ class ReplicaTarget:
             unused=(before, after),
             lease=lease,
         )
-
-    def _start_stage(
-        self, spool: Spool, fetched: Fetched, budget: int
-    ) -> tuple[TicketLease, int | None]:
-        """Ask every rank to stage, and the fetchers of other hosts to fetch.
-
-        Returns:
-            The lease of the ticket, and the ticket of the fetchers; ``None`` without other hosts.
-        """
-        names, mine = self._fetchers.names(), spool.folder.name
-        with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
-            fetching = None
-            if any(names):
-                fetching = next(self._numbers)
-                index = SpoolIndex.of(fetched)
-                writes = self._fetchers.writers(names)
-                fetch = FetchRequest(ticket=fetching, spools=writes, index=index)
-                self._client.ask(fetch, StartedReply)
-            lease = TicketLease(next(self._numbers), spool)
-            self._leases.add(lease)
-            request = StageRequest(
-                ticket=lease.ticket,
-                spools=tuple(name or mine for name in names),
-                ranks_on_host=self._fetchers.ranks_on_host(),
-                budget=budget,
-                keep=tuple(one.ticket for one in self._leases),
-            )
-            self._client.ask(request, StartedReply)
-        return lease, fetching
 
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.
@@ -382,12 +346,3 @@ class ReplicaTarget:
         except PartialApplyError:
             return False
         return all(isinstance(again[reply.rank], SwapReply) for reply in done)
-
-
-def _summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a log line with the numbers of tensors and bytes of each class."""
-    ways = [
-        f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
-        for kind, row in classes.items()
-    ]
-    return f"tensors on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(ways)}"

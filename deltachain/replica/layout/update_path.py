@@ -119,3 +119,12 @@ def _numel(form: Form) -> int:
     for size in form[1]:
         numel *= size
     return numel
+
+
+def summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a log line with the numbers of tensors and bytes of each class."""
+    ways = [
+        f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
+        for kind, row in classes.items()
+    ]
+    return f"tensors on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(ways)}"

@@ -51,8 +51,8 @@ def test_threads_stage_the_same(scene: Scene) -> None:
 def test_bytes_are_those_of_the_part_its_streams_and_the_arrays(scene: Scene) -> None:
     counted = apply.count_bytes(scene)
     assert counted.wire == len(scene.data) / scene.nnz
-    assert counted.device == 8 + 2
-    assert counted.host > counted.wire + counted.device + 2 + 2
+    assert counted.device < 2  # a table row of 64 bytes for every 98 changes; 1.3 at full size
+    assert counted.host > counted.wire + counted.device + 8 + 2 + 2 + 2
 
 
 def test_main_writes_one_object(

@@ -10,18 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from deltachain.codec import Change, encode_part
-from deltachain.delta import TensorDelta
-from deltachain.errors import ApplyError, ConfigError, DigestMismatchError
-from deltachain.format.documents import ObjectRef
+from deltachain.errors import ApplyError, ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.replica import fetcher
 from deltachain.replica.hosts import folder_id, hosts_of, sees_probe, shown
-from deltachain.replica.layout.update_path import Classified, TensorClass
 from deltachain.replica.messages import (
     AttachRequest,
     RankReply,
@@ -30,15 +24,14 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
-from deltachain.replica.spool import PROBE, Spool, SpooledObject, SpoolIndex
-from deltachain.replica.spool_reader import SpoolReader
+from deltachain.replica.spool import PROBE, Spool
 from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.models import train_
 from deltachain.testing.ranks import FakeEngine
 from deltachain.testing.sharding import Sharding, save, trained
-from deltachain.types import Buffer, StateDigest, TensorSpec
+from deltachain.types import StateDigest
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -213,99 +206,6 @@ def test_spools_of_all_hosts_go_once_they_are_written(tmp_path: Path) -> None:
         assert len(set(names)) == 2
         here.subscriber.swap(staged)
         assert here.left() == []
-
-
-class CountedStore(MemoryStore):
-    """Counts the bytes that are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-        self.damages = 0
-
-    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        self.nbytes += nbytes
-        return super().read(key, nbytes=nbytes, pin=pin)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        self.nbytes += length
-        data = bytearray(super().get_range(key, start, length))
-        if self.damages and start:
-            self.damages -= 1
-            data[-1] ^= 1
-        return bytes(data)
-
-
-def large_part(store: MemoryStore) -> tuple[ObjectRef, Sequence[TensorDelta]]:
-    """An object of four large tensors in a store."""
-    rng = np.random.default_rng(0)
-    deltas = []
-    for number in range(4):
-        indices = np.flatnonzero(rng.random(1 << 22) < 0.3)
-        values = rng.integers(1, 60_000, indices.size).astype(np.uint16)
-        spec = TensorSpec(f"w{number}", "BF16", (1 << 22,))
-        deltas.append(TensorDelta(spec=spec, indices=indices, values=values))
-    part = encode_part(Change(delta, StateDigest()) for delta in deltas)
-    store.put("deltas/x", part.data)
-    ref = ObjectRef(
-        key="deltas/x", nbytes=len(part.data), blake3=part.digest, directory=part.directory
-    )
-    return ref, deltas
-
-
-@pytest.mark.parametrize("damages", [0, 1])
-def test_a_host_fetches_the_ranges_that_its_ranks_hold(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damages: int
-) -> None:
-    store = CountedStore()
-    ref, deltas = large_part(store)
-    store.damages = damages
-    monkeypatch.setattr(fetcher, "open_store", lambda _: store)
-    index = SpoolIndex(objects=(SpooledObject(ref=ref, edge=0),))
-    spool = Spool.create(tmp_path, index)
-    wanted = {"w1": (0, 1 << 22), "w2": (1 << 20, 2 << 20), "another": (0, 5)}
-    fetcher.fill(spool, index, store.url, wanted)
-    plans = {one.spec.name: one for one in SpoolReader(spool.folder).tensor_plans()}
-    for name, (low, high) in list(wanted.items())[:2]:
-        given = deltas[int(name[1])]
-        assert given.indices is not None
-        found = plans[name].read(low, high)
-        assert found.indices is not None
-        near = (given.indices >= low) & (given.indices < high)
-        np.testing.assert_array_equal(found.indices, given.indices[near])
-        np.testing.assert_array_equal(found.values, given.values[near])
-    if damages:  # a range that was corrupt once: the whole object, proven by its digest
-        assert store.nbytes > ref.nbytes
-    else:
-        assert store.nbytes < 0.6 * ref.nbytes
-        with pytest.raises(DigestMismatchError):
-            plans["w3"].read(0, 1 << 22)
-
-
-def test_what_a_host_reads_is_the_hull_of_its_ranks_windows() -> None:
-    specs = {n: TensorSpec(n, "BF16", (100, 10)) for n in ("a", "b", "c", "d")}
-    ranks = [
-        {
-            "a": Classified(kind="in_place", windows=((100, (20, 5), (10, 1)),)),
-            "b": Classified(kind="loaded"),
-            "c": Classified(kind="absent"),
-            "d": Classified(kind="unused"),
-        },
-        {
-            "a": Classified(kind="in_place", windows=((400, (50,), (1,)),)),
-            "b": Classified(kind="absent"),
-            "c": Classified(kind="absent"),
-            "d": Classified(kind="unused"),
-        },
-    ]
-    classes: dict[str, TensorClass] = {"a": "in_place", "b": "loaded", "c": "in_place"}
-    assert fetcher.wanted_by(ranks, classes, specs) == {"a": (100, 450), "b": (0, 1000)}
-    assert fetcher.wanted_by(ranks, classes, {n: specs[n] for n in ("a", "b")}) == {
-        "a": (100, 450),
-        "b": (0, 1000),
-    }
-    only_b = [{"b": rank["b"]} for rank in ranks]
-    assert fetcher.wanted_by(only_b, classes, {"b": specs["b"]}) == {}
 
 
 # How hosts are told apart

@@ -8,6 +8,7 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def test_who_waits_notices_that_the_fetcher_has_ended(tmp_path: Path) -> None:
 
 def test_who_waits_can_be_called_away(tmp_path: Path) -> None:
     spool, _ = halves(tmp_path)
-    with pytest.raises(ApplyError, match="the engine needs its weights"):
+    with pytest.raises(ApplyError, match="the rank cannot wait for it"):
         next(SpoolReader(spool.folder, lambda: True).tensor_plans())
 
 
@@ -305,6 +306,32 @@ def test_who_mapped_it_keeps_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(piece.read(0, ROWS).values, given.values)
     with pytest.raises(ApplyError, match="is gone"):
         SpoolReader(spool.folder)
+
+
+def test_a_spool_that_is_closed_while_it_is_written_goes_all_the_same(tmp_path: Path) -> None:
+    """As of a fetch whose update was given up."""
+    index = SpoolIndex()
+    for _ in range(20):
+        spool = Spool.create(tmp_path, index)
+
+        def write(spool: Spool = spool) -> None:
+            with suppress(ApplyError):
+                for number in range(200):
+                    spool.put(number, b"bytes")
+
+        writers = [threading.Thread(target=write) for _ in range(3)]
+        for writer in writers:
+            writer.start()
+        spool.close()
+        for writer in writers:
+            writer.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_lost_its_lock_is_swept_away(tmp_path: Path) -> None:
+    (tmp_path / f"{spool_module.PREFIX}left").mkdir()
+    spool = Spool.create(tmp_path, SpoolIndex())
+    assert list(tmp_path.iterdir()) == [spool.folder]
 
 
 # Where there is no room, or no right
