@@ -106,7 +106,7 @@ bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
 	.venv-sglang/bin/python -m tests.engines.bench
 
 test-triton: venv  ## Triton programs without a card: interpreted, and compiled for three architectures
-	$(BIN)/pytest tests/unit/test_triton_programs.py
+	$(BIN)/pytest -m triton tests/unit/test_triton_programs.py tests/unit/test_diff_kernels.py
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test

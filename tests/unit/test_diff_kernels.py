@@ -37,10 +37,12 @@ def test_many_tensors_are_compared_together(check: Callable[[str, bool], None]) 
     check("cpu", False)
 
 
+@pytest.mark.triton
 def test_fused_kernels_keep_the_contract_under_the_interpreter() -> None:
     assert "check_launches" in run_module("tests.contract.interpreted_diff")
 
 
+@pytest.mark.triton
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fused_kernels_compile_without_spills(arch: int) -> None:
     lines = run_module("tests.contract.compiled_diff", str(arch)).splitlines()
