@@ -25,7 +25,7 @@ class BesideEngine:
     """A vLLM server as :class:`deltachain.replica.engine.Engine`, through its HTTP routes.
 
     Args:
-        url: URL of the server, on this host: plans are decoded once for its workers.
+        url: URL of the server, on this host: its workers read what is fetched here.
         pause: Pause mode of vLLM.
         keep_cache: Whether cached prefixes outlive a swap.
     """
