@@ -42,6 +42,12 @@ class TensorReader:
     ends: Mapping[str, int]
     streams: Mapping[str, StreamReader]
 
+    @property
+    def table(self) -> npt.NDArray[np.int64]:
+        """Segments as ``(n, 6)`` rows of start, length, nnz, gaps, exceptions and wide."""
+        rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in self.segments]
+        return np.array(rows, np.int64).reshape(-1, 6)
+
     def units(self, stream: str) -> npt.NDArray[np.uint8]:
         """Return the tensor's range of one stream: bytes, or one byte of 0 or 1 for each bit.
 

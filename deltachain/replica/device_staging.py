@@ -228,14 +228,13 @@ def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorS
     """
     row, width = reader.row, reader.spec.itemsize
     absolute = row.encoding != "step"
-    rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in reader.segments]
     gaps = ("gap8",) if row.gap == 1 else ("gap16.0", "gap16.1")
     values = "value" if absolute else "wide"
     sign, bit = (_NONE, 0) if absolute else reader.packed("sign")
     streams = TensorStreams(
         tensor=number,
         numel=reader.spec.numel,
-        segments=np.array(rows, np.int64).reshape(-1, 6),
+        segments=reader.table,
         planes=[reader.units(f"{values}.{k}") for k in range(width)],
         gaps=[reader.units(name) for name in gaps],
         sign=sign,

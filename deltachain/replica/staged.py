@@ -76,7 +76,7 @@ class RankStaged:
 
     Attributes:
         placed: Patches of live places and of host copies.
-        deferred: Pieces beyond the budget, read again while they are written.
+        deferred: Tensor plans beyond the budget, read again while they are written.
         effects: Effects on the state digest.
     """
 

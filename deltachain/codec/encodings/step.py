@@ -75,8 +75,7 @@ class StepEncoding(SparseEncoding):
             magnitude=tensor.units("magnitude"),
             wide=tensor.planes("wide", tensor.spec.itemsize),
         )
-        rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in tensor.segments]
-        return np.array(rows, np.int64).reshape(-1, 6), streams
+        return tensor.table, streams
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:

@@ -39,7 +39,7 @@ class Exchange:
 
     Nothing is copied ahead: afterwards the staged array holds the live bits from before, and a
     second exchange restores them. An exception at any point, also between two copies of a block,
-    loses no bit: :meth:`run` goes on or back from there. Compiled code on the host exchanges a
+    loses no bit: :meth:`run` continues or reverts from there. Compiled code on the host exchanges a
     tensor in one call, in which no exception is raised.
 
     Args:
