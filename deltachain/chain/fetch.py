@@ -6,9 +6,7 @@ memory of its wire bytes plus a few tensors.
 
 from __future__ import annotations
 
-import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -35,7 +33,7 @@ from deltachain.format.digest import digest_key, object_digest
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.kernels import host
 from deltachain.store import Store
-from deltachain.threads import Pool
+from deltachain.threads import Pool, cores
 from deltachain.types import Buffer, StateDigest, TensorSpec, mismatch
 
 LOST: Final = (
@@ -46,9 +44,6 @@ LOST: Final = (
 
 THREADS: Final = 8
 """Objects fetched at a time: enough to fill a link with tens of milliseconds of latency."""
-
-DECODERS: Final = min(4, os.cpu_count() or 1)
-"""Tensors decoded at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +118,10 @@ class Fetched:
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the folded delta of each changed tensor in order, decoded ahead in threads.
 
-        At most ``2 * DECODERS`` tensors are decoded ahead.
+        At most two tensors a core are decoded ahead.
         """
-        with Pool(DECODERS) as pool:
-            ahead: deque[Future[TensorDelta]] = deque()
-            for name in self.names:
-                ahead.append(pool.submit(self.read, name))
-                if len(ahead) > 2 * DECODERS:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
+        with Pool(cores()) as pool:
+            yield from pool.ordered(self.read, self.names, ahead=2 * cores())
 
     def state(self) -> StateDigest:
         """Compute the state digest that a plan from nothing leads to.
