@@ -14,8 +14,10 @@ from typing import Any, Final, cast
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.engines import routers
 
 MARGIN: Final = 0.25
 """Logits below the best one at which a token is not the greedy choice: both engines round."""
@@ -91,14 +93,28 @@ class Judge:
         """Those of some positions whose token is not the greedy one after all before it.
 
         Where routing or attention is close to a tie, rounding decides by more than the tolerance: a
-        token is right as well if it is the greedy one of weights that are noisy by a rounding.
+        token is right as well if it is the greedy one of weights that are noisy by a rounding, or
+        of a choice of experts that a rounding of one router logit decides.
         """
         gap, margin = self.gaps(prompt, tokens)
         left = [position for position in which if gap[position] > margin]
         for model in self._noisy if left else ():
             gap = _gap(self._logits(model, prompt, tokens), tokens)
             left = [position for position in left if gap[position] > MARGIN]
-        return left
+        return [position for position in left if not self._tied(prompt, tokens, position)]
+
+    def _tied(self, prompt: Sequence[int], tokens: Sequence[int], position: int) -> bool:
+        """Whether a token is the greedy one once a router logit at its position is rounded."""
+
+        def run(model: nn.Module) -> Tensor:
+            return self._logits(cast("PreTrainedModel", model), prompt, tokens)
+
+        by = ROUNDINGS * routers.rounding(self._model, self._rounding, run)
+        at = len(prompt) + position - 1
+        return any(
+            _gap(run(self._model), tokens)[position] <= MARGIN
+            for _ in routers.nudged(self._model, at, by, lambda: run(self._model))
+        )
 
     def gaps(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, float]:
         """Logits between the best token and the given one at each position, and the tolerance."""
