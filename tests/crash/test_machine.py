@@ -219,7 +219,7 @@ class Machine(RuleBasedStateMachine):
     def reply_is_lost(self, seed: int, share: float, known: bool) -> None:
         self.store.add(Fault("lose-reply", "manifests/"))
         if not known:
-            self.store.add(Fault("hide", f"manifests/{len(self.truth):020d}"))
+            self.store.add(Fault("hide", f"manifests/{len(self.truth):020d}", times=None))
         train_(self.model, seed, share=share)
         future = self.publisher.publish(step=seed)
         assert (future.exception(60) is None) == known

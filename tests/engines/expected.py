@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.engines import routers
+from tests.engines import eight_bits, routers
 
 MARGIN: Final = 0.25
 """Logits below the best one at which a token is not the greedy choice: both engines round."""
@@ -78,13 +78,7 @@ class Judge:
 
     def __init__(self, checkpoint: Path) -> None:
         self._model, self._rounding = (
-            cast(
-                "PreTrainedModel",
-                AutoModelForCausalLM.from_pretrained(
-                    checkpoint, dtype=dtype, local_files_only=True
-                ).eval(),
-            )
-            for dtype in (torch.float32, torch.bfloat16)
+            _loaded(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)
         )
 
     def wrong(
@@ -149,6 +143,13 @@ class Judge:
         with torch.no_grad():
             found = self._model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
         return found.logits[0, -1], found.past_key_values
+
+
+def _loaded(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
+    if eight_bits.is_quantised(checkpoint):
+        return eight_bits.load(checkpoint, dtype)
+    found = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, local_files_only=True)
+    return cast("PreTrainedModel", found.eval())
 
 
 def _gap(logits: Tensor, tokens: Sequence[int]) -> Tensor:
