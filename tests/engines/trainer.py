@@ -26,10 +26,18 @@ class Trainer:
         family: Any that transformers trains; see :func:`tests.engines.families.named`.
         seed: Decides the first weights and the text.
         steps: Of the optimizer, for each version.
+        quantization: Recipe of what is published; the checkpoint is quantised then as well.
     """
 
     def __init__(
-        self, folder: Path, url: str = "", *, family: str = "qwen3", seed: int = 0, steps: int = 1
+        self,
+        folder: Path,
+        url: str = "",
+        *,
+        family: str = "qwen3",
+        seed: int = 0,
+        steps: int = 1,
+        quantization: str | None = None,
     ) -> None:
         self.base = folder / "base"
         self.url = url or (folder / "chain").resolve().as_uri()
@@ -41,8 +49,12 @@ class Trainer:
             pretrain(family, self.base, batches, seed)
             self._model = masters_of(self.base)
         self._steps = optimizer_steps(self._model, batches, RATE)
-        config = PublishConfig(url=self.url, when_busy="wait", anchor_factor=1e9)
+        config = PublishConfig(
+            url=self.url, when_busy="wait", anchor_factor=1e9, quantization=quantization
+        )
         self._publisher = Publisher(config).attach(self._model)
+        if quantization is not None:
+            self.base = self.pulled(0)
 
     def __enter__(self) -> Self:
         return self
