@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from deltachain.chain.checks import check_assets
 from deltachain.errors import (
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 Model: TypeAlias = tuple[Identity, Table, ObjectInfo | None, Mapping[str, bytes]]
 """Identity, table, metadata of the identity if it is replaceable, exact bytes of both by key."""
+
+RECIPE: Final = "quantization"
+"""Entry of a table's ``ext``: recipe, library and version that quantised the weights."""
 
 WAY_OUT: Final = (
     f"restore {CHAIN_KEY} from a backup; or restart the trainer that published here: it recreates "
@@ -265,9 +268,41 @@ def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:
     return ObjectRef(key=key, nbytes=len(data), blake3=digest, pin=store.put(key, data))
 
 
+def check_recipe(url: str, there: Table, ext: Mapping[str, Any]) -> None:
+    """Check that the weights of a chain are quantised as a publisher quantises them.
+
+    Args:
+        url: Location of the chain, for the message.
+        there: Table of the chain.
+        ext: Extension data of the publisher's table.
+
+    Raises:
+        ChainMismatchError: Recipe, library or its version differ.
+    """
+    theirs, mine = there.ext.get(RECIPE), ext.get(RECIPE)
+    if theirs == mine:
+        return
+    known = theirs if isinstance(theirs, dict) else {}
+    same = (
+        f"quantization={known.get('recipe')!r} and {known.get('library')}=={known.get('version')}"
+    )
+    raise ChainMismatchError(
+        f"{url} holds a chain of {_quantised(theirs)}, this publisher has {_quantised(mine)}",
+        hint=f"continue it with {same if known else 'no quantization'}, or use another URL",
+    )
+
+
+def _quantised(recipe: object) -> str:
+    if not isinstance(recipe, dict):
+        return "weights that are not quantised by a recipe"
+    library = f"{recipe.get('library')} {recipe.get('version')}"
+    return f"weights quantised by recipe {recipe.get('recipe')} of {library}"
+
+
 def _another_model(store: Store, table: Table) -> ChainMismatchError:
     """Build the error for another model, with one tensor that differs."""
     there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
+    check_recipe(store.url, there, table.ext)
     different = set(there.tensors) ^ set(table.tensors)
     example = min(different, default=("aliases", "", ()))
     return ChainMismatchError(

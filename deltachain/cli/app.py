@@ -29,6 +29,7 @@ from deltachain.errors import ConfigError, DeltaChainError
 EXTRAS: Final = {
     "torch": "torch",
     "transformers": "trl",
+    "compressed_tensors": "quantization",
     "trl": "trl",
     "datasets": "trl",
     "accelerate": "trl",

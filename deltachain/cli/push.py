@@ -28,6 +28,14 @@ def push(  # noqa: PLR0913 - one argument an option
         int | None, typer.Option(metavar="N", help="The trainer's step, recorded in the manifest.")
     ] = None,
     encoding: Encode = "step",
+    quantization: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="Quantise linear layers and experts first: `fp8-block`, `fp8-block-ue8m0`, "
+            "`fp8-row`, `fp8-tensor` or `int8-row`. Give it at every push of the chain.",
+        ),
+    ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
@@ -46,6 +54,8 @@ def push(  # noqa: PLR0913 - one argument an option
     publisher of the chain is fenced.
 
     Example: `deltachain push out/checkpoint-40 /mnt/policy --step 40`
+
+    Example: `deltachain push out/checkpoint-40 /mnt/policy-fp8 --quantization fp8-block`
     """
     from deltachain.cli.progress import watching
     from deltachain.publish.config import PublishConfig
@@ -54,7 +64,11 @@ def push(  # noqa: PLR0913 - one argument an option
 
     start = time.perf_counter()
     config = PublishConfig(
-        url=url, encoding=encoding, base=base, trust_remote_code=trust_remote_code
+        url=url,
+        encoding=encoding,
+        quantization=quantization,
+        base=base,
+        trust_remote_code=trust_remote_code,
     )
     with watching(open_store(url), f"pushing {checkpoint.name}") as store:
         pushed = publish(store, checkpoint, config, step=step)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
+from deltachain.publish.quantise.settings import Quantization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,12 @@ class PublishConfig:
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``). By default, each
     weight's dtype in the checkpoint that the model was loaded from, else its own."""
+
+    quantization: str | Quantization | None = None
+    """Recipe that quantises the weights of linear layers and experts before they are published, by
+    name (``fp8-block``, ``fp8-block-ue8m0``, ``fp8-row``, ``fp8-tensor``, ``int8-row``), or with
+    the layers to leave. The chain then has a quantised checkpoint, of what ``dtype`` says; the
+    model keeps its weights."""
 
     base: Path | None = None
     """Folder of a checkpoint that followers also have. Version 0 then refers to it and uploads
@@ -101,6 +108,12 @@ class PublishConfig:
 
     def __post_init__(self) -> None:
         ENCODINGS.chosen(self.encoding)
+        Quantization.chosen(self.quantization)
+        if self.quantization is not None and self.base is not None:
+            raise ConfigError(
+                "base and quantization exclude each other: a base has the bits of version 0",
+                hint="give the folder as assets, and leave out base",
+            )
         allowed = {
             "when_busy": ("cover", "wait"),
             "on_error": ("raise", "warn"),

@@ -28,6 +28,7 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import NO_CHANGES, Diff
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
+from deltachain.publish.quantise.begin import find_layers
 from deltachain.publish.ranks.barrier import Decision, PublishBarrier
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import FAILURES
@@ -150,6 +151,7 @@ class Publisher(Closeable):
             config,
             lambda: collect_assets(model, config) if assets is None else checked(assets, config),
             self._ranks,
+            partial(find_layers, model),
         )
         session.ranks = self._ranks.clone()  # for the publisher's thread
         session.anchor_ranks = self._ranks.clone()
@@ -354,7 +356,7 @@ class Publisher(Closeable):
         session.head = head
         start, diff, failure = time.perf_counter(), NO_CHANGES, None
         try:
-            diff = session.diff_()
+            diff = session.diff_(self._barrier.topic)
         except FAILURES as error:
             if self._ranks.count == 1:
                 raise

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.identity import check_recipe
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ChainMismatchError, ObjectNotFoundError, PublisherFencedError
 from deltachain.format.documents import EdgeSummary, Table, parse
@@ -25,6 +26,8 @@ from deltachain.format.keys import TABLE_KEY
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.place import newest, open_or_make
+from deltachain.publish.quantise.begin import Files, find_layers, quantised
+from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.session import Session
@@ -70,8 +73,8 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         PublisherFencedError: Another publisher committed at the same time.
     """
     checkpoint = Checkpoint(path)
-    chain = _open_or_create(store, checkpoint, trusted=config.trust_remote_code)
-    source = source_of(checkpoint, chain.table)
+    chain, source = _open_or_create(store, checkpoint, config)
+    source.agree("push")
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
     session = Session(source, Snapshot(source), writer, config, Ranks.alone())
@@ -122,14 +125,34 @@ def _newest(writer: Writer) -> Committed:
     return writer.parent
 
 
-def _open_or_create(store: Store, checkpoint: Checkpoint, *, trusted: bool) -> Chain:
-    """Open the existing chain, or create one with the checkpoint's tensors."""
+def _open_or_create(
+    store: Store, checkpoint: Checkpoint, config: PublishConfig
+) -> tuple[Chain, ModelTensors]:
+    """Open the existing chain, or create one with the checkpoint's tensors; return these too."""
+    assets = partial(checkpoint.assets, trusted=config.trust_remote_code)
+    quantization = Quantization.chosen(config.quantization)
+    if quantization is not None:
+        return _open_quantised(store, checkpoint, assets, quantization)
     try:
-        return Chain.open(store)
+        chain = Chain.open(store)
     except ObjectNotFoundError:
         table = _table(store, checkpoint)
-        assets = partial(checkpoint.assets, trusted=trusted)
-        return open_or_make(store, table, assets, chain_id=uuid.uuid4().hex, by_state=False)
+        chain = open_or_make(store, table, assets, chain_id=uuid.uuid4().hex, by_state=False)
+    check_recipe(store.url, chain.table, {})
+    return chain, source_of(checkpoint, chain.table)
+
+
+def _open_quantised(
+    store: Store, checkpoint: Checkpoint, assets: Files, quantization: Quantization
+) -> tuple[Chain, ModelTensors]:
+    """Open or create the chain of a checkpoint that is quantised first."""
+    plain = source_of(checkpoint, _own_table(checkpoint))
+    made = quantised(plain, lambda: find_layers(None, plain, assets), quantization, Ranks.alone())
+    table = made.source.table()
+    chain = open_or_make(
+        store, table, lambda: made.assets(assets()), chain_id=uuid.uuid4().hex, by_state=False
+    )
+    return chain, made.source
 
 
 def _table(store: Store, checkpoint: Checkpoint) -> Table:
@@ -138,9 +161,13 @@ def _table(store: Store, checkpoint: Checkpoint) -> Table:
         there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
         source_of(checkpoint, there)
     except (ObjectNotFoundError, ChainMismatchError):
-        rows = tuple((s.name, s.dtype, s.shape) for s in checkpoint.specs.values())
-        return Table(tensors=rows)
+        return _own_table(checkpoint)
     return there
+
+
+def _own_table(checkpoint: Checkpoint) -> Table:
+    rows = tuple((s.name, s.dtype, s.shape) for s in checkpoint.specs.values())
+    return Table(tensors=rows)
 
 
 def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:

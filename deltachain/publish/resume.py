@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.place import open_or_make
+from deltachain.publish.quantise.begin import Files, quantised
+from deltachain.publish.quantise.layers import Layers
+from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.ranks.sharing import divide
@@ -42,8 +45,9 @@ def begin(
     store: Store,
     collect: Callable[[], ModelTensors],
     config: PublishConfig,
-    assets: Callable[[], Mapping[str, bytes]],
+    assets: Files,
     ranks: Ranks,
+    layers: Callable[[ModelTensors, Files], Layers],
 ) -> Session:
     """Create the chain or take it over; its newest version then equals the current model.
 
@@ -53,6 +57,7 @@ def begin(
         config: Settings of the publisher.
         assets: Function that collects small files for the chain; called on rank 0.
         ranks: All publishing ranks.
+        layers: Function that finds the layers of this rank's weights, if they are quantised.
 
     Raises:
         ChainMismatchError: The URL has the chain of another model.
@@ -61,11 +66,15 @@ def begin(
         ConfigError: The model's bits differ from those of the base checkpoint.
         RankError: Another rank failed.
     """
-    source = divide(collect, ranks)
+    source, files = divide(collect, ranks), assets
+    if (quantization := Quantization.chosen(config.quantization)) is not None:
+        made = quantised(source, lambda: layers(source, assets), quantization, ranks)
+        source, files = made.source, lambda: made.assets(assets())
+    source.agree("begin")
     with Collective(ranks, "begin") as collective:
         snapshot = Snapshot(source, where=config.snapshot)
         collective.gather(True, bool)  # no takeover before every rank is ready
-        writer = _take_chain(store, source, config, assets) if ranks.leads else None
+        writer = _take_chain(store, source, config, files) if ranks.leads else None
         position = collective.broadcast(_position(writer) if writer else None, Position)
     with Collective(ranks, "open") as collective:
         writer = writer or _open_chain(store, source, config, position)
@@ -86,7 +95,7 @@ def _take_chain(
     store: Store,
     source: ModelTensors,
     config: PublishConfig,
-    assets: Callable[[], Mapping[str, bytes]],
+    assets: Files,
 ) -> Writer:
     """Open or create the chain and take it over, on rank 0."""
     chain = open_or_make(store, source.table(), assets, chain_id=uuid.uuid4().hex, base=config.base)

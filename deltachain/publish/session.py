@@ -159,8 +159,13 @@ class Session:
         """Size of what this rank keeps for anchors on their way, in bytes."""
         return sum(late.bits.kept_nbytes for late in tuple(self._late))
 
-    def diff_(self) -> Diff:
-        """Take the diff of the snapshot; keep the old bits for anchors on their way."""
+    def diff_(self, topic: str) -> Diff:
+        """Take the diff of the snapshot; keep the old bits for anchors on their way.
+
+        Args:
+            topic: Unique name of the version among the ranks.
+        """
+        self.source.agree(topic)
         with self._changing:
             diff = self.snapshot.diff_()
             for late in self._late:

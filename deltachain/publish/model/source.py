@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,11 @@ TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Function that yields all tensors with unique names, called again for every version."""
 
 
+def _without_others(topic: str) -> None:
+    """Agree with nobody: the tensors of a rank depend on no other rank."""
+    del topic
+
+
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
     """All tensors of a model's checkpoint, tied ones once.
@@ -61,12 +66,17 @@ class ModelTensors:
         specs: Specs of all checkpoint tensors, also of other ranks, sorted by name.
         aliases: Published name by further name of a tied weight.
         live: Function that yields the live tensors.
+        agree: Function that every rank calls before each iteration over the live tensors, with a
+            unique name of the version: tensors may depend on weights of other ranks.
+        ext: Extension data of the chain's table, part of its identity.
     """
 
     weights: tuple[Weight, ...]
     specs: tuple[TensorSpec, ...]
     aliases: Mapping[str, str]
     live: TensorSource
+    agree: Callable[[str], None] = _without_others
+    ext: Mapping[str, Any] = field(default_factory=dict)
 
     def live_weights(self) -> Iterator[Weight]:
         """Yield the weights with their current tensors, in the order of ``live``.
@@ -103,7 +113,8 @@ class ModelTensors:
     def table(self) -> Table:
         """Return the chain's tensor table."""
         rows = tuple((spec.name, spec.dtype, spec.shape) for spec in self.specs)
-        return Table(tensors=rows, aliases=dict(sorted(self.aliases.items())))
+        aliases = dict(sorted(self.aliases.items()))
+        return Table(ext=dict(self.ext), tensors=rows, aliases=aliases)
 
 
 def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Quantisation on the trainer's side: the chain carries a quantised checkpoint of the weights."""

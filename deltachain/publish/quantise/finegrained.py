@@ -1,0 +1,108 @@
+"""Recipes of transformers' fine-grained fp8: the checkpoints of DeepSeek and Qwen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIBRARY: Final = "transformers"
+
+BLOCK: Final = (128, 128)
+"""Rows and columns of a block."""
+
+_WEIGHT: Final = "layer.weight"
+_SCALES: Final = "layer.weight_scale_inv"
+
+
+def _quantised(scale_fmt: str, block: tuple[int, int], weight: Tensor) -> dict[str, Tensor]:
+    """Return codes and scales of whole blocks."""
+    from transformers import FineGrainedFP8Config  # noqa: PLC0415 - takes seconds
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize  # noqa: PLC0415
+
+    config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scale_fmt)
+    quantise: Any = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    found: dict[str, Tensor] = quantise.convert({_WEIGHT: weight})
+    return found
+
+
+def _scales(scale_fmt: str, amax: Tensor) -> Tensor:
+    return _quantised(scale_fmt, (1, 1), amax)[_SCALES]
+
+
+def _codes(scale_fmt: str, weight: Tensor, amax: Tensor, margins: Margins) -> Tensor:
+    """Return the codes of a piece of a weight.
+
+    The library computes scales itself, of whole blocks. What a piece lacks of its blocks is filled
+    with zeros and, once a block, with its largest magnitude, so that the scales are those of the
+    whole weight.
+    """
+    if not any(margins):
+        return _quantised(scale_fmt, BLOCK, weight)[_WEIGHT]
+    above, below, left, right = margins
+    (rows, columns), (height, width) = weight.shape, BLOCK
+    filled = weight.new_zeros((above + rows + below, left + columns + right))
+    filled[above : above + rows, left : left + columns] = weight
+    if above:
+        filled[0, ::width] = amax[0]
+    if below:
+        filled[-1, ::width] = amax[-1]
+    if left:
+        filled[::height, 0] = amax[:, 0]
+    if right:
+        filled[::height, -1] = amax[:, -1]
+    codes = _quantised(scale_fmt, BLOCK, filled)[_WEIGHT]
+    return codes[above : above + rows, left : left + columns]
+
+
+def _config(scale_fmt: str, ignored: Sequence[str]) -> dict[str, Any]:
+    from transformers import FineGrainedFP8Config  # noqa: PLC0415
+
+    config = FineGrainedFP8Config(
+        weight_block_size=BLOCK, modules_to_not_convert=list(ignored), scale_fmt=scale_fmt
+    )
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": config.activation_scheme,
+        "weight_block_size": list(config.weight_block_size),
+        "modules_to_not_convert": config.modules_to_not_convert,
+        **({} if scale_fmt == "float" else {"scale_fmt": scale_fmt}),
+    }
+
+
+def _arithmetic(scale_fmt: str) -> Arithmetic:
+    return Arithmetic(
+        scales=partial(_scales, scale_fmt),
+        codes=partial(_codes, scale_fmt),
+        config=partial(_config, scale_fmt),
+    )
+
+
+FP8_BLOCK: Final = Recipe(
+    name="fp8-block",
+    library=LIBRARY,
+    block=BLOCK,
+    codes="F8_E4M3",
+    scales="F32",
+    suffix="weight_scale_inv",
+    arithmetic=_arithmetic("float"),
+)
+"""fp8 weights with an fp32 scale a block of 128 by 128, as DeepSeek-V3 and Qwen3 have them."""
+
+FP8_BLOCK_UE8M0: Final = Recipe(
+    name="fp8-block-ue8m0",
+    library=LIBRARY,
+    block=BLOCK,
+    codes="F8_E4M3",
+    scales="F8_E8M0",
+    suffix="weight_scale_inv",
+    arithmetic=_arithmetic("ue8m0"),
+)
+"""The same with scales that are powers of two, of 8 bits."""

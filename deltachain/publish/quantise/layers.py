@@ -1,0 +1,200 @@
+"""Layers of a model that engines quantise: linear layers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import nn
+
+from deltachain.errors import ConfigError
+from deltachain.publish.model.conversion import as_saved
+from deltachain.publish.model.source import ModelTensors
+from deltachain.publish.quantise.recipe import FLOATS
+from deltachain.publish.quantise.settings import Quantization
+from deltachain.torch_names import normalise, unwrapped
+from deltachain.types import TensorSpec
+
+WEIGHT: Final = ".weight"
+
+ALREADY: Final = (
+    "train the checkpoint that it was made from; quantization= quantises weights of 16 or 32 bits"
+)
+"""Hint for a model that is quantised already."""
+
+
+class Layers(msgspec.Struct, frozen=True):
+    """Weights of a model by the kind of their layer; names in the checkpoint.
+
+    Attributes:
+        linear: Weights of linear layers and of experts.
+        embeddings: Weights of embeddings, which no engine takes for linear layers.
+    """
+
+    linear: frozenset[str]
+    embeddings: frozenset[str]
+
+    @classmethod
+    def joined(cls, found: Sequence[Layers]) -> Layers:
+        """Join the layers of several ranks."""
+        return cls(
+            frozenset(name for one in found for name in one.linear),
+            frozenset(name for one in found for name in one.embeddings),
+        )
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """Matrices that are quantised, and layers that are not.
+
+    Attributes:
+        names: Names of the matrices in the checkpoint.
+        ignored: Names of other layers that engines could take for linear layers.
+    """
+
+    names: frozenset[str]
+    ignored: tuple[str, ...]
+
+
+def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers:
+    """Find the linear layers, experts and embeddings of a model.
+
+    Experts are the parameters of modules named ``experts``, as in transformers.
+
+    Args:
+        model: The model, wrapped or not, with or without data.
+        saved: From the name of a live weight to its names in the checkpoint.
+
+    Raises:
+        ConfigError: The model is quantised already.
+    """
+    model = unwrapped(model)
+    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
+        raise ConfigError(f"{type(model).__name__} is quantised already", hint=ALREADY)
+    linear, embeddings = set[str](), set[str]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = normalise(f"{path}." if path else "")
+        if isinstance(module, nn.Linear):
+            linear.add(f"{prefix}weight")
+        elif isinstance(module, nn.Embedding):
+            embeddings.add(f"{prefix}weight")
+        elif prefix.endswith("experts."):
+            parameters = module.named_parameters(recurse=False)
+            linear |= {prefix + name for name, tensor in parameters if tensor.ndim > 2}
+    return Layers(
+        frozenset(name for live in linear for name in saved(live)),
+        frozenset(name for live in embeddings for name in saved(live)),
+    )
+
+
+def layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
+    """Find the layers of the weights that this rank publishes; see :func:`layers_of`."""
+    there = {
+        weight.spec.name: [run.spec.name for run in weight.element_map.slots]
+        for weight in source.weights
+    }
+    tied = {alias: there.get(name, []) for alias, name in source.aliases.items()}
+    found = layers_of(model, lambda live: there.get(live, []))
+    shared = layers_of(model, lambda live: tied.get(live, []))  # an embedding's other names
+    return Layers(found.linear, found.embeddings | shared.embeddings)
+
+
+def layers_of_config(config: Mapping[str, Any]) -> Layers:
+    """Find the layers of a checkpoint by making its model without data.
+
+    Args:
+        config: Content of its ``config.json``.
+
+    Raises:
+        ConfigError: transformers is missing, or cannot make the model.
+    """
+    if config.get("quantization_config"):
+        raise ConfigError("the checkpoint is quantised already", hint=ALREADY)
+    model = _without_data(config)
+    shapes = {normalise(name): tensor.shape for name, tensor in model.named_parameters()}
+
+    def saved(live: str) -> Iterable[str]:
+        if live not in shapes:
+            return ()
+        try:
+            there = as_saved(model, live, torch.empty(shapes[live], device="meta"))
+            return [name for name, _ in there]
+        except (ValueError, RuntimeError, KeyError, IndexError):  # not by itself
+            return [live]
+
+    return layers_of(model, saved)
+
+
+def _without_data(config: Mapping[str, Any]) -> nn.Module:
+    try:
+        import transformers  # noqa: PLC0415 - takes seconds
+    except ImportError as exc:
+        raise ConfigError(
+            "transformers, which knows the layers of a checkpoint, is not installed",
+            hint="pip install 'deltachain[quantization]'",
+        ) from exc
+    names = config.get("architectures")
+    kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    if kind is None:
+        raise ConfigError(
+            f"transformers has no model for architectures {names} of config.json",
+            hint="attach the model itself, which shows its linear layers",
+        )
+    made = transformers.AutoConfig.for_model(**config)
+    with torch.device("meta"):
+        model: nn.Module = kind(made)
+    return model
+
+
+def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> Choice:
+    """Choose the matrices of a model that are quantised.
+
+    Args:
+        source: The model; ``specs`` and ``aliases`` of all ranks.
+        layers: Its layers, of all ranks.
+        quantization: The recipe, and the layers to leave.
+
+    Raises:
+        ConfigError: A weight has another dtype or shape than can be quantised, or there is none.
+    """
+    linear = layers.linear - layers.embeddings
+    wanted = [
+        spec
+        for spec in source.specs
+        if spec.name in linear and not quantization.ignores(_layer(spec.name)) and spec.numel
+    ]
+    for spec in wanted:
+        _check(spec)
+    names = frozenset(spec.name for spec in wanted)
+    if not names:
+        raise ConfigError(
+            "no linear layer is left to quantise", hint="see `ignore` of the quantization"
+        )
+    others = [
+        spec.name
+        for spec in source.specs
+        if spec.name not in names | layers.embeddings
+        and (spec.name in linear or (spec.name.endswith(WEIGHT) and len(spec.shape) == 2))
+    ]
+    tied = [
+        alias
+        for alias, name in source.aliases.items()
+        if alias not in layers.embeddings and name in layers.embeddings
+    ]
+    return Choice(names, tuple(sorted({_layer(name) for name in (*others, *tied)})))
+
+
+def _layer(weight: str) -> str:
+    return weight.removesuffix(WEIGHT) if weight.endswith(WEIGHT) else weight.rpartition(".")[0]
+
+
+def _check(spec: TensorSpec) -> None:
+    if spec.dtype not in FLOATS:
+        raise ConfigError(f"{spec.name!r} is {spec.dtype}: quantised already", hint=ALREADY)
+    if len(spec.shape) != 2 or not spec.name.endswith(WEIGHT):
+        raise ConfigError(
+            f"{spec.name!r} has shape {spec.shape}: recipes quantise matrices called LAYER.weight",
+            hint=f"ignore {_layer(spec.name)!r}, or train a model whose checkpoint has one matrix "
+            "an expert",
+        )

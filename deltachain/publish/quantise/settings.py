@@ -1,0 +1,65 @@
+"""Choice of a recipe, and of the layers that it leaves alone."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from deltachain.errors import ConfigError
+from deltachain.publish.quantise.registry import RECIPES
+
+PATTERN: Final = "re:"
+"""Prefix of a regular expression, as in compressed-tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Quantisation of the weights that a chain publishes.
+
+    Attributes:
+        recipe: Name of a recipe: ``fp8-block``, ``fp8-block-ue8m0``, ``fp8-row``, ``fp8-tensor`` or
+            ``int8-row``.
+        ignore: Linear layers and experts that are published as they are: the name of a layer in the
+            checkpoint or its end, as in ``lm_head``, or a regular expression behind ``re:`` that
+            matches from the start, as in ``re:visual``.
+
+    Raises:
+        ConfigError: There is no such recipe, or an entry is not a regular expression.
+
+    Example:
+        >>> deltachain.PublishConfig(
+        ...     url=new_url, quantization=Quantization("fp8-block", ignore=("lm_head", "re:visual"))
+        ... )    # doctest: +SKIP
+    """
+
+    recipe: str
+    ignore: tuple[str, ...] = ("lm_head",)
+
+    def __post_init__(self) -> None:
+        if self.recipe not in RECIPES:
+            raise ConfigError(
+                f"quantization={self.recipe!r}: no such recipe",
+                hint=f"expected one of: {', '.join(sorted(RECIPES))}",
+            )
+        for entry in self.ignore:
+            if entry.startswith(PATTERN):
+                try:
+                    re.compile(entry.removeprefix(PATTERN))
+                except re.error as exc:
+                    raise ConfigError(f"ignore has {entry!r}: {exc}") from exc
+
+    @classmethod
+    def chosen(cls, setting: Quantization | str | None) -> Quantization | None:
+        """Return a setting as an object; a recipe's name stands for the recipe with defaults."""
+        return cls(setting) if isinstance(setting, str) else setting
+
+    def ignores(self, layer: str) -> bool:
+        """Return whether a layer of the checkpoint is published as it is."""
+        return any(_matches(entry, layer) for entry in self.ignore)
+
+
+def _matches(entry: str, layer: str) -> bool:
+    if entry.startswith(PATTERN):
+        return re.match(entry.removeprefix(PATTERN), layer) is not None
+    return layer == entry or layer.endswith(f".{entry}")

@@ -1,0 +1,126 @@
+"""A publisher that quantises: the chain is the checkpoint that the recipe's library writes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from deltachain.chain.chain import Chain
+from deltachain.cli.pull import pull
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.push import push
+from deltachain.publish.quantise.registry import RECIPES
+from deltachain.publish.quantise.settings import Quantization
+from deltachain.store import open_store
+from tests.unit.publish.library import differing, llama, quantised_state
+
+
+def pulled(url: str, folder: Path, version: int) -> dict[str, Tensor]:
+    out = folder / f"pulled-{version}"
+    pull(url, out=out, version=version)
+    return load_file(out / "model.safetensors")
+
+
+def step_(model: nn.Module, seed: int, size: float = 5e-5) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator) * size
+            parameter.add_(drawn.to(parameter.dtype))
+
+
+def expected_of(model: nn.Module, recipe: str) -> dict[str, Tensor]:
+    return quantised_state(copy.deepcopy(model).bfloat16(), recipe)
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_every_version_is_what_the_library_writes(recipe: str, tmp_path: Path) -> None:
+    model = llama().float()  # masters
+    url = str(tmp_path / "chain")
+    config = PublishConfig(url=url, quantization=recipe, dtype="BF16")
+    with Publisher(config).attach(model) as publisher:
+        assert differing(pulled(url, tmp_path, 0), expected_of(model, recipe)) == set()
+        for number in (1, 2):
+            step_(model, number)
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            publisher.publish(step=number).result()
+            assert differing(before, dict(model.state_dict())) == set(), "masters stay untouched"
+            found = pulled(url, tmp_path, number)
+            assert differing(found, expected_of(model, recipe)) == set()
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_configuration_names_the_recipe_and_what_it_leaves(recipe: str, tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=True)
+    url = str(tmp_path / "chain")
+    Publisher(PublishConfig(url=url, quantization=recipe)).attach(model).close()
+    pull(url, out=tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    left = "ignore" if "ignore" in config else "modules_to_not_convert"
+    assert config[left] == ["lm_head"]
+    table = Chain.open(open_store(url)).table
+    assert table.ext == {"quantization": dict(RECIPES[recipe].record())}
+    assert table.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["int8-row", "fp8-row", "fp8-tensor"])
+def test_transformers_loads_what_is_pulled(recipe: str, tmp_path: Path) -> None:
+    model = llama()
+    url = str(tmp_path / "chain")
+    Publisher(PublishConfig(url=url, quantization=recipe)).attach(model).close()
+    pull(url, out=tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    tokens = torch.arange(12)[None]
+    near, exact = loaded(tokens).logits, model(tokens).logits
+    assert torch.cosine_similarity(near, exact, dim=-1).min() > 0.98
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_pushed_checkpoint_equals_a_published_model(recipe: str, tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "0")
+    url = str(tmp_path / "chain")
+    config = PublishConfig(url=url, quantization=recipe)
+    first = push(open_store(url, writer=True), tmp_path / "0", config)
+    assert [one.version for one in first.committed] == [0]
+    assert differing(pulled(url, tmp_path, 0), expected_of(model, recipe)) == set()
+    step_(model, 1)
+    model.save_pretrained(tmp_path / "1")
+    second = push(open_store(url, writer=True), tmp_path / "1", config)
+    assert [one.manifest.edge.kind for one in second.committed] == ["delta"]
+    assert differing(pulled(url, tmp_path, 1), expected_of(model, recipe)) == set()
+
+
+def test_a_publisher_continues_its_chain_without_an_anchor(tmp_path: Path) -> None:
+    model, url = llama(), str(tmp_path / "chain")
+    config = PublishConfig(url=url, quantization="fp8-block")
+    Publisher(config).attach(model).close()
+    step_(model, 1)
+    with Publisher(config).attach(model) as publisher:
+        assert publisher.version == 2  # the takeover, and the difference
+        assert publisher.last is None
+    assert differing(pulled(url, tmp_path, 2), expected_of(model, "fp8-block")) == set()
+
+
+def test_layers_can_be_left_as_they_are(tmp_path: Path) -> None:
+    model, url = llama(), str(tmp_path / "chain")
+    chosen = Quantization("fp8-row", ignore=("lm_head", "o_proj", "re:model.layers.1.mlp"))
+    Publisher(PublishConfig(url=url, quantization=chosen)).attach(model).close()
+    ignored = tuple(
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and chosen.ignores(name)
+    )
+    assert len(ignored) == 1 + 2 + 3
+    expected = quantised_state(copy.deepcopy(model), "fp8-row", ignored)
+    assert differing(pulled(url, tmp_path, 0), expected) == set()
+    config = json.loads((tmp_path / "pulled-0" / "config.json").read_text())
+    assert config["quantization_config"]["ignore"] == sorted(ignored)
