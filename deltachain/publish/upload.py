@@ -15,7 +15,7 @@ from deltachain.codec import Change, EncodedPart, encode_part
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.encodings.overwrite import OverwriteEncoding
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.format.digest import digest_key
+from deltachain.format.digest import digest_key, digest_of_pieces
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import host
@@ -104,7 +104,8 @@ class EdgeUpload:
             parts = [part.result().result() for part in self._parts]
             if self._group:
                 group = self._take()
-                parts.append(self._put(self._key(0), self._encode(group)))
+                part = self._encode(group)
+                parts.append(self._put(self._key(0), part, part.digest))
         kind, version = self._keys.kind, self._keys.version
         return Edge(
             kind=kind,
@@ -155,7 +156,8 @@ class EdgeUpload:
 
     def _put_and_release(self, key: str, part: EncodedPart) -> ObjectRef:
         try:
-            return self._put(key, part)
+            # By one thread: the others encode, and none of a group waits for them.
+            return self._put(key, part, digest_of_pieces([part.content]))
         except BaseException as error:
             self._failure = self._failure or error
             raise
@@ -170,14 +172,14 @@ class EdgeUpload:
         self._encodings.update(part.encodings)
         return part
 
-    def _put(self, key: str, part: EncodedPart) -> ObjectRef:
+    def _put(self, key: str, part: EncodedPart, digest: str) -> ObjectRef:
         if self._failure is not None:
             raise self._failure
         pin = self._store.put(key, part.content)
         return ObjectRef(
             key=key,
             nbytes=len(part.content),
-            blake3=part.digest,
+            blake3=digest,
             directory=part.directory,
             pin=pin,
         )
