@@ -52,11 +52,13 @@ class _Window(NamedTuple):
     """A window of a weight in a new snapshot.
 
     Attributes:
+        weight: The weight.
         window: Its elements.
         bits: Bits of the whole weight in the snapshot.
         live: Live bits of the weight; ``None`` if they are in the snapshot already.
     """
 
+    weight: Weight
     window: AdjacentRuns
     bits: Bits
     live: Bits | None
@@ -89,6 +91,8 @@ class Snapshot:
         self._kept: dict[str, Kept] = {}
         self._places: dict[torch.device, SnapshotPlace] = {}
         self._diffs: dict[torch.device, DeviceDiff] = {}
+        self._state = StateDigest()
+        self._first: dict[tuple[str, str], tuple[int, StateDigest]] = {}
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
         for weight in trained:
@@ -102,7 +106,10 @@ class Snapshot:
         with Pool(cores()) as pool:
             ahead = 1 if self._one_by_one else 4 * cores()
             digests = pool.ordered(_fill, self._windows(slabs), ahead=ahead, small=_is_small)
-            self._state = sum(digests, StateDigest())
+            for weight, window, digest in digests:
+                self._state += digest
+                if not weight.frozen:
+                    self._add_first(weight, window, digest)
         if where == "device" and trained and not self._diffs:
             raise ConfigError(
                 "snapshot='device', and all weights are on the host",
@@ -127,6 +134,19 @@ class Snapshot:
         kept = self._kept.get(weight.spec.name)
         return wire_bits(weight) if kept is None else _on_host(kept)
 
+    def first_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
+        """Return the state digest of a window, if it is known and still that of the snapshot.
+
+        It is known of all that a weight has of a checkpoint tensor, until the first change.
+        """
+        numel, digest = self._first.get((weight.spec.name, window.spec.name), (0, None))
+        return digest if numel == len(window.indices) else None
+
+    def _add_first(self, weight: Weight, window: AdjacentRuns, digest: StateDigest) -> None:
+        name = weight.spec.name, window.spec.name
+        numel, total = self._first.get(name, (0, StateDigest()))
+        self._first[name] = numel + len(window.indices), total + digest
+
     def diff_(self) -> Diff:
         """Find the changes since the last call, and advance the snapshot: all or nothing."""
         found: dict[str, Changes] = {}
@@ -145,6 +165,8 @@ class Snapshot:
             self._put_back(found)
             raise
         self._state += diff.digest
+        if found:
+            self._first.clear()
         return diff
 
     def restore(self, diff: Diff) -> None:
@@ -171,7 +193,7 @@ class Snapshot:
             else:
                 bits, live = self._keep(weight, slabs)
             for window in weight.element_map.windows(WINDOW_NUMEL):
-                yield _Window(window, bits, live)
+                yield _Window(weight, window, bits, live)
 
     def _keep(self, weight: Weight, slabs: Slabs) -> tuple[Bits, Bits | None]:
         """Take room for a weight; return it on the host, and live bits still to be copied there."""
@@ -238,11 +260,11 @@ def _is_small(one: _Window) -> bool:
     return one.bits.size < WINDOW_NUMEL // 8
 
 
-def _fill(one: _Window) -> StateDigest:
-    """Copy a window into the snapshot if it is not there; return its state digest."""
+def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
+    """Copy a window into the snapshot if it is not there; return it with its state digest."""
     if one.live is not None:
         one.bits[one.window.select] = one.live[one.window.select]
-    return digest_window(one.window, one.bits)
+    return one.weight, one.window, digest_window(one.window, one.bits)
 
 
 def _diff_on_host(weight: Weight, snapshot: Bits) -> Changes:

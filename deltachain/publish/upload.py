@@ -24,7 +24,7 @@ from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.snapshot import digest_window
 from deltachain.store import Store
 from deltachain.threads import Pool
-from deltachain.types import Bits, TensorSpec, Version
+from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 DENSE_SHARE: Final = 0.67
 """Compression ratio of dense bf16 weights by byte planes and zstd, N(0, 0.02)."""
@@ -226,10 +226,16 @@ def dense_change(spec: TensorSpec, bits: Bits) -> Change:
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
-def window_change(window: AdjacentRuns, bits: Bits) -> Change:
-    """Return a change of a window; ``bits`` is the rank's whole shard of the tensor."""
+def window_change(window: AdjacentRuns, bits: Bits, digest: StateDigest | None = None) -> Change:
+    """Return a change of a window.
+
+    Args:
+        window: The window.
+        bits: The rank's whole shard of the tensor.
+        digest: State digest of the window, if it is known.
+    """
     spec, indices = window.spec, window.indices
-    digest = digest_window(window, bits)
+    digest = digest_window(window, bits) if digest is None else digest
     if isinstance(indices, range):
         if len(indices) == spec.numel:
             return Change(TensorDelta.dense(spec, bits[window.select]), digest)
