@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from deltachain.chain import fetch as fetching_of
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
 from deltachain.codec import Part
+from deltachain.codec.frames import FRAME
 from deltachain.errors import (
     ConfigError,
     DigestMismatchError,
@@ -56,13 +59,13 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
     store = FaultyStore(FileStore(tmp_path / "chain"))
     config = PublishConfig(url=store.url, part_nbytes=1 << 16)
     Publisher(config, store=store).attach(TinyModel(width=256)).close()
-    return Chain.open(store)
+    chain = Chain.open(store)
+    assert len(parts_of(chain)) > 1
+    return chain
 
 
 def parts_of(chain: Chain) -> tuple[ObjectRef, ...]:
-    parts = chain.read(0).manifest.edge.parts
-    assert len(parts) > 1
-    return parts
+    return chain.read(0).manifest.edge.parts
 
 
 def faults_of(chain: Chain) -> FaultyStore:
@@ -133,6 +136,27 @@ def test_damage_at_any_read_is_found_before_anything_is_written(chain: Chain) ->
             assert same(bits_of(live), bits_of(model))
         store.mend()
     assert set(results) == {False, True}
+
+
+def test_a_newcomer_needs_memory_for_its_tensors_not_for_objects_in_a_folder(
+    tmp_path: Path,
+) -> None:
+    store = FileStore(tmp_path)
+    weights = torch.nn.Linear(4096, 4096, bias=False, dtype=torch.bfloat16)
+    torch.nn.init.normal_(weights.weight)
+    Publisher(PublishConfig(url=store.url), store=store).attach(weights, assets={}).close()
+    (part,) = parts_of(Chain.open(store))
+    assert part.nbytes > fetching_of.LARGE
+    live = {"weight": torch.zeros_like(weights.weight)}
+    tracemalloc.start()
+    try:
+        Subscriber(store.url, live).update()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert torch.equal(live["weight"].view(torch.int16), weights.weight.view(torch.int16))
+    once = 16 * FRAME  # by each thread, never written: see `frames._decompressor`
+    assert peak < weights.weight.nbytes + once + part.nbytes // 2
 
 
 def test_tensors_of_an_anchor_come_with_their_objects(chain: Chain) -> None:
