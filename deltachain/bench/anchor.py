@@ -7,6 +7,7 @@ is done as in a training or serving process, with all threads.
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 
 from deltachain.bench import report
 from deltachain.bench.timing import Candidate, Timings, round_robin, say
-from deltachain.codec.frames import FRAME, deflate_stream
-from deltachain.format.digest import object_digest
+from deltachain.codec.frames import FRAME, deflate_stream, inflate
+from deltachain.format.digest import digest_of_pieces
+from deltachain.kernels import host
 from deltachain.publish import Publisher
 from deltachain.publish.session import Attempt, EdgeShare, Session
 from deltachain.subscribe import Subscriber
+from deltachain.threads import cores
 
 NBYTES: Final = 256_000_000
 """Size of the model in bf16, in bytes."""
@@ -43,10 +46,15 @@ ROUNDS: Final = 5
 ATTACH: Final = "attach with first anchor"
 ANCHOR: Final = "anchor by itself"
 NEWCOMER: Final = "newcomer"
+TOUCH: Final = "floor: first touch of fresh memory for the weights"
 COPY: Final = "floor: copy of the weights"
-ZSTD: Final = "floor: zstd of the high bytes, one thread"
+STATE: Final = "floor: state digest of the weights"
+ZSTD: Final = "floor: zstd of the high bytes"
+INFLATE: Final = "floor: inflation of the high bytes"
 DIGEST: Final = "floor: blake3 of the anchor"
 WRITE: Final = "floor: write of the anchor"
+READ: Final = "floor: read of the anchor"
+"""Floors are of one thread, as core-seconds: each pass is needed, and all threads share them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +147,21 @@ class Bench:
         parts = [(self._folder / "kept" / part.key).read_bytes() for part in self.share.edge.parts]
         new, anchors = self._folder / "new", self._folder / "kept" / "anchors"
         kept = {path.name for path in anchors.iterdir()}
+        stored = self._folder / "stored"
+        stored.write_bytes(b"".join(parts))
+        frames = [deflate_stream(high[at : at + FRAME].data) for at in range(0, high.size, FRAME)]
         return [
             Candidate(ATTACH, self.attach, partial(shutil.rmtree, new, ignore_errors=True)),
             Candidate(ANCHOR, self.anchor, partial(_remove_others, anchors, kept)),
             Candidate(NEWCOMER, self.join, self.prepare_newcomer),
+            Candidate(TOUCH, partial(_touch, bits)),
             Candidate(COPY, partial(_copy, bits, copies)),
+            Candidate(STATE, partial(_state, bits)),
             Candidate(ZSTD, partial(_compress, high)),
+            Candidate(INFLATE, partial(_inflate, frames, high.size)),
             Candidate(DIGEST, partial(_digest, parts)),
             Candidate(WRITE, partial(_write, self._folder / "written", parts)),
+            Candidate(READ, partial(_read, stored)),
         ]
 
 
@@ -154,6 +169,12 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
     for path in folder.iterdir():
         if path.name not in kept:
             shutil.rmtree(path)
+
+
+def _touch(like: Sequence[Any]) -> None:
+    fresh = [np.empty_like(array) for array in like]
+    for array in fresh:
+        array[:: mmap.PAGESIZE // array.itemsize] = 1
 
 
 def _copy(sources: Sequence[Any], copies: Sequence[Any]) -> None:
@@ -166,9 +187,19 @@ def _compress(plane: Any) -> None:  # noqa: ANN401 - an array
         deflate_stream(plane[at : at + FRAME].data)
 
 
+def _state(weights: Sequence[Any]) -> None:
+    for bits in weights:
+        host.digest((1, 2), bits.view(np.uint16))
+
+
+def _inflate(frames: Sequence[bytes], nbytes: int) -> None:
+    for at, frame in zip(range(0, nbytes, FRAME), frames, strict=True):
+        inflate(frame, min(FRAME, nbytes - at))
+
+
 def _digest(parts: Sequence[bytes]) -> None:
     for part in parts:
-        object_digest(part)
+        digest_of_pieces([part])
 
 
 def _write(path: Path, parts: Sequence[bytes]) -> None:
@@ -180,17 +211,23 @@ def _write(path: Path, parts: Sequence[bytes]) -> None:
     path.unlink()
 
 
+def _read(path: Path) -> None:
+    piece = memoryview(bytearray(FRAME))
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(piece):
+            pass
+
+
 def rows(timings: Timings, nbytes: int) -> list[AnchorRow]:
     """Return the figures of every candidate, in the order measured."""
-    cores = os.cpu_count() or 1
-    single = (COPY, ZSTD, WRITE)
+    whole = (ATTACH, ANCHOR, NEWCOMER)
     return [
         AnchorRow(
             name=name,
             best_s=timings.best(name),
             median_s=timings.typical(name),
             gb_per_s=nbytes / timings.best(name) / 1e9,
-            threads=1 if name in single else cores,
+            threads=cores() if name in whole else 1,
         )
         for name in timings.seconds
     ]

@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,10 +30,11 @@ from deltachain.errors import (
     ObjectNotFoundError,
     UnsupportedFormatError,
 )
-from deltachain.format.digest import digest_key, object_digest
+from deltachain.format.digest import digest_key, digest_of_pieces, object_digest
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.kernels import host
 from deltachain.store import Store
+from deltachain.store.base import check_nbytes, not_found
 from deltachain.threads import Pool, cores
 from deltachain.types import Buffer, StateDigest, TensorSpec, mismatch
 
@@ -44,6 +46,12 @@ LOST: Final = (
 
 THREADS: Final = 8
 """Objects fetched at a time: enough to fill a link with tens of milliseconds of latency."""
+
+LARGE: Final = 8 << 20
+"""Size of an object in bytes above which fresh memory for it costs more than to read it twice."""
+
+PIECE: Final = 1 << 20
+"""Bytes of a large object that are read at a time: they stay in cache while they are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,7 @@ class Fetched:
         nbytes: Fetched bytes.
         times: Time of each arrival so far, by ``time.perf_counter``.
         corrupt: Keys of objects that were corrupt on the first read.
+        early: Parts that give a tensor, of those that :meth:`arriving` yielded before all arrived.
     """
 
     plan: Plan
@@ -84,6 +93,7 @@ class Fetched:
     nbytes: int
     times: list[float]
     corrupt: list[str]
+    early: dict[str, tuple[Part, ...]] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -108,9 +118,25 @@ class Fetched:
         touched = {name for part in self.parts for name in part.rows}
         return tuple(name for name in self.specs if name in touched)
 
+    def arriving(self) -> Iterator[str]:
+        """Yield the names of changed tensors, each when :meth:`read` need not wait for objects.
+
+        A tensor of which an object of an anchor has all elements is not in other objects of it.
+        """
+        if self.from_nothing and self.base is None:
+            later = [arrival.part.result() for arrival in self.arrivals if arrival.edge]
+            for arrival in self.arrivals[: len(self.arrivals) - len(later)]:
+                part = arrival.part.result()
+                for name, row in part.rows.items():
+                    if row.nnz == self.specs[name].numel and name not in self.early:
+                        self.early[name] = part, *(one for one in later if name in one.rows)
+                        yield name
+        yield from (name for name in self.names if name not in self.early)
+
     def read(self, name: str) -> TensorDelta:
         """Decode the delta of one tensor, folded over the whole plan."""
-        deltas = [part.read(name) for part in self.parts if name in part.rows]
+        parts = self.early.get(name) or self.parts
+        deltas = [part.read(name) for part in parts if name in part.rows]
         if self.base is not None:
             deltas.insert(0, TensorDelta.dense(self.specs[name], self.base.bits(name)))
         return fold_all(deltas)
@@ -175,10 +201,14 @@ def fetching(
     target: Committed | None = None,
     base: Path | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    hold: bool = True,
 ) -> Iterator[Fetched]:
     """Fetch every object of a plan in threads, while the plan is used; see :func:`fetch`.
 
-    Objects that nobody has begun to fetch when the context ends are not fetched.
+    Objects that nobody has begun to fetch when the context ends are not fetched. Without ``hold``
+    each tensor must be decoded once only: large objects of an edge from nothing are then verified
+    without being held in memory, where the store has cheap ranges, and read again as they are
+    decoded.
     """
     specs = {spec.name: spec for spec in chain.table.specs()}
     chain.look_ahead(plan)
@@ -193,7 +223,7 @@ def fetching(
     times: list[float] = []
 
     def get(ref: ObjectRef, edge: Edge) -> Part:
-        part = fetch_part(chain.store, ref, corrupt)
+        part = fetch_part(chain.store, ref, corrupt, hold=hold or edge.base is not None)
         check_encodings(edge, (row.encoding for row in part.rows.values()), ref.key)
         rows = {name: row.spec for name, row in part.rows.items()}
         _check_specs(rows, ref.key, specs, "the chain", key=ref.key)
@@ -202,7 +232,10 @@ def fetching(
         return part
 
     with Pool(min(THREADS, len(refs))) as pool:
-        arrivals = tuple(Arrival(ref, n, pool.submit(get, ref, edges[n])) for ref, n in refs)
+        # Those of an anchor come last: its tensors are decoded as they come, if the rest is there.
+        order = sorted(range(len(refs)), key=lambda number: not refs[number][1])
+        begun = {n: pool.submit(get, refs[n][0], edges[refs[n][1]]) for n in order}
+        arrivals = tuple(Arrival(ref, edge, begun[n]) for n, (ref, edge) in enumerate(refs))
         try:
             yield Fetched(plan, specs, checkpoint, arrivals, plan.nbytes, times, corrupt)
         finally:
@@ -244,27 +277,55 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     return checkpoint
 
 
-def fetch_part(store: Store, ref: ObjectRef, corrupt: list[str] | None = None) -> Part:
+def fetch_part(
+    store: Store, ref: ObjectRef, corrupt: list[str] | None = None, *, hold: bool = True
+) -> Part:
     """Fetch and verify a part, once more if it is corrupt.
 
     Args:
         store: Store of the part.
         ref: Key, size and digests of the part.
         corrupt: List that the key is appended to if the first read was corrupt.
+        hold: Whether to hold a large object in memory even if the store has cheap ranges. Frames
+            of an object that is not held are read and verified again as they are decoded.
 
     Raises:
         ObjectNotFoundError: The object is gone.
         DigestMismatchError: The object does not have this digest.
         MalformedError: The object has this digest but violates FORMAT.md.
     """
+    in_store = not hold and ref.nbytes > LARGE and store.capabilities.cheap_ranges
+    get = _in_store if in_store else _held
     try:
-        return _open(_read(store, ref), ref)
+        return get(store, ref)
     except UnsupportedFormatError:
         raise
     except FormatError:
         if corrupt is not None:
             corrupt.append(ref.key)
-        return _open(_read(store, ref), ref)
+        return get(store, ref)
+
+
+def _held(store: Store, ref: ObjectRef) -> Part:
+    """Read an object into memory, verify it and open it as a part."""
+    data = _read(store, ref)
+    _check_digest(ref.key, ref.blake3, object_digest(data), ref.key)
+    return _checked(Part.from_bytes(data, key=ref.key), ref)
+
+
+def _in_store(store: Store, ref: ObjectRef) -> Part:
+    """Verify an object piece by piece and open it as a part that reads ranges from the store."""
+    info = store.find(ref.key)
+    if info is None:
+        missing = not_found(ref.key, store.url)
+        missing.hint = LOST
+        raise missing
+    check_nbytes(ref.key, store.url, expected=ref.nbytes, actual=info.nbytes)
+    read_at = partial(store.get_range, ref.key)
+    starts = range(0, ref.nbytes, PIECE)
+    pieces = (read_at(start, min(PIECE, ref.nbytes - start)) for start in starts)
+    _check_digest(ref.key, ref.blake3, digest_of_pieces(pieces), ref.key)
+    return _checked(Part(read_at, ref.nbytes, key=ref.key), ref)
 
 
 def _read(store: Store, ref: ObjectRef) -> Buffer:
@@ -275,22 +336,15 @@ def _read(store: Store, ref: ObjectRef) -> Buffer:
         raise
 
 
-def _open(data: Buffer, ref: ObjectRef) -> Part:
-    """Verify the digests of an object and open it as a part."""
-    actual = object_digest(data)
-    if actual != ref.blake3:
-        raise DigestMismatchError(
-            ref.key,
-            expected=ref.blake3,
-            actual=actual,
-            key=ref.key,
-        )
-    part = Part.from_bytes(data, key=ref.key)
-    if part.digest != ref.directory:
-        raise DigestMismatchError(
-            f"{ref.key}: directory", expected=ref.directory, actual=part.digest, key=ref.key
-        )
+def _checked(part: Part, ref: ObjectRef) -> Part:
+    """Return a part after a check of its directory's digest."""
+    _check_digest(f"{ref.key}: directory", ref.directory, part.digest, ref.key)
     return part
+
+
+def _check_digest(what: str, expected: str, actual: str, key: str) -> None:
+    if actual != expected:
+        raise DigestMismatchError(what, expected=expected, actual=actual, key=key)
 
 
 def _check_specs(

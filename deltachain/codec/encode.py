@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,17 +66,20 @@ class EncodedPart:
 
     Attributes:
         content: Content of the safetensors file.
-        digest: blake3 of ``content``.
         directory: blake3 of all bytes before the streams, as stored in the file.
         nnz: Number of stored elements.
         encodings: Sorted names of all encodings in the part.
     """
 
     content: memoryview
-    digest: str
     directory: str
     nnz: int
     encodings: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        """The blake3 of the content, computed by each call."""
+        return object_digest(self.content)
 
     @property
     def data(self) -> bytes:
@@ -107,7 +109,7 @@ def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
         ConfigError: A delta mixes steps and absolute bits, or its encoding cannot store it.
     """
     groups = list(_buckets(changes))
-    with Pool(os.cpu_count() or 1) as pool:
+    with Pool(cores()) as pool:
         encode = partial(_encode_bucket, raw=raw)
         apply = pool.map if len(groups) > 1 and not raw else map
         return _assemble(list(apply(encode, range(len(groups)), groups)), pool, compress=not raw)
@@ -213,7 +215,7 @@ def _assemble(encoded: Sequence[_Encoded], pool: Pool, *, compress: bool) -> Enc
     content[room - len(before) : room] = np.frombuffer(before, np.uint8)
     data = content[room - len(before) : at].data
     encodings = tuple(sorted({row.encoding for row in rows}))
-    return EncodedPart(data, object_digest(data), digest, sum(row.nnz for row in rows), encodings)
+    return EncodedPart(data, digest, sum(row.nnz for row in rows), encodings)
 
 
 def _frames(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final, TypeAlias
 
@@ -15,10 +16,22 @@ DigestKey: TypeAlias = tuple[int, int]
 DIGEST_HEX: Final = 64
 """Hexadecimal digits of an object digest."""
 
+THREADED: Final = 4 << 20
+"""Bytes above which an object is hashed in threads: smaller ones, of which every frame is one, are
+hashed by several threads at a time, and would wait for one another."""
+
 
 def object_digest(data: bytes | bytearray | memoryview) -> str:
     """Return the blake3 of ``data`` as 64 hexadecimal digits."""
-    return blake3(data, max_threads=blake3.AUTO if len(data) > 1 << 20 else 1).hexdigest()
+    return blake3(data, max_threads=blake3.AUTO if len(data) > THREADED else 1).hexdigest()
+
+
+def digest_of_pieces(pieces: Iterable[bytes | memoryview]) -> str:
+    """Return the blake3 of consecutive pieces of an object; each is hashed while it is in cache."""
+    digest = blake3()
+    for piece in pieces:
+        digest.update(piece)
+    return digest.hexdigest()
 
 
 @lru_cache(maxsize=1 << 16)

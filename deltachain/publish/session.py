@@ -363,7 +363,8 @@ class Session:
         for weight in self.source.weights:
             bits = bits_of(weight)
             for window in weight.element_map.windows(self._window_numel(weight)):
-                change = window_change(window, bits)
+                known = None if late else self.snapshot.first_digest(weight, window)
+                change = window_change(window, bits, known)
                 total += change.digest
                 upload.add(change)
         if total != state:

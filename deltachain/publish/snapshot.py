@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
@@ -38,13 +38,30 @@ from deltachain.publish.snapshot_memory import (
     reserve_nbytes,
     wait_for_writes,
 )
+from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, Indices, StateDigest
 
 logger = logging.getLogger(__name__)
 
-WINDOW_NUMEL: Final = 1 << 22
-"""Elements digested at a time if they are not consecutive in the checkpoint."""
+WINDOW_NUMEL: Final = 1 << 20
+"""Elements copied and digested at a time by each thread: few enough to stay in cache."""
+
+
+class _Window(NamedTuple):
+    """A window of a weight in a new snapshot.
+
+    Attributes:
+        weight: The weight.
+        window: Its elements.
+        bits: Bits of the whole weight in the snapshot.
+        live: Live bits of the weight; ``None`` if they are in the snapshot already.
+    """
+
+    weight: Weight
+    window: AdjacentRuns
+    bits: Bits
+    live: Bits | None
 
 
 class Snapshot:
@@ -75,6 +92,7 @@ class Snapshot:
         self._places: dict[torch.device, SnapshotPlace] = {}
         self._diffs: dict[torch.device, DeviceDiff] = {}
         self._state = StateDigest()
+        self._first: dict[tuple[str, str], tuple[int, StateDigest]] = {}
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
         for weight in trained:
@@ -85,10 +103,13 @@ class Snapshot:
         slabs = Slabs(sizes)
         # An export makes its tensors anew each time, and may use their memory again at once.
         self._one_by_one = any(weight.tensor.is_meta for weight in trained)
-        for weight in source.live_weights():
-            bits = wire_bits(weight) if weight.frozen else self._keep(weight, slabs)
-            for window in weight.element_map.windows(WINDOW_NUMEL):
-                self._state += digest_window(window, bits)
+        with Pool(cores()) as pool:
+            ahead = 1 if self._one_by_one else 4 * cores()
+            digests = pool.ordered(_fill, self._windows(slabs), ahead=ahead, small=_is_small)
+            for weight, window, digest in digests:
+                self._state += digest
+                if not weight.frozen:
+                    self._add_first(weight, window, digest)
         if where == "device" and trained and not self._diffs:
             raise ConfigError(
                 "snapshot='device', and all weights are on the host",
@@ -113,6 +134,19 @@ class Snapshot:
         kept = self._kept.get(weight.spec.name)
         return wire_bits(weight) if kept is None else _on_host(kept)
 
+    def first_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
+        """Return the state digest of a window, if it is known and still that of the snapshot.
+
+        It is known of all that a weight has of a checkpoint tensor, until the first change.
+        """
+        numel, digest = self._first.get((weight.spec.name, window.spec.name), (0, None))
+        return digest if numel == len(window.indices) else None
+
+    def _add_first(self, weight: Weight, window: AdjacentRuns, digest: StateDigest) -> None:
+        name = weight.spec.name, window.spec.name
+        numel, total = self._first.get(name, (0, StateDigest()))
+        self._first[name] = numel + len(window.indices), total + digest
+
     def diff_(self) -> Diff:
         """Find the changes since the last call, and advance the snapshot: all or nothing."""
         found: dict[str, Changes] = {}
@@ -131,6 +165,8 @@ class Snapshot:
             self._put_back(found)
             raise
         self._state += diff.digest
+        if found:
+            self._first.clear()
         return diff
 
     def restore(self, diff: Diff) -> None:
@@ -148,22 +184,39 @@ class Snapshot:
         for name, changes in live.items():
             _write_(self._kept[name], changes.indices, changes.old)
 
-    def _keep(self, weight: Weight, slabs: Slabs) -> Bits:
-        """Copy the bits of a weight into the snapshot; return them on the host."""
+    def _windows(self, slabs: Slabs) -> Iterator[_Window]:
+        """Yield all windows; take room in the snapshot for each weight."""
+        for weight in self._source.live_weights():
+            live = None
+            if weight.frozen:
+                bits = wire_bits(weight)
+            else:
+                bits, live = self._keep(weight, slabs)
+            for window in weight.element_map.windows(WINDOW_NUMEL):
+                yield _Window(weight, window, bits, live)
+
+    def _keep(self, weight: Weight, slabs: Slabs) -> tuple[Bits, Bits | None]:
+        """Take room for a weight; return it on the host, and live bits still to be copied there."""
         tensor, spec = weight.tensor.detach(), weight.spec
         numel, width = tensor.numel(), spec.itemsize
         if device.on_host(tensor) and not self._on_device:
-            kept = Kept(_signed(threaded.copy(wire_bits(weight))), 0, numel, resident=False)
-        else:
-            resident = self._place(tensor.device) == "device"
-            where = tensor.device if resident else torch.device("cpu")
-            pinned = tensor.is_cuda and not resident
-            kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
-            kept.bits.copy_(device_bits(weight))
-            wait_for_writes(kept.slab)
-            self._diff_on(tensor.device).expect(_compared(weight, kept).kind, numel)
+            live = wire_bits(weight)
+            is_cast = tensor.dtype != TORCH_DTYPES[spec.dtype]
+            bits = live if is_cast else np.empty_like(live)
+            self._kept[spec.name] = Kept(_signed(bits), 0, numel, resident=False)
+            if is_cast or weight.element_map.table is None:
+                return bits, None if is_cast else live
+            np.copyto(bits, live)  # neighbours are in different windows
+            return bits, None
+        resident = self._place(tensor.device) == "device"
+        where = tensor.device if resident else torch.device("cpu")
+        pinned = tensor.is_cuda and not resident
+        kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
+        kept.bits.copy_(device_bits(weight))
+        wait_for_writes(kept.slab)
+        self._diff_on(tensor.device).expect(_compared(weight, kept).kind, numel)
         self._kept[spec.name] = kept
-        return _on_host(kept)
+        return _on_host(kept), None
 
     def _place(self, where: torch.device) -> SnapshotPlace:
         """Return where the snapshot of weights on a device is; decided once, and logged."""
@@ -200,6 +253,18 @@ class Snapshot:
         one.add(_compared(weight, kept))
         if self._one_by_one:
             one.settle(found)
+
+
+def _is_small(one: _Window) -> bool:
+    """Return whether a thread of its own costs a window more than it saves."""
+    return one.bits.size < WINDOW_NUMEL // 8
+
+
+def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
+    """Copy a window into the snapshot if it is not there; return it with its state digest."""
+    if one.live is not None:
+        one.bits[one.window.select] = one.live[one.window.select]
+    return one.weight, one.window, digest_window(one.window, one.bits)
 
 
 def _diff_on_host(weight: Weight, snapshot: Bits) -> Changes:

@@ -15,7 +15,7 @@ from deltachain.codec import Change, EncodedPart, encode_part
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.encodings.overwrite import OverwriteEncoding
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.format.digest import digest_key
+from deltachain.format.digest import digest_key, digest_of_pieces
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import host
@@ -24,7 +24,7 @@ from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.snapshot import digest_window
 from deltachain.store import Store
 from deltachain.threads import Pool
-from deltachain.types import Bits, TensorSpec, Version
+from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 DENSE_SHARE: Final = 0.67
 """Compression ratio of dense bf16 weights by byte planes and zstd, N(0, 0.02)."""
@@ -104,7 +104,8 @@ class EdgeUpload:
             parts = [part.result().result() for part in self._parts]
             if self._group:
                 group = self._take()
-                parts.append(self._put(self._key(0), self._encode(group)))
+                part = self._encode(group)
+                parts.append(self._put(self._key(0), part, part.digest))
         kind, version = self._keys.kind, self._keys.version
         return Edge(
             kind=kind,
@@ -155,7 +156,8 @@ class EdgeUpload:
 
     def _put_and_release(self, key: str, part: EncodedPart) -> ObjectRef:
         try:
-            return self._put(key, part)
+            # By one thread: the others encode, and none of a group waits for them.
+            return self._put(key, part, digest_of_pieces([part.content]))
         except BaseException as error:
             self._failure = self._failure or error
             raise
@@ -170,14 +172,14 @@ class EdgeUpload:
         self._encodings.update(part.encodings)
         return part
 
-    def _put(self, key: str, part: EncodedPart) -> ObjectRef:
+    def _put(self, key: str, part: EncodedPart, digest: str) -> ObjectRef:
         if self._failure is not None:
             raise self._failure
         pin = self._store.put(key, part.content)
         return ObjectRef(
             key=key,
             nbytes=len(part.content),
-            blake3=part.digest,
+            blake3=digest,
             directory=part.directory,
             pin=pin,
         )
@@ -224,10 +226,16 @@ def dense_change(spec: TensorSpec, bits: Bits) -> Change:
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
-def window_change(window: AdjacentRuns, bits: Bits) -> Change:
-    """Return a change of a window; ``bits`` is the rank's whole shard of the tensor."""
+def window_change(window: AdjacentRuns, bits: Bits, digest: StateDigest | None = None) -> Change:
+    """Return a change of a window.
+
+    Args:
+        window: The window.
+        bits: The rank's whole shard of the tensor.
+        digest: State digest of the window, if it is known.
+    """
     spec, indices = window.spec, window.indices
-    digest = digest_window(window, bits)
+    digest = digest_window(window, bits) if digest is None else digest
     if isinstance(indices, range):
         if len(indices) == spec.numel:
             return Change(TensorDelta.dense(spec, bits[window.select]), digest)

@@ -58,6 +58,10 @@ class Capabilities:
     poll_s: float = 1.0
     """Seconds between two polls of one reader: short, and acceptable to the store."""
 
+    cheap_ranges: bool = False
+    """Whether ``get_range`` costs little more than its bytes, so that a reader may read a large
+    object range by range, and again, instead of holding it in memory."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:

@@ -33,6 +33,7 @@ def fetch_around(
     use: Callable[[Fetched], _T],
     *,
     base: Path | None,
+    hold: bool = True,
 ) -> tuple[Fetched, _T]:
     """Use the cheapest plan while it is fetched; again without an edge that has an unusable object.
 
@@ -43,6 +44,7 @@ def fetch_around(
         use: Called with a plan whose objects may still be on their way; called again with another
             plan if one of them turns out to be unusable.
         base: Local folder of the base checkpoint.
+        hold: Whether large objects are held in memory in any case; see :func:`fetching`.
 
     Returns:
         The plan, whose objects have all arrived, and the result of ``use``.
@@ -60,7 +62,7 @@ def fetch_around(
                 raise _named(failure, committed) from failure.__cause__
             raise
         try:
-            with fetching(chain, plan, target=committed, base=base) as fetched:
+            with fetching(chain, plan, target=committed, base=base, hold=hold) as fetched:
                 return fetched, use(fetched)
         except (FormatError, ObjectNotFoundError, ConfigError) as exc:
             bad = _unusable(plan, exc)

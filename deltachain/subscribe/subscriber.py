@@ -33,6 +33,7 @@ from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.status import Status, status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target
+from deltachain.subscribe.targets.local import decodes_once
 from deltachain.subscribe.undo import UndoLog
 from deltachain.subscribe.watch import Watch
 from deltachain.threads import Pool
@@ -329,7 +330,8 @@ class Subscriber(Closeable):
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage a committed version from the version held at a generation."""
-        start = time.perf_counter()
+        start, budget = time.perf_counter(), self.config.stage_budget
+        once = decodes_once(self.target, self.chain.table.specs(), budget)
 
         def stage(fetched: Fetched) -> Prepared:
             try:
@@ -337,7 +339,7 @@ class Subscriber(Closeable):
                     fetched,
                     base=StateDigest.parse(held.state) if held else None,
                     state=committed.state,
-                    budget=self.config.stage_budget,
+                    budget=budget,
                 )
             except BaseMismatchError:
                 with self._writing:
@@ -350,7 +352,7 @@ class Subscriber(Closeable):
         with Pool(1) as pool:  # looks up the head during the fetch, without another round trip
             looking = pool.submit(self._newest, committed.version)
             fetched, prepared = fetch_around(
-                self.chain, held, committed, stage, base=self.config.base
+                self.chain, held, committed, stage, base=self.config.base, hold=not once
             )
         fetched_at = max([start, *fetched.times])
         staged_at = time.perf_counter()

@@ -176,7 +176,10 @@ class FaultyStore(Store):
 
     @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self.get(key)[start : start + length]
+        self._check_up(key)
+        data = self._spoiled(key, self.inner.get_range(key, start, length))
+        check_nbytes(key, self.url, expected=length, actual=len(data))
+        return data
 
     @override
     def put(self, key: str, data: Buffer) -> str:

@@ -55,7 +55,7 @@ from deltachain.types import Buffer
 
 _T = TypeVar("_T")
 
-_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
+_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, cheap_ranges=True)
 
 _MAX_PRUNE_RACES: Final = 32
 """Attempts of one write whose folder other processes remove; each failure needs a delete."""

@@ -98,7 +98,7 @@ class PatchedTarget(Target, ABC):
         nbytes = 0
         one = partial(self._stage_one, fetched, base_too=base is not None)
         with Pool(cores(), "deltachain-stage") as pool:
-            for patch in self.ordered(pool, one, fetched.specs, fetched.names):
+            for patch in self.ordered(pool, one, fetched.specs, fetched.arriving()):
                 nbytes += patch.nbytes
                 if nbytes <= budget:
                     patches.append(patch)
@@ -160,6 +160,17 @@ class PatchedTarget(Target, ABC):
         if prepared.fetched is not None:
             for name in prepared.deferred:
                 yield self.prepare(prepared.fetched.read(name), base_too=False).without_old()
+
+
+def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bool:
+    """Return whether a target stages tensors from nothing within a budget, and at once.
+
+    Args:
+        target: The target.
+        specs: Specs of the chain's tensors.
+        budget: Bytes of old and new bits to keep; see :meth:`Target.stage`.
+    """
+    return isinstance(target, PatchedTarget) and 2 * sum(s.nbytes for s in specs) <= budget
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
