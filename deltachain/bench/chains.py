@@ -13,7 +13,7 @@ chance of a flip by old exponent, entropy limits and others' layouts against mea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -97,6 +97,36 @@ class SyntheticChain:
             bits = {name: new for name, (_, new) in step.items()}
             yield step
 
+    def updates(
+        self, densities: Sequence[float], lrs: Sequence[float] = ()
+    ) -> Iterator[tuple[float, Step]]:
+        """Yield the next update at several learning rates, all from one warmed-up state.
+
+        Costs one warm-up, which takes most of the time, instead of one a learning rate. The
+        gradient is the same in all of them.
+
+        Args:
+            densities: Densities to find learning rates for, as `with_density` does.
+            lrs: Learning rates behind those.
+
+        Yields:
+            The learning rate, and the step.
+
+        Raises:
+            ConfigError: A density is not in (0, 0.5].
+        """
+        states = self._warm_states()
+        ulps_per_lr = np.concatenate([state.ulps_per_lr() for state in states])
+        found = [_learning_rate(ulps_per_lr, density) for density in densities]
+        old = {state.spec.name: state.published() for state in states}
+        for state in states:
+            state.draw(self.warmup)
+        for lr in (*found, *lrs):
+            yield (
+                lr,
+                {s.spec.name: (old[s.spec.name], s.published_after(lr)) for s in states},
+            )
+
     def with_density(self, density: float) -> SyntheticChain:
         """The same run at the learning rate that changes ``density`` of all elements a step.
 
@@ -109,15 +139,9 @@ class SyntheticChain:
         Raises:
             ConfigError: ``density`` is not in (0, 0.5].
         """
-        if not 0 < density <= 0.5:
-            raise ConfigError(f"density {density} is not in (0, 0.5]")
-        ulps_per_lr = np.concatenate([state.ulps_per_lr() for state in self._warm_states()])
-        low, high = 1e-12, 1.0
-        while high / low > 1.0001:
-            middle = (low * high) ** 0.5
-            reached = float(np.minimum(ulps_per_lr * np.float32(middle), 1).mean(dtype=np.float64))
-            low, high = (middle, high) if reached < density else (low, middle)
-        return replace(self, lr=low)
+        states = self._warm_states()
+        ulps_per_lr = np.concatenate([state.ulps_per_lr() for state in states])
+        return replace(self, lr=_learning_rate(ulps_per_lr, density))
 
     def _warm_states(self) -> list[_TensorState]:
         states = [_TensorState(self, index, spec) for index, spec in enumerate(self.layout.specs())]
@@ -150,21 +174,45 @@ class _TensorState:
 
     def advance(self, number: int) -> None:
         """Draw the gradient of step ``number`` and take an Adam step."""
+        step_size = np.float32(-self._chain.lr * self._chain.update_scale)
+        for block, gradient in self._momenta(number):
+            np.multiply(self._momentum[block], step_size, out=gradient)
+            self._master[block] += gradient
+
+    def draw(self, number: int) -> None:
+        """Draw the gradient of step ``number`` into the momentum, and take no step."""
+        for _ in self._momenta(number):
+            pass
+
+    def published_after(self, lr: float) -> U16:
+        """The bf16 bits of the master after a step at ``lr``, which is not taken."""
+        step_size = np.float32(-lr * self._chain.update_scale)
+        bits = np.empty(self._master.shape, np.uint16)
+        for block in self._blocks():
+            bits[block] = bf16_bits(self._master[block] + self._momentum[block] * step_size)
+        flat: U16 = bits.reshape(-1)
+        flat.flags.writeable = False
+        return flat
+
+    def _momenta(self, number: int) -> Iterator[tuple[slice, F32]]:
+        """Add the gradient of step ``number`` to the momentum by blocks of rows; yield each one."""
         rng = self._rng(number + 1)
         activity = self._activity(rng)
-        rows, cols = self._master.shape
-        stride = max(1, BLOCK // cols)
-        step_size = np.float32(-self._chain.lr * self._chain.update_scale)
-        for start in range(0, rows, stride):
-            block = slice(start, min(start + stride, rows))
-            gradient = rng.standard_normal((block.stop - start, cols), dtype=np.float32)
+        cols = self._master.shape[1]
+        for block in self._blocks():
+            gradient = rng.standard_normal((block.stop - block.start, cols), dtype=np.float32)
             gradient += self._row_drift[block] * self._col_drift
             gradient *= activity[block]
             momentum = self._momentum[block]
             momentum *= np.float32(BETA1)
             momentum += gradient
-            np.multiply(momentum, step_size, out=gradient)
-            self._master[block] += gradient
+            yield block, gradient
+
+    def _blocks(self) -> Iterator[slice]:
+        rows, cols = self._master.shape
+        stride = max(1, BLOCK // cols)
+        for start in range(0, rows, stride):
+            yield slice(start, min(start + stride, rows))
 
     def published(self) -> U16:
         """The bf16 bits of the master: flat, read-only."""
@@ -203,6 +251,18 @@ class _TensorState:
         scale = np.exp(log_scale) * (rng.random(rows) < self._touch)
         scale *= (1 - BETA1) / np.sqrt(mean_square * self._touch)
         return scale.astype(np.float32)[:, np.newaxis]
+
+
+def _learning_rate(ulps_per_lr: F32, density: float) -> float:
+    """Learning rate whose step changes ``density`` of the elements."""
+    if not 0 < density <= 0.5:
+        raise ConfigError(f"density {density} is not in (0, 0.5]")
+    low, high = 1e-12, 1.0
+    while high / low > 1.0001:
+        middle = (low * high) ** 0.5
+        reached = float(np.minimum(ulps_per_lr * np.float32(middle), 1).mean(dtype=np.float64))
+        low, high = (middle, high) if reached < density else (low, middle)
+    return low
 
 
 def _touch_probability(rows: int) -> npt.NDArray[np.float64]:

@@ -1,11 +1,14 @@
 """Entropy limits of one update in bits a change, lower bounds for encodings of each kind.
 
+Of bf16 weights given the old exponent, of 8-bit codes given the whole old code.
+
 All figures are empirical entropies of the given update, without the cost of tables.
 ``tests/unit/bench/test_limits.py`` compares them with the codec study behind the format.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -15,6 +18,7 @@ import numpy.typing as npt
 from deltachain.bench.chains import Step
 from deltachain.bench.stats import biased_exponents
 from deltachain.errors import ConfigError
+from deltachain.types import Bits
 
 Counts: TypeAlias = npt.NDArray[np.int64]
 
@@ -94,6 +98,62 @@ def entropy_limits(step: Step) -> EntropyLimits:
             _symbol_bits(np.bincount(magnitude[kind == one])) for one in range(CLASSES)
         )
         / move.size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLimits:
+    """Limits of updates of 8-bit codes, in bits a changed code.
+
+    Attributes:
+        density: Changed codes over all codes, in [0, 1].
+        positions: Which codes changed, if all are alike: H(p) / p.
+        positions_given_code: The same, where the reader knows every old code.
+        move: Difference of the bits of new and old code, order 0.
+        move_given_code: The same, where the reader knows the old code.
+    """
+
+    density: float
+    positions: float
+    positions_given_code: float
+    move: float
+    move_given_code: float
+
+    @property
+    def stateless(self) -> float:
+        """Total for a reader with the base and nothing older."""
+        return self.positions_given_code + self.move_given_code
+
+    @property
+    def without_base(self) -> float:
+        """Total for a reader without the base: all positions are alike."""
+        return self.positions + self.move
+
+
+def code_limits(step: Mapping[str, tuple[Bits, Bits]]) -> CodeLimits:
+    """Compute the limits of one update of 8-bit codes over all its tensors of that width.
+
+    Raises:
+        ConfigError: Nothing changed.
+    """
+    numel = np.zeros(256, np.int64)
+    moved = np.zeros((256, 256), np.int64)
+    for old, new in step.values():
+        if old.itemsize == 1:
+            numel += np.bincount(old, minlength=256)
+            changed = np.flatnonzero(old != new)
+            pair = old[changed].astype(np.int64) << 8 | (new[changed] - old[changed])
+            moved += np.bincount(pair, minlength=1 << 16).reshape(256, 256)
+    changes = moved.sum(1)
+    total = int(changes.sum())
+    if not total:
+        raise ConfigError("an update that changes nothing has no bits a change")
+    return CodeLimits(
+        density=total / float(numel.sum()),
+        positions=_position_bits(changes.sum(keepdims=True), numel.sum(keepdims=True)) / total,
+        positions_given_code=_position_bits(changes, numel) / total,
+        move=_symbol_bits(moved.sum(0)) / total,
+        move_given_code=sum(map(_symbol_bits, moved)) / total,
     )
 
 

@@ -67,14 +67,21 @@ def axes(title: str) -> Axes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
-    except ImportError as exc:
-        raise ConfigError("--plot needs matplotlib", hint="pip install 'deltachain[plot]'") from exc
-    figure = Figure(figsize=(10, 5), layout="constrained")
-    plot = figure.add_subplot(title=title)
-    plot.grid(visible=True, alpha=0.3)
-    return plot
+    return _plots(10, title)[0]
+
+
+def two_axes(left: str, right: str) -> tuple[Axes, Axes]:
+    """Create two empty plots side by side, by their titles.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    plots = _plots(15, left, right)
+    from matplotlib import colormaps  # noqa: PLC0415 - an extra
+
+    for plot in plots:
+        plot.set_prop_cycle(color=colormaps["tab20"].resampled(20)(range(20)))
+    return plots[0], plots[1]
 
 
 def bars(path: Path, title: str, values: Mapping[str, float], unit: str) -> None:
@@ -89,6 +96,21 @@ def bars(path: Path, title: str, values: Mapping[str, float], unit: str) -> None
 def save(plot: Axes, path: Path) -> None:
     """Save the plot in the format of the file's suffix."""
     plot.get_figure(root=True).savefig(path, dpi=150)  # type: ignore[union-attr]
+
+
+def _plots(width: float, *titles: str) -> list[Axes]:
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra
+    except ImportError as exc:
+        raise ConfigError("--plot needs matplotlib", hint="pip install 'deltachain[plot]'") from exc
+    figure = Figure(figsize=(width, 5), layout="constrained")
+    plots = [
+        figure.add_subplot(1, len(titles), number, title=title)
+        for number, title in enumerate(titles, 1)
+    ]
+    for plot in plots:
+        plot.grid(visible=True, alpha=0.3)
+    return plots
 
 
 def _version(package: str) -> str | None:

@@ -26,7 +26,8 @@ def bench(
     subject: Annotated[
         Subject,
         typer.Argument(
-            help="**codec**: bits per change, encode and decode speed; **detect**: finding "
+            help="**codec**: bits per change, encode and decode speed, and the time to serve a "
+            "version by the speed of the link, beside other systems' layouts; **detect**: finding "
             "changes; **apply**: writing changes; **anchor**: whole versions, from attaching to "
             "joining; **store**: puts and gets of objects.",
         ),
@@ -52,6 +53,8 @@ def bench(
     """Measure sizes and speeds on this machine, relative to a baseline of the same run.
 
     Example: `deltachain bench codec --plot codec.svg`
+
+    All figures, for a script: `deltachain bench codec --json`
 
     A store, cleaned up afterwards: `deltachain bench store s3://bucket/tmp --mb 256`
     """

@@ -1,6 +1,6 @@
 """What others put into a store for one version, written anew from their sources, both ways.
 
-``bench/layouts.py`` of the package counts the bytes of more layouts; these can be read back.
+``bench/layouts`` of the package has more of them, to compare sizes and speeds.
 """
 
 from __future__ import annotations

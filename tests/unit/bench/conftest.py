@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import pytest
 
 from deltachain.bench.chains import Step, SyntheticChain
-from deltachain.bench.layouts import TensorChange, changes_of
+from deltachain.bench.changes import TensorChange, changes_of
+from deltachain.bench.shapes import SMALL
 
 DENSITY = 0.012
 """Where the measurements compared with were taken: 1.0 to 1.25 %."""
@@ -18,4 +19,4 @@ def steps() -> list[Step]:
 
 @pytest.fixture(scope="session")
 def changes(steps: list[Step]) -> Mapping[str, TensorChange]:
-    return changes_of(steps[-1])
+    return changes_of(steps[-1], SMALL.specs())

@@ -1,3 +1,4 @@
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -5,37 +6,44 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from deltachain.bench import codec
+from deltachain.bench import codec, codec_tables, updates
 from deltachain.bench.chains import SyntheticChain
-from deltachain.bench.layouts import LAYOUTS, ChangedTensors, changes_of
+from deltachain.bench.changes import ChangedTensors, changes_of
+from deltachain.bench.codec_rows import ChainRow, EncodingRow, LayoutRow
+from deltachain.bench.layouts.registry import LAYOUTS
 from deltachain.bench.shapes import TINY
+from deltachain.bench.updates import Update
 from deltachain.delta import TensorDelta
 
 BASE = SyntheticChain(seed=3, layout=TINY, warmup=1)
-SPECS = {spec.name: spec for spec in TINY.specs()}
 
 
 @pytest.fixture(scope="module")
 def update() -> ChangedTensors:
-    return changes_of(next(BASE.steps(1)))
+    return changes_of(next(BASE.steps(1)), TINY.specs())
 
 
-def two(base: SyntheticChain) -> Iterator[tuple[str, SyntheticChain]]:
-    yield "slow", base
-    yield "fast", replace(base, lr=1e-5)
+def few(base: SyntheticChain) -> Iterator[Update]:
+    (slow, old), (fast, new) = base.updates((), (base.lr, 1e-5))
+    yield updates.bf16_update(base, "slow", slow, old)
+    yield updates.bf16_update(base, "fast", fast, new, peers_timed=True)
+    yield from updates.quantised_updates(base, fast, new)
 
 
 def test_rows_count_every_byte_and_name_every_layout() -> None:
-    rows, document = codec.run(BASE, two, rounds=1)
-    assert [row.label for row in rows] == ["slow", "fast"]
-    for row in rows:
+    rows, document = codec.run(BASE, few, rounds=1)
+    assert [row.label for row in rows] == ["slow", "fast", "fp8", "int8"]
+    for row in rows[:2]:
         assert row.numel == TINY.numel
-        assert row.density == row.nnz / row.numel
         assert row.layouts.keys() == LAYOUTS.keys()
+    for row in rows:
+        assert row.density == row.nnz / row.numel
         assert [e.encoding for e in row.encodings] == list(codec.ENCODINGS)
         wire = [e.nbytes + row.manifest_nbytes for e in row.encodings]
         assert [e.bits for e in row.encodings] == [8 * nbytes / row.nnz for nbytes in wire]
+        assert row.full_copy.nbytes == row.dense_nbytes
         limits = row.limits
         assert limits["limit given the base"] < limits["limit without the base"]
         assert row.encodings[0].bits > limits["limit given the base"]
@@ -45,14 +53,38 @@ def test_rows_count_every_byte_and_name_every_layout() -> None:
     assert parsed["rows"][0]["encodings"][0]["encoding"] == "step"
 
 
+def test_speeds_of_layouts_are_measured_where_asked_for() -> None:
+    (slow, fast, fp8, int8), document = codec.run(BASE, few, rounds=1)
+    assert [row.timed for row in (slow, fast, fp8, int8)] == [False, True, True, True]
+    assert all(row.encode_ns is None for row in slow.layouts.values())
+    assert all(row.encode_ns and row.decode_ns for row in fast.layouts.values())
+    assert {row.label for row in (fast, fp8, int8)} == {
+        one["label"] for one in document["crossover"]
+    }
+
+
+def test_quantised_updates_have_fewer_changes_in_codes_and_scales() -> None:
+    _, bf16, fp8, int8 = few(BASE)
+    assert [one.dtype for one in (bf16, fp8, int8)] == ["BF16", "F8_E4M3", "I8"]
+    for one, suffix in ((fp8, "_scale_inv"), (int8, "_scale")):
+        codes = {name for name in one.changes if not name.endswith(suffix)}
+        assert {name + suffix for name in codes} == one.changes.keys() - codes
+        for name in codes:
+            assert one.changes[name].spec.dtype == one.dtype
+            assert one.changes[name].nnz < bf16.changes[name].nnz / 4
+        # Codes only, and not the embedding: what such checkpoints leave in bf16.
+        assert "model.embed_tokens.weight" not in codes
+        assert not any("norm" in name for name in codes)
+
+
 @pytest.mark.parametrize("encoding", codec.ENCODINGS)
 def test_every_encoding_decodes_to_the_update(update: ChangedTensors, encoding: str) -> None:
-    deltas = codec.decode(codec.encode(SPECS, update, encoding).data)
+    deltas = codec.decode(codec.encode(update, encoding).data)
     codec.check(update, deltas)
 
 
 def test_check_sees_one_wrong_bit_and_a_missing_tensor(update: ChangedTensors) -> None:
-    first, *others = codec.decode(codec.encode(SPECS, update, "overwrite").data)
+    first, *others = codec.decode(codec.encode(update, "overwrite").data)
     values = first.values.copy()
     values[-1] ^= 1
     wrong = replace(first, values=values)
@@ -73,16 +105,16 @@ def test_check_sees_one_wrong_bit_and_a_missing_tensor(update: ChangedTensors) -
 
 
 def test_a_manifest_does_not_grow_with_the_part(update: ChangedTensors) -> None:
-    few = codec.encode(SPECS, update, "step")
-    many = codec.encode(SPECS, update, "raw")
+    few = codec.encode(update, "step")
+    many = codec.encode(update, "raw")
     sizes = [codec.manifest_nbytes(part, TINY.numel) for part in (few, many)]
     assert abs(sizes[0] - sizes[1]) < 200
     assert 1_000 < sizes[0] < 10_000
 
 
 def test_aims_are_judged_at_the_density_they_are_set_for() -> None:
-    def row(density: float, step: float) -> codec.ChainRow:
-        encoding = codec.EncodingRow(
+    def row(density: float, step: float, dtype: str = "BF16") -> ChainRow:
+        encoding = EncodingRow(
             encoding="step",
             nbytes=0,
             bits=step,
@@ -91,27 +123,31 @@ def test_aims_are_judged_at_the_density_they_are_set_for() -> None:
             encode_ns=0,
             decode_ns=0,
         )
-        return codec.ChainRow(
+        return ChainRow(
             label="",
             lr=1e-6,
+            dtype=dtype,
             density=density,
             numel=0,
             nnz=0,
+            dense_nbytes=0,
             manifest_nbytes=0,
             encodings=[encoding],
             layouts={},
+            full_copy=LayoutRow(layout="", nbytes=0, bits=0, encode_ns=None, decode_ns=None),
             limits={},
         )
 
     assert codec.missed([row(0.0013, 14.0), row(0.0121, 9.9)]) == []
     assert codec.missed([row(0.0013, 9.0), row(0.0121, 10.1)]) == ["step"]
+    assert codec.missed([row(0.0121, 9.9), row(0.0120, 15.0, "F8_E4M3")]) == []
 
 
 def test_main_writes_one_object_and_a_picture(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
-    result = codec.run(BASE, two, rounds=1)
+    result = codec.run(BASE, few, rounds=1)
     monkeypatch.setattr(codec, "run", lambda _: result)
     picture = tmp_path / "sizes.png"
     codec.main(json_output=True, plot=picture)
@@ -124,9 +160,34 @@ def test_main_writes_one_object_and_a_picture(
     assert all(name in table for name in (*LAYOUTS, "deltachain step", "slow", "fast"))
 
 
-def test_chains_differ_in_density_and_in_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "DENSITIES", (0.01,))
-    found = dict(codec.chains(BASE))
-    assert list(found) == ["at 1.00%", "lr 1e-06", "lr 3e-06", "lr 1e-05"]
-    assert found["at 1.00%"].lr not in codec.LEARNING_RATES
-    assert np.isclose(found["lr 1e-05"].lr, 1e-5)
+def test_tables_fit_into_80_columns() -> None:
+    rows, _ = codec.run(BASE, few, rounds=1)
+    console = Console(width=80, record=True, file=io.StringIO())
+    for table in codec_tables.tables(rows):
+        assert console.measure(table).minimum <= 80
+        console.print(table)
+    lines = console.export_text().splitlines()
+    for name in LAYOUTS:
+        assert sum(line.startswith(f"{name}  ") for line in lines) >= 2
+    assert sum(line.startswith("First: ") for line in lines) == 3
+
+
+def test_updates_differ_in_density_in_learning_rate_and_in_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(updates, "DENSITIES", (0.0007, 0.012))
+    found = {update.label: update for update in updates.updates(BASE)}
+    assert list(found) == ["0.07%", "1.20%", "fp8", "int8", "lr 1e-6", "lr 3e-6", "lr 1e-5"]
+    assert found["1.20%"].lr not in updates.LEARNING_RATES
+    assert np.isclose(found["lr 1e-5"].lr, 1e-5)
+    assert [name for name, update in found.items() if update.peers_timed] == list(found)[1:4]
+
+
+def test_limits_are_those_of_the_codes() -> None:
+    _, _, fp8, _ = few(BASE)
+    codes = [change for name, change in fp8.changes.items() if not name.endswith("_inv")]
+    numel, nnz = (sum(getattr(one, field) for one in codes) for field in ("numel", "nnz"))
+    share = nnz / numel
+    entropy = -share * np.log2(share) - (1 - share) * np.log2(1 - share)
+    # One more bit at least: where a code moves to is its sign and how far.
+    assert fp8.limits["limit without the base"] > entropy / share + 0.99

@@ -113,6 +113,31 @@ def test_the_first_steps_do_not_depend_on_how_many_follow() -> None:
     assert all(np.array_equal(new, long[name][1]) for name, (_, new) in short.items())
 
 
+def test_updates_at_the_learning_rate_of_the_chain_are_its_first_step() -> None:
+    (step,) = CHAIN.steps(1)
+    ((lr, update), (_, faster)) = CHAIN.updates((), (CHAIN.lr, 10 * CHAIN.lr))
+    assert lr == CHAIN.lr
+    for name, (old, new) in update.items():
+        np.testing.assert_array_equal(old, step[name][0])
+        np.testing.assert_array_equal(new, step[name][1])
+        np.testing.assert_array_equal(old, faster[name][0])
+        assert not new.flags.writeable
+
+
+def test_updates_reach_the_densities_asked_for() -> None:
+    base = SyntheticChain(seed=5, layout=TINY)
+    (rare_lr, rare), (lr, update) = base.updates((0.0007, 0.012))
+    assert lr == pytest.approx(base.with_density(0.012).lr)
+    assert rare_lr < lr
+    assert chain_stats([rare]).density == pytest.approx(0.0007, rel=0.1)
+    assert chain_stats([update]).density == pytest.approx(0.012, rel=0.1)
+
+
+def test_updates_of_an_impossible_density_are_refused() -> None:
+    with pytest.raises(ConfigError, match="density"):
+        next(CHAIN.updates((0.6,)))
+
+
 def test_steps_follow_each_other_and_are_read_only() -> None:
     first, second = CHAIN.steps(2)
     for name, (old, new) in first.items():

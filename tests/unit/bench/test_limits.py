@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from deltachain.bench.chains import Step
-from deltachain.bench.limits import EntropyLimits, entropy_limits
+from deltachain.bench.limits import EntropyLimits, code_limits, entropy_limits
 from deltachain.errors import ConfigError
 
 # Bits a change measured at 1.25 % density on a synthetic chain of 52 M elements, and at 1.07 % on a
@@ -66,3 +66,34 @@ def test_an_update_without_changes_is_refused() -> None:
     old = np.zeros(4, np.uint16)
     with pytest.raises(ConfigError, match="changes nothing"):
         entropy_limits({"w": (old, old)})
+
+
+def test_codes_that_tell_all_leave_nothing_to_say() -> None:
+    old = np.repeat(np.array([3, 200], np.uint8), 500)
+    new = old.copy()
+    new[:500] += 1
+    limits = code_limits({"codes": (old, new), "scales": (np.zeros(2, np.uint32),) * 2})
+
+    assert limits.density == 0.5
+    assert limits.positions == pytest.approx(2.0)
+    assert limits.move == 0.0
+    assert limits.without_base == pytest.approx(2.0)
+    assert limits.stateless == pytest.approx(0.0)
+
+
+def test_moves_are_counted_given_the_old_code() -> None:
+    old = np.repeat(np.array([3, 200], np.uint8), 512)
+    new = old.copy()
+    new[:256] += 1
+    new[512:768] -= 1
+    limits = code_limits({"codes": (old, new)})
+
+    assert limits.positions == limits.positions_given_code == pytest.approx(2.0)
+    assert limits.move == pytest.approx(1.0)
+    assert limits.move_given_code == pytest.approx(0.0)
+
+
+def test_an_update_without_changed_codes_is_refused() -> None:
+    same = np.zeros(4, np.uint8)
+    with pytest.raises(ConfigError, match="changes nothing"):
+        code_limits({"codes": (same, same)})

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from deltachain.bench import layouts as sizes
 from deltachain.bench.chains import U16
+from deltachain.bench.changes import changes_of
+from deltachain.bench.layouts.trl import TRL_GAPS
 from deltachain.errors import ConfigError
+from deltachain.types import TensorSpec
 from examples.cross_region import figures, network
 from examples.cross_region.__main__ import main
 from examples.cross_region.layouts import (
@@ -172,13 +174,14 @@ def test_trl_files_have_the_size_that_its_branches_write() -> None:
     step: dict[str, tuple[U16, U16]] = {}
     for name, bits in old.items():
         step[name] = (bits, bits ^ (rng.random(bits.size) < 0.01).astype(np.uint16))
-    counted = sizes.changes_of(step)
+    specs = [TensorSpec(name, "BF16", (bits.size,)) for name, bits in old.items()]
+    counted = changes_of(step, specs)
     changes = {
         name: TensorChange((change.numel,), change.indices, change.new)
         for name, change in counted.items()
     }
     data = TrlGaps().encode(changes, version=1, numel=100_000)
-    assert len(data) == sizes.trl_gap(counted)
+    assert len(data) == TRL_GAPS.nbytes(counted)
 
 
 def test_a_full_checkpoint_keeps_every_bit() -> None:
