@@ -32,7 +32,7 @@ class Layers(nn.Module):
             self.wide.weight[130:] = 0  # blocks of zeros
 
 
-def mixture() -> nn.Module:
+def mixture() -> Qwen3MoeForCausalLM:
     """Experts that transformers stacks, and a checkpoint has one by one."""
     torch.manual_seed(3)
     return Qwen3MoeForCausalLM(

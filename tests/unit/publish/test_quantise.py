@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from deltachain.publish.push import push
 from deltachain.publish.quantise.registry import RECIPES
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.store import open_store
+from tests.ranks.quantised_trials import mixture
 from tests.unit.publish.library import differing, llama, quantised_state
 
 
@@ -124,3 +126,62 @@ def test_layers_can_be_left_as_they_are(tmp_path: Path) -> None:
     assert differing(pulled(url, tmp_path, 0), expected) == set()
     config = json.loads((tmp_path / "pulled-0" / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == sorted(ignored)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "int8-row"])
+def test_experts_are_quantised_one_by_one_and_routers_are_not(recipe: str, tmp_path: Path) -> None:
+    model = mixture().bfloat16()
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    layers = {name.removesuffix(".weight"): one for name, one in saved.items() if one.ndim == 2}
+    kept = {"lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"}
+    assert sum(".experts." in name for name in layers) == 3 * 3
+    twin = nn.ModuleDict()  # the same matrices as linear layers
+    for name, weight in layers.items():
+        if name not in kept:
+            linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16)
+            linear.weight.data.copy_(weight)
+            twin[name.replace(".", "/")] = linear
+    quantised = quantised_state(twin, recipe)
+    expected = saved | {name.replace("/", "."): one for name, one in quantised.items()}
+    url = str(tmp_path / "chain")
+    Publisher(PublishConfig(url=url, quantization=recipe)).attach(model).close()
+    assert differing(pulled(url, tmp_path, 0), expected) == set()
+    config = json.loads((tmp_path / "pulled-0" / "config.json").read_text())
+    left = config["quantization_config"]
+    assert left.get("ignore", left.get("modules_to_not_convert")) == [
+        "lm_head",
+        "model.layers.0.mlp.gate",
+    ]
+    pushed = push(
+        open_store(f"{url}-2", writer=True),
+        tmp_path / "saved",
+        PublishConfig(url=f"{url}-2", quantization=recipe),
+    )
+    assert differing(pulled(f"{url}-2", tmp_path / "2", 0), expected) == set()
+    assert pushed.chain.table.tensors == Chain.open(open_store(url)).table.tensors
+
+
+def test_an_export_is_quantised_by_its_configuration(tmp_path: Path) -> None:
+    model, url = llama(), str(tmp_path / "chain")
+    model.save_pretrained(tmp_path / "saved")
+    config = PublishConfig(url=url, quantization="int8-row", assets=tmp_path / "saved")
+
+    def export() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in model.state_dict().items():
+            yield name, tensor.clone()
+
+    with Publisher(config).attach(export) as publisher:
+        step_(model, 1)
+        publisher.publish(step=1).result()
+    assert differing(pulled(url, tmp_path, 1), expected_of(model, "int8-row")) == set()
+
+
+def test_tied_layers_have_tied_scales(tmp_path: Path) -> None:
+    model = nn.ModuleDict({name: nn.Linear(30, 30, bias=False) for name in ("a", "b")})
+    model["b"].weight = model["a"].weight
+    url = str(tmp_path / "chain")
+    config = PublishConfig(url=url, quantization="fp8-row", dtype="BF16")
+    Publisher(config).attach(model).close()
+    table = Chain.open(open_store(url)).table
+    assert table.aliases == {"b.weight": "a.weight", "b.weight_scale": "a.weight_scale"}

@@ -1,0 +1,225 @@
+"""What a publisher that quantises refuses, by name and before anything is published."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from deltachain.chain.chain import Chain
+from deltachain.errors import ChainMismatchError, ConfigError, DigestMismatchError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.push import push
+from deltachain.publish.quantise.settings import Quantization
+from deltachain.store import open_store
+from deltachain.subscribe import Subscriber
+from tests.unit.publish.library import llama
+
+
+class Two(nn.Module):
+    """Two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(40, 150, dtype=torch.bfloat16)
+        self.down = nn.Linear(150, 40, dtype=torch.bfloat16)
+
+
+def attached(url: str, model: nn.Module | None = None, **settings: Any) -> Publisher:
+    config = PublishConfig(url=url, **{"quantization": "fp8-block", **settings})
+    return Publisher(config).attach(model or Two())
+
+
+def test_recipe_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="'fp3-block': no such recipe") as caught:
+        PublishConfig(url="memory://x", quantization="fp3-block")
+    assert "fp8-block, fp8-block-ue8m0, fp8-row, fp8-tensor, int8-row" in caught.value.hint
+
+
+def test_pattern_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"ignore has 're:\('"):
+        Quantization("int8-row", ignore=("re:(",))
+
+
+def test_base_has_no_codes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="base and quantization exclude each other"):
+        PublishConfig(url="memory://x", quantization="int8-row", base=tmp_path)
+
+
+def test_library_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ConfigError, match="needs compressed-tensors, which is not") as caught:
+        attached(str(tmp_path / "chain"), quantization="int8-row")
+    assert caught.value.hint == "pip install 'deltachain[quantization]'"
+    assert not (tmp_path / "chain" / "chain.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ("fp8-block", "fp8-row"),
+        ("fp8-row", "fp8-tensor"),
+        ("fp8-block", "fp8-block-ue8m0"),
+        ("int8-row", None),
+        (None, "int8-row"),
+    ],
+)
+def test_chain_keeps_its_recipe(then: str | None, now: str | None, tmp_path: Path) -> None:
+    url = str(tmp_path / "chain")
+    attached(url, quantization=then).close()
+    with pytest.raises(ChainMismatchError) as caught:
+        attached(url, quantization=now)
+    for recipe in (then, now):
+        named = f"recipe {recipe} of" if recipe else "weights that are not quantised"
+        assert named in str(caught.value)
+    assert "use another URL" in caught.value.hint
+    assert Chain.open(open_store(url)).newest(0) == 0
+
+
+def test_chain_keeps_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = str(tmp_path / "chain")
+    attached(url, quantization="int8-row").close()
+    installed = importlib.metadata.version("compressed-tensors")
+    real = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda n: "9.9" if n == "compressed-tensors" else real(n)
+    )
+    with pytest.raises(ChainMismatchError, match=r"compressed-tensors 9\.9") as caught:
+        attached(url, quantization="int8-row")
+    assert f"compressed-tensors=={installed}" in caught.value.hint
+    assert Chain.open(open_store(url)).newest(0) == 0
+
+
+def test_push_without_the_recipe_of_the_chain(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "saved")
+    url = str(tmp_path / "chain")
+    config = PublishConfig(url=url, quantization="int8-row")
+    push(open_store(url, writer=True), tmp_path / "saved", config)
+    with pytest.raises(ChainMismatchError, match="quantised by recipe int8-row"):
+        push(open_store(url, writer=True), tmp_path / "saved", PublishConfig(url=url))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-tensor", "int8-row"])
+def test_weights_that_are_not_finite(recipe: str, value: float, tmp_path: Path) -> None:
+    model, url = Two(), str(tmp_path / "chain")
+    publisher = attached(url, model, quantization=recipe)
+    kept = float(model.down.weight.detach()[3, 5])
+    with torch.no_grad():
+        model.up.weight[0, 0] += 0.25
+        model.down.weight[3, 5] = value
+    with pytest.raises(ConfigError, match=r"'down\.weight' has values that are not finite"):
+        publisher.publish(step=1)
+    assert publisher.version == 0
+    with torch.no_grad():
+        model.down.weight[3, 5] = kept
+    receipt = publisher.publish(step=2).result()
+    assert (receipt.version, receipt.nnz > 0) == (1, True)
+    publisher.close()
+
+
+def test_scale_that_is_no_positive_number(tmp_path: Path) -> None:
+    model = Two()
+    with torch.no_grad():
+        model.up.weight[:128] = 1e-39  # 448 / 1e-39 is no fp32 number
+    with pytest.raises(ConfigError, match=r"'up\.weight': a scale is not a positive finite number"):
+        attached(str(tmp_path / "chain"), model)
+    assert not (tmp_path / "chain" / "chain.json").exists()
+
+
+def test_models_that_are_quantised_already(tmp_path: Path) -> None:
+    model = llama()
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ConfigError, match="LlamaForCausalLM is quantised already"):
+        attached(str(tmp_path / "chain"), model)
+    plain = Two()
+    plain.up.weight = nn.Parameter(plain.up.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"'up\.weight' is F8_E4M3: quantised already"):
+        attached(str(tmp_path / "chain"), plain)
+
+
+def test_checkpoints_that_are_quantised_already(tmp_path: Path) -> None:
+    model, saved, url = llama(), tmp_path / "saved", str(tmp_path / "chain")
+    model.save_pretrained(saved)
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
+    )
+    with pytest.raises(ConfigError, match="the checkpoint is quantised already"):
+        push(open_store(url, writer=True), saved, PublishConfig(url=url, quantization="int8-row"))
+    with pytest.raises(ConfigError, match=r"config\.json is of a quantised checkpoint"):
+        attached(url, model, assets=saved)
+
+
+def test_experts_that_a_checkpoint_has_as_one_tensor(tmp_path: Path) -> None:
+    model = GptOssForCausalLM(
+        GptOssConfig(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            vocab_size=40,
+            layer_types=["full_attention"],
+        )
+    ).bfloat16()
+    url = str(tmp_path / "chain")
+    with pytest.raises(ConfigError, match=r"'model\.layers\.0\.mlp\.experts\.down_proj'") as caught:
+        attached(url, model)
+    assert "ignore 'model.layers.0.mlp.experts'" in caught.value.hint
+    left = Quantization("fp8-block", ignore=("lm_head", "experts"))
+    with attached(url, model, quantization=left) as publisher:
+        assert publisher.version == 0
+
+
+def test_model_without_a_linear_layer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no linear layer is left"):
+        attached(str(tmp_path / "chain"), nn.Embedding(4, 4))
+
+
+def test_export_without_a_configuration(tmp_path: Path) -> None:
+    model = Two()
+    with pytest.raises(ConfigError, match=r"no config\.json shows which layers") as caught:
+        attached(str(tmp_path / "chain"), lambda: model.state_dict().items())  # type: ignore[arg-type]
+    assert "assets=" in caught.value.hint
+
+
+def test_code_or_scale_altered_in_the_store_is_refused(tmp_path: Path) -> None:
+    model, url = Two(), str(tmp_path / "chain")
+    with attached(url, model) as publisher:
+        table = Chain.open(open_store(url)).table.specs()
+        weights = {one.name: torch.zeros(one.shape, dtype=_dtype(one.dtype)) for one in table}
+        Subscriber(url, weights).update()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.25)  # codes and scales
+        publisher.publish(step=1).result()
+    held = {name: tensor.clone() for name, tensor in weights.items()}
+    (part,) = (tmp_path / "chain" / "deltas").rglob("*.safetensors")
+    whole = part.read_bytes()
+    for at in range(len(whole) // 3, len(whole), 97):
+        part.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        with pytest.raises(DigestMismatchError):
+            Subscriber(url, weights).update()
+        for name, tensor in weights.items():
+            assert torch.equal(tensor.view(torch.uint8), held[name].view(torch.uint8)), name
+    part.write_bytes(whole)
+    Subscriber(url, weights).update()
+    assert not torch.equal(weights["up.weight_scale_inv"], held["up.weight_scale_inv"])
+
+
+def _dtype(name: str) -> torch.dtype:
+    return {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16}[name]
