@@ -154,7 +154,7 @@ class Bench:
             Candidate(ATTACH, self.attach, partial(shutil.rmtree, new, ignore_errors=True)),
             Candidate(ANCHOR, self.anchor, partial(_remove_others, anchors, kept)),
             Candidate(NEWCOMER, self.join, self.prepare_newcomer),
-            Candidate(TOUCH, partial(_touch, bits)),
+            Candidate(TOUCH, partial(_touch, self.nbytes)),
             Candidate(COPY, partial(_copy, bits, copies)),
             Candidate(STATE, partial(_state, bits)),
             Candidate(ZSTD, partial(_compress, high)),
@@ -171,10 +171,11 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
             shutil.rmtree(path)
 
 
-def _touch(like: Sequence[Any]) -> None:
-    fresh = [np.empty_like(array) for array in like]
-    for array in fresh:
-        array[:: mmap.PAGESIZE // array.itemsize] = 1
+def _touch(nbytes: int) -> None:
+    with mmap.mmap(-1, nbytes) as fresh:
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # as numpy does for large arrays
+            fresh.madvise(mmap.MADV_HUGEPAGE)
+        np.frombuffer(fresh, np.uint8)[:: mmap.PAGESIZE] = 1
 
 
 def _copy(sources: Sequence[Any], copies: Sequence[Any]) -> None:

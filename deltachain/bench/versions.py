@@ -11,7 +11,7 @@ from deltachain.bench.chains import bf16_bits
 from deltachain.chain.chain import Chain
 from deltachain.chain.plan import Plan
 from deltachain.format.documents import Edge, Table
-from deltachain.publish.upload import EdgeKeys, EdgeUpload, dense_change
+from deltachain.publish.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, dense_change
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.types import StateDigest, TensorSpec
@@ -20,10 +20,8 @@ WEIGHTS: Final = 1 << 23
 """Elements of each tensor: 16 MB in bf16."""
 
 STD: Final = 0.02
-"""Standard deviation of the weights, which determines the compression of their exponents."""
-
-DENSE_SHARE: Final = 0.69
-"""Approximate compression ratio of such weights by byte planes and zstd."""
+"""Standard deviation of the weights, which determines the compression of their exponents; that of
+``DENSE_SHARE``."""
 
 
 @dataclass(frozen=True, slots=True)

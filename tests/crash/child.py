@@ -8,10 +8,12 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
@@ -22,16 +24,33 @@ STEPS = 4
 PART_NBYTES = 64
 
 
-def publish(url: str, do: Any, prefix: str, nth: int) -> None:
-    """Train and publish version after version; an anchor goes behind each."""
-    store = FaultyStore(open_store(url, writer=True), Fault(do, prefix, nth=nth))
-    config = PublishConfig(url=url, part_nbytes=PART_NBYTES, anchor_factor=0.001)
+def publish(url: str, do: Any, prefix: str, nth: int, *, late: bool = False) -> None:
+    """Train and publish version after version; an anchor goes behind each.
+
+    If it is late, the anchor of version 1 waits for all versions, and is the only one.
+    """
+    inner = open_store(url, writer=True)
+
+    def wait_for_all() -> None:
+        while inner.find(manifest_key(STEPS)) is None:
+            time.sleep(0.01)
+
+    store = FaultyStore(inner)
+    if late:
+        store.add(Fault(wait_for_all, f"anchors/{1:020d}-", times=None))
+    store.add(Fault(do, prefix, nth=nth))
+    config = PublishConfig(
+        url=url, part_nbytes=PART_NBYTES, anchor_factor=0.001, anchor_memory=100.0
+    )
     model = TinyModel()
     with Publisher(config, store=store).attach(model) as publisher:
         for step in range(1, STEPS + 1):
             train_(model, step)
-            publisher.publish(step=step)
-            publisher.flush()
+            committed = publisher.publish(step=step)
+            if late:
+                committed.result(60)
+            else:
+                publisher.flush()
 
 
 def follow(url: str, kind: str, folder: str, versions: list[int], kill: list[Any]) -> None:

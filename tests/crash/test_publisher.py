@@ -21,6 +21,7 @@ from deltachain.testing.models import (
     tensors_of,
     train_,
 )
+from tests.crash.child import STEPS
 from tests.crash.places import Place, contents, copy_store
 
 DELTA = f"deltas/{2:020d}-"
@@ -107,6 +108,26 @@ def test_a_killed_publisher_is_continued_without_a_fork(
     if place.kind == "file":  # what differs between stores was seen by now
         check_restart(url, place.url("same"), step=2)
         check_restart(url, place.url("newer"), step=3)
+
+
+@pytest.mark.parametrize(
+    ("do", "prefix", "nth"),
+    [
+        ("kill", f"anchors/{1:020d}-", 2),
+        ("kill", f"edges/{1:020d}/", 1),
+        ("kill-after", f"edges/{1:020d}/", 1),
+    ],
+    ids=["between-parts", "before-the-record", "after-the-record"],
+)
+def test_a_publisher_killed_while_it_adds_a_late_anchor_loses_no_version(
+    killed: Callable[..., None], place: Place, do: str, prefix: str, nth: int
+) -> None:
+    url = place.url()
+    killed(role="publish", url=url, do=do, prefix=prefix, nth=nth, late=True)
+    found = states(url)
+    assert sorted(found) == list(range(STEPS + 1))
+    assert_truth(found)
+    check_restart(url, place.url("same"), step=STEPS)
 
 
 @pytest.mark.parametrize(
