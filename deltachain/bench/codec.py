@@ -33,6 +33,7 @@ from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, seal
 from deltachain.format.keys import payload_key
 from deltachain.kernels import host
+from deltachain.types import Bits
 
 ENCODINGS: Final = ("step", "overwrite", "raw")
 ROUNDS: Final = 10
@@ -222,10 +223,14 @@ def _others(update: Update, peers: Mapping[str, Objects]) -> Iterator[Candidate]
         layout: PeerLayout = LAYOUTS[name]
         yield Candidate(f"encode {name}", partial(layout.encode, update.changes))
         yield Candidate(f"decode {name}", partial(layout.decode, objects, specs))
-    weights = np.ones(dense_nbytes(update.changes), np.uint8)
-    copy = np.ones_like(weights)
-    yield Candidate(f"encode {FULL_COPY}", partial(np.copyto, copy, weights))
-    yield Candidate(f"decode {FULL_COPY}", partial(np.copyto, weights, copy))
+    copy, back = ({n: bits.copy() for n, bits in update.old.items()} for _ in range(2))
+    yield Candidate(f"encode {FULL_COPY}", partial(_copy, update.old, copy))
+    yield Candidate(f"decode {FULL_COPY}", partial(_copy, copy, back))
+
+
+def _copy(source: Mapping[str, Bits], target: Mapping[str, Bits]) -> None:
+    for name, bits in source.items():
+        np.copyto(target[name], bits)
 
 
 def _encoding_row(

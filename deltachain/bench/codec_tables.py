@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from deltachain.bench import crossover, report
-from deltachain.bench.codec_rows import ChainRow
+from deltachain.bench.codec_rows import ChainRow, EncodingRow
 from deltachain.bench.layouts.registry import LAYOUTS
 from deltachain.bench.updates import GIVEN_BASE, WITHOUT_BASE
 
@@ -19,6 +19,12 @@ TICKS: Final = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
 COLUMNS: Final = 6
 """Updates that fit beside the names of layouts in 80 columns."""
+
+SPEED: Final = "Encode / decode, dense GB a second"
+TIME: Final = "Encode / decode, ns a change, with all digests"
+
+Pair: TypeAlias = Callable[[EncodingRow], tuple[float, float]]
+"""Figures of encoding and of decoding."""
 
 MARKERS: Final = "ovs^Dx+*<>"
 POINTS: Final = 60
@@ -32,8 +38,9 @@ def tables(rows: Sequence[ChainRow]) -> list[Any]:
     return [
         _sizes(rows),
         *(_layout_sizes(group) for group in groups),
-        _speeds(rows),
-        *(_layout_speeds(row) for row in timed),
+        _speeds(rows, SPEED, lambda e: (e.encode_gb_per_s, e.decode_gb_per_s)),
+        _speeds(rows, TIME, lambda e: (e.encode_ns, e.decode_ns)),
+        *([_layout_speeds(timed)] if timed else []),
         *(crossover.table(row) for row in timed),
     ]
 
@@ -90,27 +97,27 @@ def _layout_sizes(rows: Sequence[ChainRow]) -> Any:  # noqa: ANN401 - a rich tab
     return table
 
 
-def _speeds(rows: Sequence[ChainRow]) -> Any:  # noqa: ANN401 - a rich table
-    columns = ("encode GB/s", "ns/change", "decode GB/s", "ns/change")
-    table = report.grid("Speed: dense bytes a second, all digests included", "", *columns)
+def _speeds(rows: Sequence[ChainRow], title: str, pair: Pair) -> Any:  # noqa: ANN401
+    table = report.grid(title, "", *(e.encoding for e in rows[0].encodings))
     for row in rows:
-        for e in row.encodings:
-            table.add_row(
-                f"{e.encoding} {row.label}",
-                f"{e.encode_gb_per_s:.1f}",
-                f"{e.encode_ns:.1f}",
-                f"{e.decode_gb_per_s:.1f}",
-                f"{e.decode_ns:.1f}",
-            )
+        table.add_row(row.label, *(_pair(*pair(e)) for e in row.encodings))
     return table
 
 
-def _layout_speeds(row: ChainRow) -> Any:  # noqa: ANN401 - a rich table
-    columns = ("encode ns/change", "decode ns/change")
-    table = report.grid(f"Speed of others' layouts, {row.label}, without digests", "", *columns)
-    for layout in (*row.layouts.values(), row.full_copy):
-        table.add_row(layout.layout, f"{layout.encode_ns:.1f}", f"{layout.decode_ns:.1f}")
+def _layout_speeds(rows: Sequence[ChainRow]) -> Any:  # noqa: ANN401 - a rich table
+    title = "Encode / decode of others' layouts, ns a change, without digests"
+    table = report.grid(title, "", *(row.label for row in rows))
+    for name in (*LAYOUTS, rows[0].full_copy.layout):
+        found = (row.layouts.get(name, row.full_copy) for row in rows)
+        cells = (
+            _pair(one.encode_ns, one.decode_ns) if one.layout == name else "-" for one in found
+        )
+        table.add_row(name, *cells)
     return table
+
+
+def _pair(encode: float | None, decode: float | None) -> str:
+    return f"{encode:.1f} / {decode:.1f}"
 
 
 def _draw_bits(plot: Axes, rows: Sequence[ChainRow]) -> None:

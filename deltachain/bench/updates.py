@@ -10,6 +10,7 @@ from deltachain.bench.chains import Step, SyntheticChain
 from deltachain.bench.changes import ChangedTensors, changes_of
 from deltachain.bench.limits import CodeLimits, EntropyLimits, code_limits, entropy_limits
 from deltachain.bench.quantised import FP8, INT8, quantised
+from deltachain.types import Bits
 
 DENSITIES: Final = (0.0002, 0.0007, 0.0013, 0.007, 0.012, 0.025)
 LEARNING_RATES: Final = (1e-6, 3e-6, 1e-5)
@@ -32,6 +33,7 @@ class Update:
         label: Name in tables.
         lr: Learning rate.
         dtype: Wire dtype of the weights or codes.
+        old: All bits of each tensor before it, flat.
         changes: Its changes.
         limits: Entropy limits in bits a change, by name; of quantised weights those of the codes.
         peers_timed: Whether speeds of other systems' layouts are measured on it.
@@ -40,6 +42,7 @@ class Update:
     label: str
     lr: float
     dtype: str
+    old: Mapping[str, Bits]
     changes: ChangedTensors
     limits: Mapping[str, float]
     peers_timed: bool = False
@@ -65,6 +68,7 @@ def bf16_update(
         label=label,
         lr=lr,
         dtype="BF16",
+        old={name: bits for name, (bits, _) in step.items()},
         changes=changes_of(step, base.layout.specs()),
         limits=_named(entropy_limits(step)),
         peers_timed=peers_timed,
@@ -79,6 +83,7 @@ def quantised_updates(base: SyntheticChain, lr: float, step: Step) -> Iterator[U
             label=label,
             lr=lr,
             dtype=dtype,
+            old={name: bits for name, (bits, _) in codes.items()},
             changes=changes_of(codes, specs),
             limits=_named(code_limits(codes)),
             peers_timed=True,
