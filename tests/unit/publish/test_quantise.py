@@ -185,3 +185,24 @@ def test_tied_layers_have_tied_scales(tmp_path: Path) -> None:
     Publisher(config).attach(model).close()
     table = Chain.open(open_store(url)).table
     assert table.aliases == {"b.weight": "a.weight", "b.weight_scale": "a.weight_scale"}
+
+
+def test_a_scale_that_moves_changes_its_block_alone(tmp_path: Path) -> None:
+    model = nn.Linear(512, 640, bias=False)
+    url = str(tmp_path / "chain")
+    config = PublishConfig(url=url, quantization="fp8-block", dtype="BF16")
+    with Publisher(config).attach(model) as publisher:
+        with torch.no_grad():
+            model.weight[200, 300] = 0.75  # in the block of rows 128 to 255, columns 256 to 383
+        receipt = publisher.publish(step=1).result()
+    assert receipt.kind == "delta"
+    before, after = pulled(url, tmp_path, 0), pulled(url, tmp_path, 1)
+    scales = before["weight_scale_inv"] != after["weight_scale_inv"]
+    assert scales.nonzero().tolist() == [[1, 2]]
+    rows, columns = (
+        before["weight"].view(torch.uint8) != after["weight"].view(torch.uint8)
+    ).nonzero(as_tuple=True)
+    assert set((rows // 128).tolist()) == {1}
+    assert set((columns // 128).tolist()) == {2}
+    assert rows.numel() > 0.9 * 128 * 128, "dense there"
+    assert receipt.nnz == rows.numel() + 1
