@@ -172,10 +172,7 @@ def _remove_others(folder: Path, kept: set[str]) -> None:
 
 
 def _touch(nbytes: int) -> None:
-    with mmap.mmap(-1, nbytes) as fresh:
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # as numpy does for large arrays
-            fresh.madvise(mmap.MADV_HUGEPAGE)
-        np.frombuffer(fresh, np.uint8)[:: mmap.PAGESIZE] = 1
+    np.empty(nbytes, np.uint8)[:: mmap.PAGESIZE] = 1  # too large for the allocator to keep
 
 
 def _copy(sources: Sequence[Any], copies: Sequence[Any]) -> None:

@@ -123,15 +123,17 @@ class Fetched:
 
         A tensor of which an object of an anchor has all elements is not in other objects of it.
         """
+        whole: set[str] = set()
         if self.from_nothing and self.base is None:
             later = [arrival.part.result() for arrival in self.arrivals if arrival.edge]
             for arrival in self.arrivals[: len(self.arrivals) - len(later)]:
                 part = arrival.part.result()
                 for name, row in part.rows.items():
-                    if row.nnz == self.specs[name].numel and name not in self.early:
+                    if row.nnz == self.specs[name].numel and name not in whole:
                         self.early[name] = part, *(one for one in later if name in one.rows)
+                        whole.add(name)
                         yield name
-        yield from (name for name in self.names if name not in self.early)
+        yield from (name for name in self.names if name not in whole)
 
     def read(self, name: str) -> TensorDelta:
         """Decode the delta of one tensor, folded over the whole plan."""

@@ -200,14 +200,16 @@ class Snapshot:
         tensor, spec = weight.tensor.detach(), weight.spec
         numel, width = tensor.numel(), spec.itemsize
         if device.on_host(tensor) and not self._on_device:
-            live = wire_bits(weight)
-            is_cast = tensor.dtype != TORCH_DTYPES[spec.dtype]
-            bits = live if is_cast else np.empty_like(live)
+            bits = wire_bits(weight)
+            live: Bits | None = None
+            if tensor.dtype != TORCH_DTYPES[spec.dtype]:
+                pass  # the cast made new memory
+            elif weight.element_map.table is None:
+                bits, live = np.empty_like(bits), bits
+            else:  # neighbours are in different windows
+                bits = threaded.copy(bits)
             self._kept[spec.name] = Kept(_signed(bits), 0, numel, resident=False)
-            if is_cast or weight.element_map.table is None:
-                return bits, None if is_cast else live
-            np.copyto(bits, live)  # neighbours are in different windows
-            return bits, None
+            return bits, live
         resident = self._place(tensor.device) == "device"
         where = tensor.device if resident else torch.device("cpu")
         pinned = tensor.is_cuda and not resident

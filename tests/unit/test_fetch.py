@@ -174,3 +174,4 @@ def test_tensors_of_an_anchor_come_with_their_objects(chain: Chain) -> None:
             assert fetched.read(name).is_dense
     assert next(names, None) is None
     assert sorted(seen) == sorted(there.specs)
+    assert list(fetched.arriving()) == seen
