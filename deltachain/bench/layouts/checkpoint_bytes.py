@@ -6,7 +6,7 @@ Those of slime, SkyRL and ModelExpress.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -73,30 +73,25 @@ def encode_modelexpress(changes: ChangedTensors) -> Objects:
     return (file, json.dumps(index, separators=(",", ":")).encode())
 
 
-def decode_xor(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_xor(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Inflate frames of old XOR new; the receiver combines them with its whole tensors."""
     frames = load(objects[0])
-    return {
-        name: DecodedWrite(None, np.frombuffer(_inflate(frames[name]), np.uint8), xor=True)
-        for name in specs
-        if name in frames
-    }
+    for name in specs:
+        if name in frames:
+            difference = np.frombuffer(_inflate(frames[name]), np.uint8)
+            yield name, DecodedWrite(None, difference, xor=True)
 
 
-def decode_overwrite(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_overwrite(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Inflate frames of changed bytes."""
     frames = load(objects[0])
-    writes = {}
     for name in specs:
         if name not in frames:
             continue
         frame = _inflate(frames[name])
         total = int(np.frombuffer(frame, "<u4", 1)[0])
         positions = np.frombuffer(frame, "<u4", total, 4)
-        writes[name] = DecodedWrite(
-            positions, np.frombuffer(frame[4 + 4 * total :], np.uint8), False
-        )
-    return writes
+        yield name, DecodedWrite(positions, np.frombuffer(frame[4 + 4 * total :], np.uint8), False)
 
 
 def _frames(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -53,14 +53,14 @@ class PeerLayout:
     Attributes:
         name: Name in tables.
         encode: Return the objects of an update.
-        decode: Return the writes of all changed tensors by name, ready for a receiver with these
-            tensors. Nothing is written yet.
+        decode: Yield name and write of each changed tensor, ready for a receiver with these
+            tensors. Nothing is written yet; nothing of a tensor is kept once the next is asked for.
         any_dtype: Whether it stores tensors of all dtypes, or those of 16 bits only.
     """
 
     name: str
     encode: Callable[[ChangedTensors], Objects]
-    decode: Callable[[Objects, Specs], Mapping[str, DecodedWrite]]
+    decode: Callable[[Objects, Specs], Iterator[tuple[str, DecodedWrite]]]
     any_dtype: bool = False
 
     def nbytes(self, changes: ChangedTensors) -> int:
@@ -73,7 +73,7 @@ class PeerLayout:
         Raises:
             ArithmeticError: They differ.
         """
-        writes = self.decode(objects, specs_of(changes))
+        writes = dict(self.decode(objects, specs_of(changes)))
         for name, change in changes.items():
             weights, expected = _before_and_after(change)
             if name in writes:

@@ -40,9 +40,8 @@ def encode_nemo(changes: ChangedTensors) -> Objects:
     return tuple(compressor.compress(_payload(bucket)) for bucket in _buckets(changed(changes)))
 
 
-def decode_nemo(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_nemo(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Inflate and unpickle payloads, and add up gaps."""
-    writes = {}
     for data in objects:
         raw = zstandard.ZstdDecompressor().decompress(data)
         places, (values,), rows = torch.load(io.BytesIO(raw), weights_only=True)
@@ -50,10 +49,8 @@ def decode_nemo(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
         for row in rows:
             own = values[row["value_start"] : row["value_end"]]
             gaps = places[row["index_start"] : row["index_end"]]
-            writes[row["name"]] = DecodedWrite(_positions(row, gaps, own.size), own, xor=True)
-    if not writes.keys() <= specs.keys():
-        raise ArithmeticError("the payload has tensors that the receiver does not have")
-    return writes
+            spec = specs[row["name"]]
+            yield spec.name, DecodedWrite(_positions(row, gaps, own.size), own, xor=True)
 
 
 def _buckets(changes: ChangedTensors) -> Iterator[list[TensorChange]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -58,11 +58,10 @@ def encode_pulse(changes: ChangedTensors) -> Objects:
     return (zstandard.ZstdCompressor(level=1).compress(content),)
 
 
-def decode_pulse(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_pulse(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Inflate the frame, and add up rows and columns."""
     content = zstandard.ZstdDecompressor().decompress(objects[0])
     start = 4 + int.from_bytes(content[:4], "little")
-    writes = {}
     for row in json.loads(content[4:start])["tensors"]:
         total = row["num_nonzero"]
         rows_at = start + row["indices_offset"]
@@ -71,8 +70,7 @@ def decode_pulse(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
         col_steps = np.frombuffer(content, _DTYPES[row["col_dtype"]], total, cols_at)
         values = np.frombuffer(content, "<u2", total, start + row["values_offset"])
         indices = _indices(row_steps, col_steps, _columns(specs[row["name"]]))
-        writes[row["name"]] = DecodedWrite(indices, values, xor=False)
-    return writes
+        yield row["name"], DecodedWrite(indices, values, xor=False)
 
 
 def _columns(spec: TensorSpec) -> int:

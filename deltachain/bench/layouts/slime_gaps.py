@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -41,18 +41,17 @@ def encode_streams(changes: ChangedTensors) -> Objects:
     return stream.tobytes(), values.tobytes()
 
 
-def decode_streams(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_streams(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Undo `encode_streams`, and divide the changes among tensors."""
     stream, values = (np.frombuffer(data, "<u2") for data in objects)
     ends = np.flatnonzero(stream != ESCAPE)
     passed = np.cumsum(stream, dtype=np.int64)[ends]
     indices = indices_of(np.diff(passed, prepend=0))
-    writes, start, first = {}, 0, 0
+    start = first = 0
     for name, spec in specs.items():
         last = int(np.searchsorted(indices, start + spec.numel))
-        writes[name] = DecodedWrite(indices[first:last] - start, values[first:last], xor=False)
+        yield name, DecodedWrite(indices[first:last] - start, values[first:last], xor=False)
         start, first = start + spec.numel, last
-    return writes
 
 
 def encode_compressed_streams(changes: ChangedTensors) -> Objects:
@@ -64,7 +63,7 @@ def encode_compressed_streams(changes: ChangedTensors) -> Objects:
     return tuple(compressor.compress(stream) for stream in encode_streams(changes))
 
 
-def decode_compressed_streams(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_compressed_streams(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Undo `encode_compressed_streams`."""
     inflate = zstandard.ZstdDecompressor().decompress
     return decode_streams(tuple(map(inflate, objects)), specs)

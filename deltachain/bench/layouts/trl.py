@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -35,17 +35,13 @@ def encode_indices(changes: ChangedTensors) -> Objects:
     return (dump(arrays, _metadata(changes) | extra),)
 
 
-def decode_indices(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_indices(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Undo `encode_indices`."""
     arrays = load(objects[0])
-    return {
-        name: DecodedWrite(
-            np.frombuffer(arrays[f"{name}.indices"], "<i4"),
-            np.frombuffer(arrays[f"{name}.values"], "<u2"),
-            xor=False,
-        )
-        for name in specs
-    }
+    for name in specs:
+        indices = np.frombuffer(arrays[f"{name}.indices"], "<i4")
+        values = np.frombuffer(arrays[f"{name}.values"], "<u2")
+        yield name, DecodedWrite(indices, values, xor=False)
 
 
 def encode_gaps(changes: ChangedTensors) -> Objects:
@@ -64,16 +60,14 @@ def encode_gaps(changes: ChangedTensors) -> Objects:
     return (dump(arrays, _metadata(changes) | {"encoding": "gap_delta"}),)
 
 
-def decode_gaps(objects: Objects, specs: Specs) -> Mapping[str, DecodedWrite]:
+def decode_gaps(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
     """Undo `encode_gaps`."""
     arrays = load(objects[0])
-    writes = {}
     for name in specs:
         values = np.frombuffer(arrays[f"{name}.val"], "<u2")
         wide = len(arrays[f"{name}.idx"]) > values.nbytes
         gaps: npt.NDArray[Any] = np.frombuffer(arrays[f"{name}.idx"], "<u4" if wide else "<u2")
-        writes[name] = DecodedWrite(indices_of(gaps), values, xor=False)
-    return writes
+        yield name, DecodedWrite(indices_of(gaps), values, xor=False)
 
 
 def _metadata(changes: ChangedTensors) -> dict[str, str]:

@@ -94,7 +94,9 @@ def test_check_sees_one_wrong_bit_and_a_missing_change(layout: PeerLayout) -> No
 def test_a_write_beside_the_changes_is_seen() -> None:
     update = update_of(change(10, 3))
     stray = DecodedWrite(np.array([3, 7]), np.array([update["w"].new[0], 0], np.uint16), xor=False)
-    layout = PeerLayout(name="stray", encode=lambda _: (), decode=lambda *_: {"w": stray})
+    layout = PeerLayout(
+        name="stray", encode=lambda _: (), decode=lambda *_: iter({"w": stray}.items())
+    )
     with pytest.raises(ArithmeticError, match="stray: w does not decode"):
         layout.check(update, ())
 
