@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from deltachain.publish import PublishConfig as PublishConfig
     from deltachain.publish import Publisher as Publisher
     from deltachain.publish import PublishReceipt as PublishReceipt
+    from deltachain.publish import Quantization as Quantization
     from deltachain.publish import attach as attach
     from deltachain.store import open_store as open_store
     from deltachain.subscribe import ApplyReceipt as ApplyReceipt
@@ -37,6 +38,7 @@ _HOME: Final = {
     "PublishConfig": "deltachain.publish",
     "PublishReceipt": "deltachain.publish",
     "Publisher": "deltachain.publish",
+    "Quantization": "deltachain.publish",
     "SubscribeConfig": "deltachain.subscribe",
     "Subscriber": "deltachain.subscribe",
     "attach": "deltachain.publish",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.hook import Attachment, attach
 from deltachain.publish.publisher import Publisher
+from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.receipt import PublishReceipt
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ __all__ = [
     "PublishConfig",
     "PublishReceipt",
     "Publisher",
+    "Quantization",
     "attach",
 ]
 

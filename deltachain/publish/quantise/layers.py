@@ -192,7 +192,7 @@ def _layer(weight: str) -> str:
 def _check(spec: TensorSpec) -> None:
     if spec.dtype not in FLOATS:
         raise ConfigError(f"{spec.name!r} is {spec.dtype}: quantised already", hint=ALREADY)
-    if len(spec.shape) != 2 or not spec.name.endswith(WEIGHT):
+    if len(spec.shape) != 2 or spec.name.rpartition(".")[2] != "weight":
         raise ConfigError(
             f"{spec.name!r} has shape {spec.shape}: recipes quantise matrices called LAYER.weight",
             hint=f"ignore {_layer(spec.name)!r}, or train a model whose checkpoint has one matrix "

@@ -28,9 +28,8 @@ class Quantization:
         ConfigError: There is no such recipe, or an entry is not a regular expression.
 
     Example:
-        >>> deltachain.PublishConfig(
-        ...     url=new_url, quantization=Quantization("fp8-block", ignore=("lm_head", "re:visual"))
-        ... )    # doctest: +SKIP
+        >>> chosen = deltachain.Quantization("fp8-block", ignore=("lm_head", "re:visual"))
+        >>> config = deltachain.PublishConfig(url=new_url, quantization=chosen)
     """
 
     recipe: str

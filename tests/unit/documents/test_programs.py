@@ -186,6 +186,19 @@ def test_any_optimizer(run: Any) -> None:
     check(url, namespace["model"], step=5)
 
 
+def test_quantised_chain(run: Any) -> None:
+    _, url = run("docs/quantization.md:0")
+    with deltachain.Subscriber(str(url), str(url.parent / "replica")) as replica:
+        receipt = replica.update()
+    assert receipt is not None
+    assert receipt.step == 3
+    found = load_file(url.parent / "replica" / "model.safetensors")
+    assert {one.dtype for name, one in found.items() if "_proj.weight" in name} == {
+        torch.float8_e4m3fn,
+        torch.float32,
+    }
+
+
 def test_fsdp2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from deltachain.demo.online.processes import free_port  # noqa: PLC0415
 

@@ -188,7 +188,7 @@ def test_tied_layers_have_tied_scales(tmp_path: Path) -> None:
 
 
 def test_a_scale_that_moves_changes_its_block_alone(tmp_path: Path) -> None:
-    model = nn.Linear(512, 640, bias=False)
+    model = nn.Linear(512, 640, bias=False)  # its weight is called `weight`
     url = str(tmp_path / "chain")
     config = PublishConfig(url=url, quantization="fp8-block", dtype="BF16")
     with Publisher(config).attach(model) as publisher:
