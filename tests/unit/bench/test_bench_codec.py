@@ -1,8 +1,9 @@
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from deltachain.delta import TensorDelta
 
 BASE = SyntheticChain(seed=3, layout=TINY, warmup=1)
 
+Result: TypeAlias = tuple[list[ChainRow], Mapping[str, Any]]
+
 
 @pytest.fixture(scope="module")
 def update() -> ChangedTensors:
@@ -32,8 +35,13 @@ def few(base: SyntheticChain) -> Iterator[Update]:
     yield from updates.quantised_updates(base, fast, new)
 
 
-def test_rows_count_every_byte_and_name_every_layout() -> None:
-    rows, document = codec.run(BASE, few, rounds=1)
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return codec.run(BASE, few, rounds=1)
+
+
+def test_rows_count_every_byte_and_name_every_layout(result: Result) -> None:
+    rows, document = result
     assert [row.label for row in rows] == ["slow", "fast", "fp8", "int8"]
     for row in rows[:2]:
         assert row.numel == TINY.numel
@@ -53,8 +61,8 @@ def test_rows_count_every_byte_and_name_every_layout() -> None:
     assert parsed["rows"][0]["encodings"][0]["encoding"] == "step"
 
 
-def test_speeds_of_layouts_are_measured_where_asked_for() -> None:
-    (slow, fast, fp8, int8), document = codec.run(BASE, few, rounds=1)
+def test_speeds_of_layouts_are_measured_where_asked_for(result: Result) -> None:
+    (slow, fast, fp8, int8), document = result
     assert [row.timed for row in (slow, fast, fp8, int8)] == [False, True, True, True]
     assert all(row.encode_ns is None for row in slow.layouts.values())
     assert all(row.encode_ns and row.decode_ns for row in fast.layouts.values())
@@ -144,10 +152,12 @@ def test_aims_are_judged_at_the_density_they_are_set_for() -> None:
 
 
 def test_main_writes_one_object_and_a_picture(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    result: Result,
 ) -> None:
     pytest.importorskip("matplotlib")
-    result = codec.run(BASE, few, rounds=1)
     monkeypatch.setattr(codec, "run", lambda _: result)
     picture = tmp_path / "sizes.png"
     codec.main(json_output=True, plot=picture)
@@ -160,8 +170,8 @@ def test_main_writes_one_object_and_a_picture(
     assert all(name in table for name in (*LAYOUTS, "deltachain step", "slow", "fast"))
 
 
-def test_tables_fit_into_80_columns() -> None:
-    rows, _ = codec.run(BASE, few, rounds=1)
+def test_tables_fit_into_80_columns(result: Result) -> None:
+    rows, _ = result
     console = Console(width=80, record=True, file=io.StringIO())
     for table in codec_tables.tables(rows):
         assert console.measure(table).minimum <= 80
