@@ -78,8 +78,8 @@ def test_every_quantised_version_is_that_of_the_same_step(tmp_path: Path) -> Non
         for name, chain in chains.items()
     }
     whole = sum(nbytes for nbytes, _ in sizes["bf16"])
-    for name, found in sizes.items():
-        nbytes, nnz = (sum(numbers) for numbers in zip(*found, strict=True))
+    for name, counted in sizes.items():
+        nbytes, nnz = (sum(numbers) for numbers in zip(*counted, strict=True))
         print(f"{name}: {nbytes:,} B in {STEPS} deltas, {nnz:,} changes, 1/{whole / nbytes:.1f}")  # noqa: T201
     for recipe in RECIPES:
         assert 5 * sum(nbytes for nbytes, _ in sizes[recipe]) <= whole, recipe

@@ -14,7 +14,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.quantise import amax
+from deltachain.publish.quantise.amax import CutMessage
+from deltachain.publish.ranks.collectives import Collective
 
 DEADLINE_S = 60.0
 
@@ -35,20 +36,19 @@ class Layers(nn.Module):
 def mixture() -> Qwen3MoeForCausalLM:
     """Experts that transformers stacks, and a checkpoint has one by one."""
     torch.manual_seed(3)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            hidden_size=72,
-            intermediate_size=80,
-            moe_intermediate_size=136,
-            num_experts=3,
-            num_experts_per_tok=2,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=20,
-            vocab_size=50,
-        )
-    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 72,
+        "intermediate_size": 80,
+        "moe_intermediate_size": 136,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "vocab_size": 50,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
 
 
 MODELS: Final[dict[str, Callable[[], nn.Module]]] = {"layers": Layers, "mixture": mixture}
@@ -86,15 +86,15 @@ def publishes(rank: int, model: str, recipe: str, dim: int, url: str, steps: int
         url=url, quantization=recipe, dtype="BF16", when_busy="wait", deadline_s=DEADLINE_S
     )
     sent: list[int] = []
-    monitored = amax.Collective.all_gather
+    monitored = Collective.all_gather
 
     def all_gather(self: Any, value: Any, kind: Any) -> Any:
-        if isinstance(value, amax.CutMessage):
+        if isinstance(value, CutMessage):
             sent.append(sum(len(one.amax) for one in value.found))
         return monitored(self, value, kind)
 
     with pytest.MonkeyPatch.context() as patch, Publisher(config).attach(made) as publisher:
-        patch.setattr(amax.Collective, "all_gather", all_gather)
+        patch.setattr(Collective, "all_gather", all_gather)
         for number in range(steps):
             step_(made, number)
             publisher.publish(step=number).result(DEADLINE_S)
@@ -110,7 +110,8 @@ def refuses(rank: int, url: str, spoilt: int) -> None:
         url=url, quantization="fp8-block", dtype="BF16", when_busy="wait", deadline_s=20
     )
     with Publisher(config).attach(model) as publisher:
-        local: Tensor = model.wide.weight.to_local()  # type: ignore[operator]
+        sharded: Any = model.wide.weight
+        local: Tensor = sharded.to_local()
         kept = local.detach().clone()
         if rank == spoilt:
             with torch.no_grad():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from deltachain.publish.model.layout import Box
+from deltachain.publish.quantise import host_codes
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
@@ -59,8 +60,11 @@ def window_amax(values: Tensor, grid: Grid, window: Box) -> Tensor:
         window: Position of the window.
 
     Returns:
-        In the shape of ``Grid.counts`` and the dtype of the values; NaN where a value is NaN.
+        In the shape of ``Grid.counts`` and the dtype of the values; not finite where a value is
+        not.
     """
+    if host_codes.can_make(values):
+        return host_codes.amax(values, grid, window)
     counts, (_, sides) = grid.counts(window), grid.margins(window)
     found = values.new_zeros(counts)
     for band in grid.bands(window):

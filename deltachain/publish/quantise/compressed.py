@@ -54,6 +54,11 @@ def _codes(preset: str, strategy: str, weight: Tensor, amax: Tensor, margins: Ma
     return codes
 
 
+def _factors(amax: Tensor, scales: Tensor) -> Tensor:
+    del amax
+    return scales.float()
+
+
 def _config(preset: str, strategy: str, ignored: Sequence[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus  # noqa: PLC0415
 
@@ -72,6 +77,8 @@ def _arithmetic(preset: str, strategy: str) -> Arithmetic:
     return Arithmetic(
         scales=partial(_scales, preset, strategy),
         codes=partial(_codes, preset, strategy),
+        factors=_factors,
+        rounding="int8-divide" if preset == "W8A8" else "fp8-divide",
         config=partial(_config, preset, strategy),
     )
 

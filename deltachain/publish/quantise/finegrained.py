@@ -17,6 +17,9 @@ LIBRARY: Final = "transformers"
 BLOCK: Final = (128, 128)
 """Rows and columns of a block."""
 
+LARGEST: Final = 448.0
+"""Largest number of fp8 e4m3."""
+
 _WEIGHT: Final = "layer.weight"
 _SCALES: Final = "layer.weight_scale_inv"
 
@@ -61,6 +64,14 @@ def _codes(scale_fmt: str, weight: Tensor, amax: Tensor, margins: Margins) -> Te
     return codes[above : above + rows, left : left + columns]
 
 
+def _factors(scale_fmt: str, amax: Tensor, scales: Tensor) -> Tensor:
+    """Return what the library multiplies by: not quite the inverse of an fp32 scale."""
+    if scale_fmt == "ue8m0":
+        return 1.0 / scales.float()
+    largest = amax.float()
+    return (LARGEST / largest).masked_fill_(largest == 0, 1.0)
+
+
 def _config(scale_fmt: str, ignored: Sequence[str]) -> dict[str, Any]:
     from transformers import FineGrainedFP8Config  # noqa: PLC0415
 
@@ -81,6 +92,8 @@ def _arithmetic(scale_fmt: str) -> Arithmetic:
     return Arithmetic(
         scales=partial(_scales, scale_fmt),
         codes=partial(_codes, scale_fmt),
+        factors=partial(_factors, scale_fmt),
+        rounding="fp8-multiply",
         config=partial(_config, scale_fmt),
     )
 

@@ -14,6 +14,8 @@ from deltachain.types import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from deltachain.kernels.codes import Rounding
+
 FLOATS: Final = ("BF16", "F16", "F32")
 """Wire dtypes of weights that can be quantised."""
 
@@ -36,11 +38,16 @@ class Arithmetic:
             the scales of the checkpoint, ``(R, C)``.
         codes: From a piece of a weight, ``(N, K)``, the largest magnitude of each of its blocks,
             ``(R, C)``, and its margins, to codes, ``(N, K)``.
+        factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
+            or multiplies by, ``(R, C)`` in fp32.
+        rounding: How the host kernel makes the same codes of bf16 weights.
         config: From the names of layers that are not quantised, to ``quantization_config``.
     """
 
     scales: Callable[[Tensor], Tensor]
     codes: Callable[[Tensor, Tensor, Margins], Tensor]
+    factors: Callable[[Tensor, Tensor], Tensor]
+    rounding: Rounding
     config: Callable[[Sequence[str]], dict[str, Any]]
 
 

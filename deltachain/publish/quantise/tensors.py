@@ -17,6 +17,7 @@ from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
+from deltachain.publish.quantise import host_codes
 from deltachain.publish.quantise.amax import (
     CutBlocks,
     Shared,
@@ -25,6 +26,7 @@ from deltachain.publish.quantise.amax import (
     window_amax,
     with_shared,
 )
+from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.recipe import Margins, Recipe
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.torch_names import TORCH_DTYPES
@@ -121,13 +123,11 @@ class QuantisedTensors:
             amax = with_shared(self._shared[matrix.spec.name], grid, window, amax)
         scales = recipe.arithmetic.scales(amax)
         _check_finite(matrix.spec.name, amax, scales)
-        codes = torch.empty(values.shape, dtype=TORCH_DTYPES[recipe.codes], device=values.device)
-        _, (left, right) = grid.margins(window)
-        for band in grid.bands(window):
-            margins = Margins(band.before, band.after, left, right)
-            codes[band.rows] = recipe.arithmetic.codes(
-                values[band.rows], amax[band.blocks], margins
-            )
+        if host_codes.can_make(values):
+            factors = recipe.arithmetic.factors(amax, scales)
+            codes = host_codes.make(values, grid, window, factors, recipe)
+        else:
+            codes = make_codes(recipe, values, grid, window, amax)
         yield matrix.name, codes
         owned = grid.owned(window)
         if owned.numel:
@@ -135,6 +135,24 @@ class QuantisedTensors:
             mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
             shape = _scales_box(recipe, matrix.spec, owned).shape
             yield _scales_key(recipe, matrix), mine.contiguous().view(shape)
+
+
+def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Tensor) -> Tensor:
+    """Make the codes of a window by the library.
+
+    Args:
+        recipe: How to quantise.
+        values: The window, ``(rows, columns)``.
+        grid: Blocks of the matrix.
+        window: Position of the window.
+        amax: Largest magnitude of each block of the window, of the whole block.
+    """
+    codes = torch.empty(values.shape, dtype=TORCH_DTYPES[recipe.codes], device=values.device)
+    _, (left, right) = grid.margins(window)
+    for band in grid.bands(window):
+        margins = Margins(band.before, band.after, left, right)
+        codes[band.rows] = recipe.arithmetic.codes(values[band.rows], amax[band.blocks], margins)
+    return codes
 
 
 def _check_finite(name: str, amax: Tensor, scales: Tensor) -> None:
@@ -246,7 +264,8 @@ def _matrices(weight: Weight, names: Collection[str]) -> tuple[Matrix, ...]:
             f"{weight.spec.name!r}",
             hint=LEAVE,
         )
-    return tuple(_matrix(weight, run) for run in runs)
+    found = (_matrix(weight, run) for run in runs)
+    return tuple(matrix for matrix in found if matrix.window.numel)
 
 
 def _matrix(weight: Weight, run: ElementRun) -> Matrix:

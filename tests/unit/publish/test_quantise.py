@@ -139,7 +139,8 @@ def test_experts_are_quantised_one_by_one_and_routers_are_not(recipe: str, tmp_p
     twin = nn.ModuleDict()  # the same matrices as linear layers
     for name, weight in layers.items():
         if name not in kept:
-            linear = nn.Linear(*reversed(weight.shape), bias=False, dtype=torch.bfloat16)
+            rows, columns = weight.shape
+            linear = nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16)
             linear.weight.data.copy_(weight)
             twin[name.replace(".", "/")] = linear
     quantised = quantised_state(twin, recipe)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight
-from deltachain.publish.quantise import amax, grid
+from deltachain.publish.quantise import amax, grid, host_codes
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.publish.quantise.registry import RECIPES
 from deltachain.publish.quantise.tensors import quantise
@@ -77,7 +77,7 @@ def library(recipe: Recipe, values: Tensor) -> dict[str, Tensor]:
 
 
 def windows(shape: tuple[int, int], dice: random.Random) -> Iterator[Box]:
-    """Boxes that tile a matrix, cut anywhere, some of them empty."""
+    """Boxes that tile a matrix, cut anywhere."""
     cuts = [sorted({0, full, *(dice.randrange(full + 1) for _ in range(3))}) for full in shape]
     for top, bottom in zip(cuts[0], cuts[0][1:], strict=False):
         for left, right in zip(cuts[1], cuts[1][1:], strict=False):
@@ -114,10 +114,13 @@ def in_windows(recipe: Recipe, values: Tensor, boxes: list[Box]) -> dict[str, Te
 
 
 @pytest.mark.parametrize("make", [normal, heavy, extreme, zeros, every_bit])
+@pytest.mark.parametrize("by", ["kernel", "library"])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_windows_are_quantised_as_the_library_quantises_the_whole(
-    recipe: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    recipe: str, by: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_codes, "can_make", lambda _: by == "kernel")
+    monkeypatch.setattr(host_codes, "LEAST", 5000)  # several threads
     monkeypatch.setattr(grid, "BAND_NUMEL", 5000)  # several bands in a window
     monkeypatch.setattr(amax, "MESSAGE_NBYTES", 64)  # several messages
     for seed, shape in enumerate([(300, 280), (128, 256), (77, 410), (1, 600), (257, 1)]):
