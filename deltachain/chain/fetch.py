@@ -7,10 +7,11 @@ memory of its wire bytes plus a few tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +20,10 @@ from deltachain.chain.checks import check_encodings
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, fold_all
 from deltachain.errors import (
+    BaseMismatchError,
     BrokenChainError,
     ConfigError,
     DigestMismatchError,
@@ -34,7 +37,7 @@ from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.kernels import host
 from deltachain.store import Store
 from deltachain.threads import Pool, cores
-from deltachain.types import Buffer, StateDigest, TensorSpec, mismatch
+from deltachain.types import Bits, Buffer, StateDigest, TensorSpec, mismatch
 
 LOST: Final = (
     "a lifecycle rule or a user removed it: restore it, or restart the publisher, "
@@ -108,12 +111,30 @@ class Fetched:
         touched = {name for part in self.parts for name in part.rows}
         return tuple(name for name in self.specs if name in touched)
 
-    def read(self, name: str) -> TensorDelta:
-        """Decode the delta of one tensor, folded over the whole plan."""
-        deltas = [part.read(name) for part in self.parts if name in part.rows]
+    def read(self, name: str, old: Callable[[], Bits] | None = None) -> TensorDelta:
+        """Decode the delta of one tensor, folded over the whole plan.
+
+        Args:
+            name: Name of the tensor.
+            old: Function that reads all bits of the tensor before the plan, for encodings that need
+                them; not needed by a plan from nothing.
+
+        Raises:
+            BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
+        """
+        folded: list[TensorDelta] = []
         if self.base is not None:
-            deltas.insert(0, TensorDelta.dense(self.specs[name], self.base.bits(name)))
-        return fold_all(deltas)
+            folded = [TensorDelta.dense(self.specs[name], self.base.bits(name))]
+        for _, arrivals in groupby(self.arrivals, key=lambda arrival: arrival.edge):
+            parts = [arrival.part.result() for arrival in arrivals]
+            parts = [part for part in parts if name in part.rows]
+            before = None
+            if any(part.needs_old(name) for part in parts):
+                before = _bits_after(folded, old)
+            deltas = [_read_part(part, name, before, held=old is not None) for part in parts]
+            if folded or deltas:
+                folded = [fold_all([*folded, *deltas])]
+        return folded[0]
 
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the folded delta of each changed tensor in order, decoded ahead in threads.
@@ -265,6 +286,31 @@ def fetch_part(store: Store, ref: ObjectRef, corrupt: list[str] | None = None) -
         if corrupt is not None:
             corrupt.append(ref.key)
         return _open(_read(store, ref), ref)
+
+
+def _bits_after(folded: Sequence[TensorDelta], old: Callable[[], Bits] | None) -> OldBits | None:
+    """Return the bits of a tensor after the deltas of a plan so far, if they can be known."""
+    if folded and folded[0].is_dense:
+        return OldBits(folded[0].values)
+    if old is None:
+        return None
+    bits = old()
+    for delta in folded:
+        bits = bits.copy()
+        bits[delta.indices] = delta.new_bits(bits[delta.indices])
+    return OldBits(bits)
+
+
+def _read_part(part: Part, name: str, old: OldBits | None, *, held: bool) -> TensorDelta:
+    """Decode a tensor; with bits that a target holds, blame these first."""
+    try:
+        return part.read(name, old=old)
+    except MalformedError as exc:
+        if not held or not part.needs_old(name):
+            raise
+        raise BaseMismatchError(
+            f"{name!r} does not hold the bits before {exc}", tensor=name
+        ) from exc
 
 
 def _read(store: Store, ref: ObjectRef) -> Buffer:
