@@ -132,11 +132,34 @@ class MaxEncoding(Encoding):
         table, data = tensor.units("class"), tensor.units("tile")
         if not _is_canonical(table, grid.mask):
             raise tensor.malformed("rates and sizes are not canonical")
+        wanted = None if old.held is None else _wanted(tensor, grid, old.held)
         try:
-            indices, steps = host.decode_tiles(tensor.table, data, old.bits, table, grid)
+            indices, steps = host.decode_tiles(tensor.table, data, old.bits, table, grid, wanted)
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=spec, indices=indices, values=steps)
+
+
+def _wanted(
+    tensor: TensorReader, grid: TileGrid, held: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Return which tiles a rank holds.
+
+    Raises:
+        ConfigError: It holds a part of one.
+    """
+    wanted = np.empty((len(tensor.segments), grid.cuts), np.bool_)
+    for number, segment in enumerate(tensor.segments):
+        low = segment.start - grid.start
+        width = segment.length if grid.cuts == 1 else grid.columns // grid.cuts
+        known = held[low : low + segment.length].reshape(-1, grid.cuts, width)
+        wanted[number] = known.all(axis=(0, 2))
+        if (known.any(axis=(0, 2)) != wanted[number]).any():
+            raise ConfigError(
+                f"{tensor.key}: a share of {tensor.spec.name!r} cuts a tile of the encoding max",
+                hint="publish with encoding='step', or divide the engine into 2, 4 or 8 parts",
+            )
+    return wanted
 
 
 def _grid(spec: TensorSpec, cuts: int, start: int) -> TileGrid:
