@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,7 @@ import numpy as np
 from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.codec import ENCODINGS, Change, EncodedPart, Part, encode_part
 from deltachain.codec.encodings import Encoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import BaseMismatchError, ConfigError
 from deltachain.filebits import FileBits
@@ -98,7 +100,8 @@ def _change(
         values=changes.new if encoding.absolute else changes.new - changes.old,
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    change = Change(sparse, digest_change(spec, *changes), encoding=encoding)
+    before = partial(OldBits, old) if encoding.needs_old else None
+    change = Change(sparse, digest_change(spec, *changes), encoding=encoding, old=before)
     nnz = changes.indices.size
     if MAYBE_DENSE * nnz >= spec.numel:
         whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(digest_key(spec), new))
@@ -130,8 +133,9 @@ def apply(base: Path, file: Path, out: Path) -> Applied:
 
 def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> None:
     """Verify one tensor's change, then write it into the copy."""
-    delta, row = part.read(name), part.rows[name]
-    moved = move(checkpoint.bits(name), delta)
+    row, old = part.rows[name], checkpoint.bits(name)
+    delta = part.read(name, old=OldBits(old))
+    moved = move(old, delta)
     if not matches(moved, row):
         raise BaseMismatchError(
             f"{checkpoint.path}: {name!r} does not hold the bits that {part.key} was made from: "

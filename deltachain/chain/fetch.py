@@ -7,51 +7,37 @@ memory of its wire bytes plus a few tensors.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_encodings
+from deltachain.chain.part import fetch_part
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, fold_all
 from deltachain.errors import (
+    BaseMismatchError,
     BrokenChainError,
     ConfigError,
     DigestMismatchError,
-    FormatError,
     MalformedError,
-    ObjectNotFoundError,
-    UnsupportedFormatError,
 )
-from deltachain.format.digest import digest_key, digest_of_pieces, object_digest
+from deltachain.format.digest import digest_key
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.kernels import host
-from deltachain.store import Store
-from deltachain.store.base import check_nbytes, not_found
 from deltachain.threads import Pool, cores
-from deltachain.types import Buffer, StateDigest, TensorSpec, mismatch
-
-LOST: Final = (
-    "a lifecycle rule or a user removed it: restore it, or restart the publisher, "
-    "whose next anchor makes it unnecessary"
-)
-"""Hint for a missing part without an alternative plan."""
+from deltachain.types import Bits, StateDigest, TensorSpec, mismatch
 
 THREADS: Final = 8
 """Objects fetched at a time: enough to fill a link with tens of milliseconds of latency."""
-
-LARGE: Final = 8 << 20
-"""Size of an object in bytes above which fresh memory for it costs more than to read it twice."""
-
-PIECE: Final = 1 << 20
-"""Bytes of a large object that are read at a time: they stay in cache while they are hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +69,7 @@ class Fetched:
         nbytes: Fetched bytes.
         times: Time of each arrival so far, by ``time.perf_counter``.
         corrupt: Keys of objects that were corrupt on the first read.
-        early: Parts that give a tensor, of those that :meth:`arriving` yielded before all arrived.
+        early: Part of an anchor with all elements of a tensor that :meth:`arriving` yielded early.
     """
 
     plan: Plan
@@ -93,7 +79,7 @@ class Fetched:
     nbytes: int
     times: list[float]
     corrupt: list[str]
-    early: dict[str, tuple[Part, ...]] = field(default_factory=dict)
+    early: dict[str, Part] = field(default_factory=dict)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -130,18 +116,37 @@ class Fetched:
                 part = arrival.part.result()
                 for name, row in part.rows.items():
                     if row.nnz == self.specs[name].numel and name not in whole:
-                        self.early[name] = part, *(one for one in later if name in one.rows)
+                        self.early[name] = part
                         whole.add(name)
                         yield name
         yield from (name for name in self.names if name not in whole)
 
-    def read(self, name: str) -> TensorDelta:
-        """Decode the delta of one tensor, folded over the whole plan."""
-        parts = self.early.get(name) or self.parts
-        deltas = [part.read(name) for part in parts if name in part.rows]
+    def read(self, name: str, old: Callable[[], Bits] | None = None) -> TensorDelta:
+        """Decode the delta of one tensor, folded over the whole plan.
+
+        Args:
+            name: Name of the tensor.
+            old: Function that reads all bits of the tensor before the plan, for encodings that need
+                them; not needed by a plan from nothing.
+
+        Raises:
+            BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
+        """
+        folded: list[TensorDelta] = []
         if self.base is not None:
-            deltas.insert(0, TensorDelta.dense(self.specs[name], self.base.bits(name)))
-        return fold_all(deltas)
+            folded = [TensorDelta.dense(self.specs[name], self.base.bits(name))]
+        for edge, arrivals in groupby(self.arrivals, key=lambda arrival: arrival.edge):
+            if not edge and name in self.early:
+                parts = [self.early[name]]  # others of the edge may be on their way
+            else:
+                parts = [part for one in arrivals if name in (part := one.part.result()).rows]
+            before = None
+            if any(part.needs_old(name) for part in parts):
+                before = _bits_after(folded, old)
+            deltas = [_read_part(part, name, before, held=old is not None) for part in parts]
+            if folded or deltas:
+                folded = [fold_all([*folded, *deltas])]
+        return folded[0]
 
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the folded delta of each changed tensor in order, decoded ahead in threads.
@@ -279,74 +284,29 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     return checkpoint
 
 
-def fetch_part(
-    store: Store, ref: ObjectRef, corrupt: list[str] | None = None, *, hold: bool = True
-) -> Part:
-    """Fetch and verify a part, once more if it is corrupt.
+def _bits_after(folded: Sequence[TensorDelta], old: Callable[[], Bits] | None) -> OldBits | None:
+    """Return the bits of a tensor after the deltas of a plan so far, if they can be known."""
+    if folded and folded[0].is_dense:
+        return OldBits(folded[0].values)
+    if old is None:
+        return None
+    bits = old()
+    for delta in folded:
+        bits = bits.copy()
+        bits[delta.indices] = delta.new_bits(bits[delta.indices])
+    return OldBits(bits)
 
-    Args:
-        store: Store of the part.
-        ref: Key, size and digests of the part.
-        corrupt: List that the key is appended to if the first read was corrupt.
-        hold: Whether to hold a large object in memory even if the store has cheap ranges. Frames
-            of an object that is not held are read and verified again as they are decoded.
 
-    Raises:
-        ObjectNotFoundError: The object is gone.
-        DigestMismatchError: The object does not have this digest.
-        MalformedError: The object has this digest but violates FORMAT.md.
-    """
-    in_store = not hold and ref.nbytes > LARGE and store.capabilities.cheap_ranges
-    get = _in_store if in_store else _held
+def _read_part(part: Part, name: str, old: OldBits | None, *, held: bool) -> TensorDelta:
+    """Decode a tensor; with bits that a target holds, blame these first."""
     try:
-        return get(store, ref)
-    except UnsupportedFormatError:
-        raise
-    except FormatError:
-        if corrupt is not None:
-            corrupt.append(ref.key)
-        return get(store, ref)
-
-
-def _held(store: Store, ref: ObjectRef) -> Part:
-    """Read an object into memory, verify it and open it as a part."""
-    data = _read(store, ref)
-    _check_digest(ref.key, ref.blake3, object_digest(data), ref.key)
-    return _checked(Part.from_bytes(data, key=ref.key), ref)
-
-
-def _in_store(store: Store, ref: ObjectRef) -> Part:
-    """Verify an object piece by piece and open it as a part that reads ranges from the store."""
-    info = store.find(ref.key)
-    if info is None:
-        missing = not_found(ref.key, store.url)
-        missing.hint = LOST
-        raise missing
-    check_nbytes(ref.key, store.url, expected=ref.nbytes, actual=info.nbytes)
-    read_at = partial(store.get_range, ref.key)
-    starts = range(0, ref.nbytes, PIECE)
-    pieces = (read_at(start, min(PIECE, ref.nbytes - start)) for start in starts)
-    _check_digest(ref.key, ref.blake3, digest_of_pieces(pieces), ref.key)
-    return _checked(Part(read_at, ref.nbytes, key=ref.key), ref)
-
-
-def _read(store: Store, ref: ObjectRef) -> Buffer:
-    try:
-        return store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)
-    except ObjectNotFoundError as exc:
-        exc.hint = LOST
-        raise
-
-
-def _checked(part: Part, ref: ObjectRef) -> Part:
-    """Return a part after a check of its directory's digest."""
-    _check_digest(f"{ref.key}: directory", ref.directory, part.digest, ref.key)
-    return part
-
-
-def _check_digest(what: str, expected: str, actual: str, key: str) -> None:
-    if actual != expected:
-        raise DigestMismatchError(what, expected=expected, actual=actual, key=key)
+        return part.read(name, old=old)
+    except MalformedError as exc:
+        if not held or not part.needs_old(name):
+            raise
+        raise BaseMismatchError(
+            f"{name!r} does not hold the bits before {exc}", tensor=name
+        ) from exc
 
 
 def _check_specs(

@@ -128,7 +128,7 @@ def _magnitudes(parts: Iterable[Part]) -> dict[str, int]:
     counts = np.zeros(len(labels), np.int64)
     for part in parts:
         for name, row in part.rows.items():
-            if not ENCODINGS.get(row.encoding).absolute:
+            if not ENCODINGS.get(row.encoding).absolute and not part.needs_old(name):
                 counts += _classes(part.read(name).values, len(labels))
     return dict(zip(labels, counts.tolist(), strict=True)) if counts.any() else {}
 

@@ -54,8 +54,9 @@ Once: TypeAlias = Annotated[
 Encode: TypeAlias = Annotated[
     str,
     typer.Option(
-        metavar="<step|overwrite|raw>",
-        help="**step** is the smallest; **overwrite** carries new bits instead of steps; **raw** "
+        metavar="<step|overwrite|raw|max>",
+        help="**step** is the default; **max** is smaller and slower to decode; **overwrite** "
+        "carries new bits instead of steps; **raw** "
         "opens in any safetensors reader. Installed packages add more.",
     ),
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -14,6 +13,7 @@ from deltachain.codec.container import Entry, Header, ReadAt, read_header, write
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, Encoding, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta
 from deltachain.errors import (
     ConfigError,
@@ -117,7 +117,7 @@ class Part:
         return sum(row.nnz for row in self.directory.tensors)
 
     def verify(self) -> None:
-        """Verify every byte of the object.
+        """Verify every byte of the object; decode what needs no old bits.
 
         Raises:
             DigestMismatchError: A frame differs from its digest in the directory.
@@ -127,25 +127,30 @@ class Part:
             for number in range(len(row.stored)):
                 self._streams[row.name].check(number)
         for name in self._tensors:
-            self.read(name)
+            if not self.needs_old(name):
+                self.read(name)
 
     def __iter__(self) -> Iterator[TensorDelta]:
         return (self.read(name) for name in self._tensors)
 
-    def read(self, name: str, near: tuple[int, int] | None = None) -> TensorDelta:
+    def read(
+        self, name: str, near: tuple[int, int] | None = None, *, old: OldBits | None = None
+    ) -> TensorDelta:
         """Decode and validate one tensor.
 
         Args:
             name: Name of the tensor.
             near: Range of flat indices. Segments without elements in it are not read, and their
                 elements may be missing in the result; elements outside may be there.
+            old: Bits before the change of all elements in ``near``, for encodings that need them.
 
         Raises:
+            ConfigError: The encoding needs old bits, and there are none.
             DigestMismatchError: A frame differs from its digest in the directory.
             MalformedError: The streams contradict the directory.
         """
         try:
-            delta = self._decode(self._tensors[name], near)
+            delta = self._decode(self._tensors[name], near, old)
             if self._tensors[name].encoding.checked:
                 return delta
             return delta.validate(in_part=near is not None)
@@ -154,15 +159,22 @@ class Part:
                 raise
             raise MalformedError(f"{self.key}: {exc.args[0]}", key=self.key) from exc
 
-    def reader(self, name: str, near: tuple[int, int] | None = None) -> TensorReader:
+    def needs_old(self, name: str) -> bool:
+        """Return whether :meth:`read` needs the old bits of a tensor."""
+        return self._tensors[name].encoding.needs_old
+
+    def reader(
+        self, name: str, near: tuple[int, int] | None = None, *, old: OldBits | None = None
+    ) -> TensorReader:
         """Return a reader of the segments of a tensor; see :meth:`read`."""
         tensor = self._tensors[name]
         kept, starts, lengths = tensor.segments, tensor.starts, tensor.lengths
         if near is not None and kept:
-            first, last = _near(kept, *near)
+            first, last = d.segments_near(kept, *near)
             if (first, last) != (0, len(kept)):
                 before = tensor.encoding.streams(tensor.row, kept[:first])
-                starts = {stream: at + before[stream] for stream, at in starts.items()}
+                shared = tensor.encoding.shared
+                starts = {n: at + before[n] * (n not in shared) for n, at in starts.items()}
                 kept = kept[first:last]
                 lengths = tensor.encoding.streams(tensor.row, kept)
         return TensorReader(
@@ -175,22 +187,20 @@ class Part:
             lengths=lengths,
             ends=self._ends,
             streams=self._streams,
+            old=old,
         )
 
-    def _decode(self, tensor: _Tensor, near: tuple[int, int] | None) -> TensorDelta:
-        reader = self.reader(tensor.spec.name, near)
+    def _decode(
+        self, tensor: _Tensor, near: tuple[int, int] | None, old: OldBits | None
+    ) -> TensorDelta:
+        reader = self.reader(tensor.spec.name, near, old=old)
         expected = sum(s.nnz for s in reader.segments) if tensor.segments else tensor.row.nnz
         delta = tensor.encoding.decode(reader)
-        if delta.spec != tensor.spec or delta.nnz != expected:
+        is_part = old is not None and old.held is not None  # some tiles may be of other ranks
+        fits = delta.nnz == expected or (is_part and delta.nnz < expected)
+        if delta.spec != tensor.spec or not fits:
             raise reader.malformed(f"decodes to {delta.nnz} elements of {expected}")
         return delta
-
-
-def _near(segments: Sequence[d.Segment], low: int, high: int) -> tuple[int, int]:
-    """Return the range of the segments with elements in ``[low, high)``."""
-    first = bisect_right(segments, low, key=lambda s: s.start + s.length)
-    last = bisect_left(segments, high, key=lambda s: s.start)
-    return first, max(first, last)
 
 
 def _check_metadata(header: Header, key: str) -> bool:

@@ -6,7 +6,8 @@ one read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -129,6 +130,13 @@ def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
     if len({len(field) for field in fields}) > 1:
         raise ValueError("segment columns differ in length")
     return (Segment(*row) for row in zip(*fields, strict=True))
+
+
+def segments_near(segments: Sequence[Segment], low: int, high: int) -> tuple[int, int]:
+    """Return the range of the segments with elements in ``[low, high)``."""
+    first = bisect_right(segments, low, key=lambda s: s.start + s.length)
+    last = bisect_left(segments, high, key=lambda s: s.start)
+    return first, max(first, last)
 
 
 def columns_of(segments: list[Segment]) -> SegmentColumns:

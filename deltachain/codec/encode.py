@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -20,6 +20,7 @@ from deltachain.codec.encodings.plain import PlainEncoding
 from deltachain.codec.encodings.raw import RawEncoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.frames import deflate, largest_frame
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.stream_content import StoredFrame, StreamContent
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
@@ -52,12 +53,14 @@ class Change:
         windows: Whether a delta with indices sets whole windows of a tensor, whatever their old
             bits, and is not sparse.
         encoding: Encoding of the change; by default the encoding that fits the delta.
+        old: Function that reads the bits before the change, for an encoding that needs them.
     """
 
     delta: TensorDelta
     digest: StateDigest
     windows: bool = False
     encoding: Encoding | None = None
+    old: Callable[[], OldBits] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,10 @@ def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encod
         encoding = change.encoding or _fitting(change, raw=raw)
         if encoding.own_arrays and not raw:
             raise ConfigError(f"{change.delta.spec.name}: {encoding.name} is never compressed")
-        tensor = encoding.encode(change.delta, out)
+        if encoding.needs_old and change.old is not None:
+            tensor = encoding.encode_over(change.delta, change.old(), out)
+        else:
+            tensor = encoding.encode(change.delta, out)
         bucket = 0 if encoding.own_arrays else number
         encoded.rows.append(_row(change, encoding, bucket, tensor))
         encoded.segments.extend(tensor.segments)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from deltachain import slab
 from deltachain.codec.directory import Segment, TensorRow, in_bits, stream_name
 from deltachain.codec.frames import StreamReader
+from deltachain.codec.old_bits import OldBits
 from deltachain.errors import MalformedError
 from deltachain.kernels import host
 from deltachain.types import BITS_DTYPES, Bits, TensorSpec
@@ -30,6 +31,7 @@ class TensorReader:
         lengths: Length of the segments in each stream, in the stream's unit.
         ends: Length of each stream of the part, by full name, in the stream's unit.
         streams: Readers of all streams of the part, by full name.
+        old: Bits before the change, for encodings that need them.
     """
 
     spec: TensorSpec
@@ -41,6 +43,7 @@ class TensorReader:
     lengths: Mapping[str, int]
     ends: Mapping[str, int]
     streams: Mapping[str, StreamReader]
+    old: OldBits | None = None
 
     @property
     def table(self) -> npt.NDArray[np.int64]:

@@ -12,7 +12,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.kernels.tiles import TileGrid, count_bins, decode_tiles, encode_tiles
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
+
+__all__ = [
+    "TileGrid",
+    "count_bins",
+    "decode_tiles",
+    "encode_tiles",
+]  # defined in a module of their own
 
 PHI: Final = 0x9E3779B97F4A7C15
 """Odd multiplier of the element's position (2**64 divided by the golden ratio)."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels import reference
+from deltachain.kernels import reference, tiles
 from deltachain.kernels.reference import Changes
 from deltachain.types import Bits
 
@@ -32,6 +32,9 @@ join_steps = reference.join_steps
 scatter_ = reference.scatter_
 split_steps = reference.split_steps
 stage_steps = reference.stage_steps
+count_bins = tiles.count_bins
+decode_tiles = tiles.decode_tiles
+encode_tiles = tiles.encode_tiles
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:

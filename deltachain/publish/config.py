@@ -32,8 +32,15 @@ class PublishConfig:
     """Options of the store's library, beyond the URL and the environment."""
 
     encoding: str = "step"
-    """Encoding of deltas: ``step`` is the smallest, ``overwrite`` stores new bits instead of steps,
-    ``raw`` opens in any safetensors reader; or an encoding of an installed package."""
+    """Encoding of deltas: ``step`` is the default; ``overwrite`` stores new bits instead of steps;
+    ``raw`` opens in any safetensors reader; ``max`` takes a quarter less than ``step`` at 1 % and a
+    third less at 0.1 %, for slow links; or an encoding of an installed package.
+
+    ``max`` reads and writes with the old bits of all elements. It takes several times as long to
+    decode; readers of earlier releases leave it out; engines with weights on a device refuse it, as
+    does a rank whose share cuts a tile. Shares of 2, 4 or 8 parts of the rows or columns cut none,
+    if each tile has 2**17 elements. A trainer's rank without consecutive elements of a tensor
+    stores ``step`` for it."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``). By default, each

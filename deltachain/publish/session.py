@@ -16,6 +16,7 @@ from deltachain.chain.chain import Committed
 from deltachain.chain.plan import REQUEST_NBYTES
 from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
@@ -350,7 +351,16 @@ class Session:
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
         for found in diff.by_tensor:
-            upload.add(sparse_change(found, self._all_of(found), encoding=encoding))
+            held = self._held(found) if encoding.needs_old else None
+            upload.add(sparse_change(found, self._all_of(found), encoding=encoding, held=held))
+
+    def _held(self, found: CheckpointChanges) -> Callable[[], OldBits] | None:
+        """Return what reads the elements of a changed tensor on this rank, if they are one run."""
+        run = found.weight.element_map.run_of(found.spec)
+        if run is None:
+            return None
+        there, start = run
+        return lambda: OldBits(self.snapshot.bits(found.weight)[there], start)
 
     def _all_of(self, found: CheckpointChanges) -> Callable[[], Bits] | None:
         """Return what reads all bits of a changed tensor, unless other ranks have some of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from threading import BoundedSemaphore
 from types import TracebackType
 from typing import Final, Self
@@ -14,11 +15,14 @@ import numpy as np
 from deltachain.codec import Change, EncodedPart, encode_part
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.encodings.overwrite import OverwriteEncoding
+from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.digest import digest_key, digest_of_pieces
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import host
+from deltachain.kernels.reference import Changes
 from deltachain.publish.diff import CheckpointChanges
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.snapshot import digest_window
@@ -196,7 +200,11 @@ def anchor_part_nbytes(nbytes: int, limit: int) -> int:
 
 
 def sparse_change(
-    found: CheckpointChanges, bits: Callable[[], Bits] | None, *, encoding: Encoding
+    found: CheckpointChanges,
+    bits: Callable[[], Bits] | None,
+    *,
+    encoding: Encoding,
+    held: Callable[[], OldBits] | None = None,
 ) -> Change:
     """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
@@ -205,8 +213,12 @@ def sparse_change(
         bits: Function that reads all bits of the tensor after the change, from a device perhaps;
             ``None`` if other ranks have some of them.
         encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller.
+        held: Function that reads the bits after the change of consecutive elements, all changed
+            ones among them; without it, ``step`` replaces an encoding that needs old bits.
     """
     spec, changes = found.spec, found.changes
+    if encoding.needs_old and held is None:
+        encoding = StepEncoding()
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
         return dense_change(spec, bits())
@@ -218,7 +230,17 @@ def sparse_change(
         values=changes.new if encoding.absolute else changes.new - changes.old,
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    return Change(delta, found.digest, encoding=encoding)
+    before = None
+    if encoding.needs_old and held is not None:
+        before = partial(_bits_before, changes, held)
+    return Change(delta, found.digest, encoding=encoding, old=before)
+
+
+def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:
+    after = held()
+    bits = after.bits.copy()
+    bits[changes.indices - after.start] = changes.old
+    return OldBits(bits, after.start)
 
 
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:

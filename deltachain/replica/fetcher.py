@@ -6,7 +6,8 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from typing import Final
 
-from deltachain.chain.fetch import THREADS, Fetched, fetch_part
+from deltachain.chain.fetch import THREADS, Fetched
+from deltachain.chain.part import fetch_part
 from deltachain.codec.stored_ranges import Range
 from deltachain.errors import ApplyError, FormatError
 from deltachain.format.documents import ObjectRef

@@ -8,7 +8,7 @@ way. Longer plans are folded, tensor by tensor, once all objects are there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -17,12 +17,16 @@ import numpy as np
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
+from deltachain.codec.directory import SEGMENT
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta, fold_within
 from deltachain.errors import (
     ApplyError,
+    BaseMismatchError,
     BrokenChainError,
     DigestMismatchError,
+    MalformedError,
     StageAbandonedError,
 )
 from deltachain.mapped import map_file
@@ -55,8 +59,16 @@ class TensorPlan:
     base: Checkpoint | None = field(default=None, repr=False)
     from_nothing: bool = False
 
-    def read(self, low: int, high: int) -> TensorDelta:
+    def read(
+        self, low: int, high: int, old: Callable[[int, int], OldBits] | None = None
+    ) -> TensorDelta:
         """Verify, inflate and decode the segments near the elements ``[low, high)``, folded.
+
+        Args:
+            low: Flat index of the first element.
+            high: Flat index after the last one.
+            old: Function that copies the bits held of a range of elements, for encodings that need
+                them; a plan from nothing needs none.
 
         Returns:
             Some elements outside may be there too. From nothing: a run of exactly these elements,
@@ -66,17 +78,58 @@ class TensorPlan:
             DigestMismatchError: A frame differs from its digest in the directory.
             MalformedError: An object violates FORMAT.md.
             BrokenChainError: A plan from nothing has only some of the elements.
+            BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
+            ConfigError: An object needs old bits that are not held.
         """
         name = self.spec.name
-        read = (part.read(name, (low, high)) for part in self.parts)
-        deltas = [delta for delta in read if delta.nnz]
+        deltas: list[TensorDelta] = []
         if self.base is not None:
-            bits = self.base.bits(name)[low:high]
-            deltas.insert(0, TensorDelta.run(self.spec, low, bits))
+            deltas.append(TensorDelta.run(self.spec, low, self.base.bits(name)[low:high]))
+        before: OldBits | None = None
+        for part in self.parts:
+            if before is None and part.needs_old(name):
+                before = self._before(deltas, low, high, old)
+            delta = self._decode(part, (low, high), before)
+            if before is not None:
+                before.apply_(delta)
+            if delta.nnz:
+                deltas.append(delta)
         found = fold_within(deltas, low, high) if deltas else _empty(self.spec)
         if self.from_nothing and low < high and not found.covers(low, high):
             raise BrokenChainError(f"{name}: the plan from nothing gives only {found.nnz} elements")
         return found
+
+    def _decode(self, part: Part, near: tuple[int, int], old: OldBits | None) -> TensorDelta:
+        name = self.spec.name
+        if old is None or not part.needs_old(name):
+            return part.read(name, near)
+        try:
+            return part.read(name, near, old=old)
+        except MalformedError as exc:
+            if self.from_nothing:
+                raise
+            what = f"{name!r} does not hold the bits before {exc}"
+            raise BaseMismatchError(what, tensor=name) from exc
+
+    def _before(
+        self,
+        deltas: Sequence[TensorDelta],
+        low: int,
+        high: int,
+        old: Callable[[int, int], OldBits] | None,
+    ) -> OldBits | None:
+        """Return the bits after some deltas, of all segments near some elements."""
+        start, stop = max(0, low - SEGMENT), min(self.spec.numel, high + SEGMENT)
+        if old is not None and not self.from_nothing:
+            before = old(start, stop)
+        elif self.from_nothing:
+            bits = np.zeros(stop - start, self.spec.bits_dtype)
+            before = OldBits(bits, start, np.zeros(stop - start, np.bool_))
+        else:
+            return None
+        for delta in deltas:
+            before.apply_(delta)
+        return before
 
     def steps(self, low: int, high: int) -> TensorReader | None:
         """Return the reader of the segments near ``[low, high)`` if they are all of one ``step``.

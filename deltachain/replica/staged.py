@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from functools import partial
+from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta
+from deltachain.kernels import host
 from deltachain.kernels.segments import StreamLayout, TensorStreams
 from deltachain.replica.spool_reader import TensorPlan
 from deltachain.subscribe.proof import Effect
@@ -17,6 +20,7 @@ from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import prepare, prepare_steps
 from deltachain.threads import Pool
+from deltachain.types import TensorSpec
 
 HolderKey: TypeAlias = tuple[str, int]
 """The ranks that hold the same elements, and the number of the place among several on this rank."""
@@ -242,7 +246,23 @@ def _prepared(given: TensorPlan, share: Share) -> list[tuple[HolderKey, Write]]:
     if reader is not None:
         patches = ((slot, prepare_steps(place, reader), place) for slot, place in share.places)
         return [(slot, Write(patch, [place])) for slot, patch, place in patches]
-    return _placed(share, given.read(share.low, share.high)) if share.places else []
+    if not share.places:
+        return []
+    old = partial(_held_bits, share, given.spec) if share.on_host else None
+    return _placed(share, given.read(share.low, share.high, old))
+
+
+def _held_bits(share: Share, spec: TensorSpec, low: int, high: int) -> OldBits:
+    """Copy the bits of the elements ``[low, high)`` that a rank holds on the host."""
+    bits, held = np.zeros(high - low, spec.bits_dtype), np.zeros(high - low, np.bool_)
+    for _, place in share.places:
+        offset, at, dims = place.box
+        sizes, there, live = dims.T.tolist() if dims.size else ([1], [1], [1])
+        where = offset - low, sizes, there
+        storage: Any = place.storage
+        host.strided(bits, *where)[...] = host.strided(storage, at, sizes, live)
+        host.strided(held, *where)[...] = True
+    return OldBits(bits, low, held)
 
 
 def _placed(share: Share, delta: TensorDelta) -> list[tuple[HolderKey, Write]]:

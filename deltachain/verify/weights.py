@@ -11,6 +11,7 @@ import numpy as np
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS
 from deltachain.codec.directory import TensorRow
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, fold_all
 from deltachain.errors import BrokenChainError, MalformedError
 from deltachain.format import keys
@@ -57,7 +58,7 @@ class Weights:
         edge = fetched.plan.edges[0]
         key = edge.record or keys.manifest_key(edge.version)
         after = {} if edge.base is None else dict(self.digests)
-        for name, rows in _rows(fetched):
+        for name, rows in _rows(fetched, self.bits):
             delta = fold_all(given for _, given in rows)
             if delta.nnz < sum(given.nnz for _, given in rows):
                 raise MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
@@ -92,7 +93,7 @@ def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Mov
     return moved[0] if len(rows) == 1 else move(old, delta)
 
 
-def _rows(fetched: Fetched) -> Iterator[tuple[str, list[_Row]]]:
+def _rows(fetched: Fetched, bits: Mapping[str, Bits]) -> Iterator[tuple[str, list[_Row]]]:
     """Yield all rows of one edge by tensor; ranks may store windows of one tensor each."""
     if fetched.base is not None:
         for name, spec in fetched.specs.items():
@@ -100,4 +101,5 @@ def _rows(fetched: Fetched) -> Iterator[tuple[str, list[_Row]]]:
     else:
         for name in fetched.names:
             parts = [part for part in fetched.parts if name in part.rows]
-            yield name, [(part.rows[name], part.read(name)) for part in parts]
+            old = OldBits(bits[name]) if name in bits else None
+            yield name, [(part.rows[name], part.read(name, old=old)) for part in parts]

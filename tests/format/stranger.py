@@ -5,7 +5,7 @@ It holds numbers in plain lists and is slow. What it cannot read, the page does 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -23,6 +23,7 @@ from tests.format.stranger_base import (
     require,
     write_json,
 )
+from tests.format.stranger_tiles import read_tiles
 
 WIDTHS: Final = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -31,7 +32,7 @@ WIDTHS: Final = {
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
 GAPS: Final = {1: ("gap8",), 2: ("gap16.0", "gap16.1")}
-ENCODINGS: Final = ("step", "overwrite", "dense", "raw", "plain")
+ENCODINGS: Final = ("step", "max", "overwrite", "dense", "raw", "plain")
 COLUMNS: Final = ("start", "length", "nnz", "gaps", "exceptions", "wide")
 ROW: Final = {
     "name": str,
@@ -62,7 +63,7 @@ class Delta:
 
     @property
     def is_absolute(self) -> bool:
-        return bool(self.row["encoding"] != "step")
+        return self.row["encoding"] not in ("step", "max")
 
     @property
     def width(self) -> int:
@@ -77,8 +78,8 @@ class Delta:
             bits[i] = value if self.is_absolute else (bits[i] + value) % top
 
 
-def read_part(data: bytes) -> dict[str, Delta]:
-    """Every tensor of a part, all of it verified."""
+def read_part(data: bytes, old: Mapping[str, Sequence[int]] | None = None) -> dict[str, Delta]:
+    """Every tensor of a part, all of it verified; ``max`` needs the bits before it, by tensor."""
     metadata, entries, at = read_header(data)
     zstd = metadata["compression"] == "zstd"
     directory = read_directory(data[at : at + entries[0][3]], metadata, zstd=zstd)
@@ -91,7 +92,7 @@ def read_part(data: bytes) -> dict[str, Delta]:
         streams[name] = read_frames(data[at : at + nbytes], stream, zstd=zstd)
         at += nbytes
     forms = {name: (dtype, shape) for name, dtype, shape, _ in entries[2:]}
-    return read_tensors(directory, streams, forms, zstd=zstd)
+    return read_tensors(directory, streams, forms, old or {}, zstd=zstd)
 
 
 def read_header(data: bytes) -> tuple[dict[str, str], list[tuple[str, str, list[int], int]], int]:
@@ -230,6 +231,7 @@ def read_tensors(
     directory: dict[str, Any],
     streams: dict[str, bytes],
     forms: dict[str, tuple[str, list[int]]],
+    old: Mapping[str, Sequence[int]],
     *,
     zstd: bool,
 ) -> dict[str, Delta]:
@@ -251,7 +253,7 @@ def read_tensors(
             require(not zstd and not (mine or row["gap"] or row["bucket"]), "raw row")
             found[row["name"]] = read_arrays(row, cursor, forms, owned)
         else:
-            found[row["name"]] = read_segments(row, mine, cursor)
+            found[row["name"]] = read_segments(row, mine, cursor, old.get(row["name"], ()))
     require(not segments, "segments that are nobody's")
     for name in streams.keys() - owned:
         dtype, shape = forms[name]
@@ -287,10 +289,15 @@ def read_arrays(
     return Delta(row, indices, values)
 
 
-def read_segments(row: dict[str, Any], segments: list[Segment], cursor: Cursor) -> Delta:
-    """``step``, ``overwrite`` and ``dense``."""
+def read_segments(
+    row: dict[str, Any], segments: list[Segment], cursor: Cursor, old: Sequence[int]
+) -> Delta:
+    """``step``, ``max``, ``overwrite`` and ``dense``."""
     encoding, reached = row["encoding"], 0
-    require(row["gap"] in ((0,) if encoding == "dense" else (1, 2)), "gap")
+    most = {"dense": range(1), "max": range(1, 65)}.get(encoding, range(1, 3))
+    require(row["gap"] in most, "gap")
+    columns = (row["shape"] or [1])[-1] if encoding == "max" and row["gap"] > 1 else 1
+    require(columns > 0 and (columns == 1 or columns % row["gap"] == 0), "gap")
     require(row["nnz"] == sum(s["nnz"] for s in segments), "nnz")
     indices: list[int] = []
     for s in segments:
@@ -301,10 +308,20 @@ def read_segments(row: dict[str, Any], segments: list[Segment], cursor: Cursor) 
         if encoding == "dense":
             require(s["nnz"] == s["length"] and not s["gaps"], "segment")
             indices += range(s["start"], reached)
+        elif encoding == "max":
+            require(s["start"] % columns == s["length"] % columns == 0, "segment")
+            bound = s["length"] // 8 + 16 * s["nnz"] + 16 * row["gap"]
+            require(s["gaps"] <= bound, "segment")
         else:
             offsets = read_gaps(row, s, cursor)
             indices += [s["start"] + offset for offset in offsets]
-    if encoding == "step":
+    if encoding == "max":
+        prefix, width = f"#{row['bucket']}.", WIDTHS[row["dtype"]]
+        tables = cursor.take(prefix + "class", 512) if segments else bytes([255]) * 512
+        tiles = [cursor.take(prefix + "tile", s["gaps"]) for s in segments]
+        require(not segments or len(old) == numel_of(row["shape"]), "no bits before max")
+        indices, values = read_tiles(row, width, segments, (tables, tiles), old)
+    elif encoding == "step":
         values = [step for s in segments for step in read_steps(row, s, cursor)]
     else:
         stream = {"overwrite": "value", "dense": "dense"}[encoding]

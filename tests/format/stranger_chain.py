@@ -314,10 +314,11 @@ class Chain:
         """The weights at the end of a way from nothing, proven."""
         weights: Weights = {}
         for version, edge in route:
+            before = {name: list(bits) for name, bits in weights.items()}
             for ref in edge["parts"]:
                 folder = f"{KINDS[edge['kind']]}/{version:020d}-"
                 require(ref["key"].startswith(folder), "part of another version")
-                self.apply(self.part(ref), weights)
+                self.apply(self.part(ref, before), weights)
         require(weights.keys() == self.specs.keys(), "not every tensor")
         lanes = [0, 0]
         for name, bits in weights.items():
@@ -326,10 +327,10 @@ class Chain:
         require(state_text(lanes) == self.manifest(route[-1][0])["state"], "state digest")
         return weights
 
-    def part(self, ref: Json) -> dict[str, Delta]:
+    def part(self, ref: Json, old: Weights) -> dict[str, Delta]:
         data = self.get(ref["key"])
         require(len(data) == ref["nbytes"] and digest_of(data) == ref["blake3"], "part")
-        return read_part(data)
+        return read_part(data, old)
 
     def apply(self, part: dict[str, Delta], weights: Weights) -> None:
         for name, delta in part.items():

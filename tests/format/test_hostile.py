@@ -101,7 +101,7 @@ def test_stranger_refuses_what_we_refuse(name: str) -> None:
 NEWER: dict[str, Callable[[Forgery], object]] = {
     "a format": lambda f: f.metadata.update(deltachain="2"),
     "a compression": lambda f: f.claims.update(compression="lz4"),
-    "an encoding": lambda f: f.rows[0].update(encoding="max"),
+    "an encoding": lambda f: f.rows[0].update(encoding="later"),
 }
 
 

@@ -15,7 +15,7 @@ from deltachain.codec import Change, Part, encode_part
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
-from tests.format import freeze, stranger, stranger_base, stranger_chain
+from tests.format import freeze, stranger, stranger_base, stranger_chain, stranger_tiles
 from tests.format.stranger_base import RefusedError
 
 V1 = freeze.FOLDER
@@ -57,7 +57,7 @@ def models(seed: int) -> Iterator[tuple[TensorSpec, Bits, Bits]]:
 
 
 def test_stranger_imports_nothing_of_ours() -> None:
-    for module in (stranger, stranger_base, stranger_chain):
+    for module in (stranger, stranger_base, stranger_chain, stranger_tiles):
         tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
         nodes = list(ast.walk(tree))
         names = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}

@@ -33,7 +33,21 @@ NUMBERS: Final = (
 )
 WORDS: Final = (
     *("", "w", "x.weight", "../w", "/etc/passwd", "directory", "digest", "__metadata__", "#0.sign"),
-    *("step", "overwrite", "dense", "raw", "plain", "max", "zstd", "none", "lz4", "\0", "é", "٣"),
+    *(
+        "step",
+        "overwrite",
+        "dense",
+        "raw",
+        "plain",
+        "max",
+        "later",
+        "zstd",
+        "none",
+        "lz4",
+        "\0",
+        "é",
+        "٣",
+    ),
     *("delta", "anchor", "skip", "base", "0" * 32, "f" * 64, "a" * 5000, "w.values", "1", "01"),
     *WIRE_DTYPES,
 )

@@ -234,7 +234,7 @@ STRANGE: Final[Rows] = (
 NEWER: Final[dict[str, Callable[[Forgery], object]]] = {
     "a later format": lambda f: f.metadata.update(deltachain="2"),
     "another compression": lambda f: f.claims.update(compression="lz4"),
-    "an unknown encoding": lambda f: f.rows[0].update(encoding="max"),
+    "an unknown encoding": lambda f: f.rows[0].update(encoding="later"),
 }
 
 

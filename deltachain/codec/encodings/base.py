@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import Segment, TensorRow
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.kernels.reference import Changes
@@ -41,6 +42,9 @@ class Encoding(ABC):
         absolute: Whether it stores new bits, so that a reader needs no base; otherwise steps.
         own_arrays: Whether a tensor has arrays of its own, and no segments.
         checked: Whether :meth:`decode` itself checks all that :meth:`TensorDelta.validate` does.
+        needs_old: Whether writer and reader need the old bits of the elements, those that did not
+            change included: :meth:`encode_over` is called, and ``old`` of the reader is set.
+        shared: Streams in which a tensor with segments has one range for all of them.
     """
 
     name: ClassVar[str]
@@ -48,6 +52,8 @@ class Encoding(ABC):
     absolute: ClassVar[bool] = True
     own_arrays: ClassVar[bool] = False
     checked: ClassVar[bool] = False
+    needs_old: ClassVar[bool] = False
+    shared: ClassVar[frozenset[str]] = frozenset()
 
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         """Estimate the size of a tensor's changes before compression, in bytes.
@@ -88,6 +94,14 @@ class Encoding(ABC):
         Raises:
             ConfigError: This encoding cannot store deltas of this kind.
         """
+
+    def encode_over(self, delta: TensorDelta, old: OldBits, out: BucketWriter) -> EncodedTensor:
+        """Append the changes of one tensor, given old bits of all elements near them.
+
+        Raises:
+            ConfigError: This encoding cannot store deltas of this kind.
+        """
+        raise NotImplementedError(f"{self.name} does not encode {delta.spec.name} over {old}")
 
     @abstractmethod
     def decode(self, tensor: TensorReader) -> TensorDelta:

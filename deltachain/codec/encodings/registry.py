@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from deltachain.codec.encodings.base import Encoding
 from deltachain.codec.encodings.dense import DenseEncoding
+from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.codec.encodings.overwrite import OverwriteEncoding
 from deltachain.codec.encodings.plain import PlainEncoding
 from deltachain.codec.encodings.raw import RawEncoding
@@ -156,6 +157,13 @@ def _package(entry_point: EntryPoint) -> str:
 
 
 ENCODINGS: Final = EncodingRegistry(
-    (StepEncoding(), OverwriteEncoding(), DenseEncoding(), RawEncoding(), PlainEncoding())
+    (
+        StepEncoding(),
+        OverwriteEncoding(),
+        DenseEncoding(),
+        RawEncoding(),
+        PlainEncoding(),
+        MaxEncoding(),
+    )
 )
 """All encodings that this process can read and write."""

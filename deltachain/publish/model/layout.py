@@ -159,6 +159,23 @@ class ElementMap:
                     return slice(low, low + slot.numel)
         return None
 
+    def run_of(self, spec: TensorSpec) -> tuple[slice, int] | None:
+        """Return the slice of the box with consecutive elements of a checkpoint tensor.
+
+        With it comes the flat index of the first of them. ``None`` if the box has none of the
+        tensor, or has others between them.
+        """
+        for slot in self.slots if self.table is None else ():
+            if slot.spec != spec:
+                continue
+            low, high = self.box.before(slot.start), self.box.before(slot.start + slot.numel)
+            if low == high or (not self.box.is_rows and high - low < slot.numel):
+                return None
+            places = self._places(low, high, slot.at - slot.start)
+            first = places.start if isinstance(places, range) else int(places[0])
+            return slice(low, high), first
+        return None
+
     def split(self, local: Indices) -> Iterator[Piece]:
         """Split indices by checkpoint tensor.
 

@@ -50,7 +50,7 @@ from deltachain.subscribe.targets.live import WholeTensor, state_of, sum_states
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, prepare
 from deltachain.threads import Pool, cores
-from deltachain.types import StateDigest, TensorSpec, check_spec
+from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
 logger = logging.getLogger(__name__)
 
@@ -173,6 +173,11 @@ class FolderTarget(PatchedTarget):
             with explained(self.folder):
                 check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
         return staged
+
+    @override
+    def bits(self, name: str) -> Bits:
+        with explained(self.folder):
+            return self._live[name][0].bits
 
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
         """Compute a patch; if there are no weights yet, from zeros, for dense deltas only."""

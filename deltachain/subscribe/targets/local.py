@@ -18,7 +18,7 @@ from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.patch import Patch
 from deltachain.threads import Pool, cores
-from deltachain.types import StateDigest, TensorSpec
+from deltachain.types import Bits, StateDigest, TensorSpec
 
 _T = TypeVar("_T")
 
@@ -80,6 +80,10 @@ class PatchedTarget(Target, ABC):
         """
 
     @abstractmethod
+    def bits(self, name: str) -> Bits:
+        """Return all bits of a tensor as they are now, on the host; the caller does not write."""
+
+    @abstractmethod
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """Write patches, all or none, and record ``held``; consume ``patches`` once.
 
@@ -119,7 +123,7 @@ class PatchedTarget(Target, ABC):
 
     def _stage_one(self, fetched: Fetched, name: str, *, base_too: bool) -> Patch:
         """Decode the delta of one tensor and compute its patch."""
-        delta = fetched.read(name)
+        delta = fetched.read(name, partial(self.bits, name))
         if fetched.from_nothing and not delta.is_dense:  # before space for the rest is taken
             raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
         return self.prepare(delta, base_too=base_too)
@@ -159,7 +163,8 @@ class PatchedTarget(Target, ABC):
         yield from prepared.patches
         if prepared.fetched is not None:
             for name in prepared.deferred:
-                yield self.prepare(prepared.fetched.read(name), base_too=False).without_old()
+                delta = prepared.fetched.read(name, partial(self.bits, name))
+                yield self.prepare(delta, base_too=False).without_old()
 
 
 def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -17,7 +19,7 @@ from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.subscribe.targets.patch import Patch, prepare
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import WIRE_NAMES, named_tensors
-from deltachain.types import StateDigest, TensorSpec, check_spec
+from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
 
 class TensorTarget(PatchedTarget):
@@ -89,6 +91,14 @@ class TensorTarget(PatchedTarget):
         if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
             return None
         return state_of(self._specs[name], live[0])
+
+    @override
+    def bits(self, name: str) -> Bits:
+        live: Any = self._live[name][0].bits
+        return live if isinstance(live, np.ndarray) else live.cpu().numpy().view(self._dtype(name))
+
+    def _dtype(self, name: str) -> np.dtype[Any]:
+        return self._specs[name].bits_dtype
 
     @override
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from deltachain.chain.fetch import fetch_part
+from deltachain.chain.part import fetch_part
 from deltachain.errors import StoreUnavailableError
 from deltachain.replica import fetcher
 from deltachain.replica.rpc import RankService

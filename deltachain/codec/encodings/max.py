@@ -1,0 +1,267 @@
+"""Encoding ``max``: changed elements as ranks inside classes of the old bits, in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar, Final
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from deltachain.codec.bucket_writer import BucketWriter
+from deltachain.codec.directory import SEGMENT, Segment, TensorRow
+from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.old_bits import OldBits
+from deltachain.codec.tensor_reader import TensorReader
+from deltachain.delta import TensorDelta
+from deltachain.errors import ConfigError
+from deltachain.kernels import host
+from deltachain.kernels.reference import Changes
+from deltachain.kernels.tiles import (
+    BINS,
+    MAX_RATE,
+    MAX_SIZE,
+    NEVER,
+    Bytes,
+    TileGrid,
+    bins,
+    most_nbytes,
+)
+from deltachain.types import Bits, Indices, TensorSpec
+
+MAX_CUTS: Final = 64
+"""Largest number of tiles side by side in a segment."""
+
+CUTS: Final = 8
+"""Largest number of parts that our tiles divide rows or columns into: the usual widths of tensor
+parallelism, so that a rank has all old bits of a tile or none."""
+
+TILE: Final = 1 << 17
+"""Fewest elements of our tiles, if a tensor has more: smaller ones spend more on the ends of
+classes (0.2 bits a change at 0.13 %)."""
+
+BINNED: Final[Mapping[str, tuple[int, int]]] = {
+    "BF16": (7, 255),
+    "F16": (10, 31),
+    "F32": (23, 255),
+    "F64": (55, 255),
+}
+"""Shift and mask of the bin of each floating point dtype of several bytes: its exponent, or the
+highest bits of it. Of dtypes of one byte, it is the code; of all others, there is one bin."""
+
+_EXPONENTS: Final[Mapping[str, tuple[int, int]]] = {"F8_E4M3": (3, 15), "F8_E5M2": (2, 31)}
+"""Shift and mask of the exponent in codes of a byte, which get one rate and one size together."""
+
+_STEP: Final = StepEncoding()
+
+
+@dataclass(frozen=True, slots=True)
+class MaxEncoding(Encoding):
+    """Ranks of changed elements in classes of old bits: the fewest bytes, at slower decoding.
+
+    The reader needs the old bits of all elements of a tile. Streams: ``class``, 512 bytes a tensor:
+    Rice parameters of ranks and of magnitudes, by bin of old bits; ``tile``, the coded tiles.
+    """
+
+    name: ClassVar[str] = "max"
+    sparse: ClassVar[bool] = True
+    absolute: ClassVar[bool] = False
+    checked: ClassVar[bool] = True
+    needs_old: ClassVar[bool] = True
+    shared: ClassVar[frozenset[str]] = frozenset(["class"])
+
+    @override
+    def estimate(self, spec: TensorSpec, changes: Changes) -> int:
+        return _STEP.estimate(spec, changes)
+
+    @override
+    def fits_row(self, row: TensorRow, numel: int) -> bool:
+        columns = row.shape[-1] if row.shape else 1
+        divides = row.gap == 1 or (columns > 0 and columns % max(row.gap, 1) == 0)
+        return 1 <= row.gap <= MAX_CUTS and divides and row.nnz <= numel
+
+    @override
+    def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
+        columns = row.shape[-1] if row.gap > 1 else 1
+        whole_rows = segment.start % columns == segment.length % columns == 0
+        fits = segment.gaps <= most_nbytes(segment.length, segment.nnz, row.gap)
+        return whole_rows and fits and segment.exceptions == segment.wide == 0
+
+    @override
+    def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
+        return {"class": 2 * BINS if row.segments else 0, "tile": sum(s.gaps for s in segments)}
+
+    @override
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+        raise ConfigError(f"{delta.spec.name}: max deltas are encoded with the bits before them")
+
+    @override
+    def encode_over(self, delta: TensorDelta, old: OldBits, out: BucketWriter) -> EncodedTensor:
+        spec, indices = delta.spec, delta.indices
+        if indices is None or delta.absolute.any():
+            raise ConfigError(f"{spec.name}: max deltas carry indices and steps")
+        cuts = _cuts(spec.shape)[1]
+        if not indices.size:
+            return EncodedTensor(gap=cuts)
+        windows = np.array(list(_windows(spec.shape, old.start, old.stop)), np.int64)
+        bounds = np.searchsorted(indices, [*windows[:, 0], old.stop])
+        changed = np.diff(bounds)
+        kept, counts = windows[changed > 0], changed[changed > 0]
+        grid = _grid(spec, cuts, old.start)
+        table = _table(spec, old.bits, old.bits[indices - old.start], delta.values, grid)
+        coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
+        out.put("class", table)
+        out.put("tile", coded.data)
+        rows = zip(kept.tolist(), counts.tolist(), coded.nbytes.tolist(), strict=True)
+        segments = [Segment(start, length, nnz, n) for (start, length), nnz, n in rows]
+        return EncodedTensor(cuts, segments)
+
+    @override
+    def decode(self, tensor: TensorReader) -> TensorDelta:
+        spec, old = tensor.spec, tensor.old
+        if old is None:
+            raise ConfigError(f"{tensor.key}: {spec.name!r} needs the bits before it: it is max")
+        if not tensor.segments:
+            none = np.empty(0, spec.bits_dtype)
+            return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=none)
+        grid = _grid(spec, tensor.row.gap, old.start)
+        table, data = tensor.units("class"), tensor.units("tile")
+        if not _is_canonical(table, grid.mask):
+            raise tensor.malformed("rates and sizes are not canonical")
+        wanted = None if old.held is None else _wanted(tensor, grid, old.held)
+        try:
+            indices, steps = host.decode_tiles(tensor.table, data, old.bits, table, grid, wanted)
+        except ValueError as exc:
+            raise tensor.malformed(str(exc)) from exc
+        return TensorDelta(spec=spec, indices=indices, values=steps)
+
+
+def _wanted(
+    tensor: TensorReader, grid: TileGrid, held: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
+    """Return which tiles a rank holds.
+
+    Raises:
+        ConfigError: It holds a part of one.
+    """
+    wanted = np.empty((len(tensor.segments), grid.cuts), np.bool_)
+    for number, segment in enumerate(tensor.segments):
+        low = segment.start - grid.start
+        width = segment.length if grid.cuts == 1 else grid.columns // grid.cuts
+        known = held[low : low + segment.length].reshape(-1, grid.cuts, width)
+        wanted[number] = known.all(axis=(0, 2))
+        if (known.any(axis=(0, 2)) != wanted[number]).any():
+            raise ConfigError(
+                f"{tensor.key}: a share of {tensor.spec.name!r} cuts a tile of the encoding max",
+                hint="publish with encoding='step', or divide the engine into 2, 4 or 8 parts",
+            )
+    return wanted
+
+
+def _grid(spec: TensorSpec, cuts: int, start: int) -> TileGrid:
+    shift, mask = BINNED.get(spec.dtype, (0, 255 if spec.itemsize == 1 else 0))
+    return TileGrid(spec.shape[-1] if spec.shape else 1, cuts, shift, mask, start)
+
+
+def _is_canonical(table: Bytes, mask: int) -> bool:
+    rates, sizes = table[:BINS], table[BINS:]
+    fits = (rates == NEVER) | (rates <= MAX_RATE)
+    fits &= (sizes == NEVER) | ((sizes <= MAX_SIZE) & (rates != NEVER))
+    return bool(fits.all()) and bool((rates[mask + 1 :] == NEVER).all())
+
+
+def _cuts(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return into how many parts our tiles divide the rows of a matrix, and its columns.
+
+    Both are at most ``CUTS``, powers of two, and such that no tile has fewer than ``TILE``
+    elements. Tensors of more dimensions are matrices of their last two, unless those are smaller
+    than a tile.
+    """
+    if len(shape) < 2 or shape[-1] > SEGMENT:
+        return 1, 1
+    cuts = [1, 1]
+    sides = [_matrix_rows(shape), shape[-1]]
+    while True:
+        room = sides[0] * sides[1] // (2 * cuts[0] * cuts[1])
+        able = [n for n in (0, 1) if cuts[n] < CUTS and sides[n] % (2 * cuts[n]) == 0]
+        if room < TILE or not able:
+            return cuts[0], cuts[1]
+        cuts[min(able, key=lambda n: cuts[n])] *= 2
+
+
+def _matrix_rows(shape: tuple[int, ...]) -> int:
+    rows = shape[-2]
+    for dim in reversed(shape[:-2]):
+        if rows * shape[-1] >= TILE:
+            break
+        rows *= dim
+    return rows
+
+
+def _windows(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Yield start and length of the segments that our tiles have between two elements."""
+    parts, cuts = _cuts(shape)
+    columns = shape[-1] if parts * cuts > 1 else 1
+    band = _matrix_rows(shape) // parts if columns > 1 else high
+    most = SEGMENT // columns
+    first, last = low // columns, high // columns
+    while first < last:
+        stop = min((first // band + 1) * band, last)
+        pieces = -(-(stop - first) // most)
+        bounds = [first + (stop - first) * n // pieces for n in range(pieces + 1)]
+        for at, end in pairwise(bounds):
+            yield at * columns, (end - at) * columns
+        first = stop
+
+
+def _table(spec: TensorSpec, old: Bits, changed: Bits, steps: Bits, grid: TileGrid) -> Bytes:
+    """Return rate and size of each bin, for the fewest bits."""
+    group = np.arange(BINS)
+    if spec.itemsize == 1:
+        shift, mask = _EXPONENTS.get(spec.dtype, (0, 0))
+        group = (group >> shift) & mask
+    mine = group[bins(changed, grid.shift, grid.mask)]
+    counts = np.bincount(mine, minlength=BINS)
+    there = host.count_bins(old, grid.shift, grid.mask)
+    numel = np.bincount(group, weights=there, minlength=BINS).astype(np.int64)
+    rates = _rates(counts, numel)
+    sizes = _sizes(mine, counts, steps)
+    used = there > 0
+    table: Bytes = np.concatenate(
+        [np.where(used, rates[group], NEVER), np.where(used, sizes[group], NEVER)]
+    ).astype(np.uint8)
+    return table
+
+
+def _rates(counts: npt.NDArray[np.int64], numel: npt.NDArray[np.int64]) -> Indices:
+    """Return the Rice parameter of ranks of each group for the fewest bits."""
+    share = np.minimum(counts / np.maximum(numel, 1), 1)[:, np.newaxis]
+    passed = (1 - share) ** (1 << np.arange(MAX_RATE + 1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bits = np.arange(MAX_RATE + 1) + passed / (1 - passed)
+    best = np.argmin(np.where(np.isnan(bits), np.inf, bits), axis=1)
+    return np.where(counts > 0, best, NEVER)
+
+
+def _sizes(mine: Indices, counts: npt.NDArray[np.int64], steps: Bits) -> Indices:
+    """Return the Rice parameter of magnitudes of each group for the fewest bits."""
+    excess = np.minimum(steps, (0 - steps).astype(steps.dtype)) - steps.dtype.type(1)
+    large = excess > 0
+    kinds, excess = mine[large], excess[large].astype(np.uint64)
+    some = np.bincount(kinds, minlength=BINS)
+    width = 8 * steps.itemsize
+    costs = []
+    for size in range(min(width, MAX_SIZE + 1)):
+        quotient = (excess >> np.uint64(size)).astype(np.int64)
+        escaped = quotient >= 24
+        bits = np.where(escaped, 24 + width, quotient + 1 + size)
+        costs.append(
+            np.bincount(kinds, weights=bits, minlength=BINS) + (1 + size) * (counts - some)
+        )
+        if size > 8 and not escaped.any():
+            break
+    return np.where(some > 0, np.argmin(costs, axis=0), NEVER)

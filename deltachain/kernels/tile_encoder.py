@@ -1,0 +1,223 @@
+"""Compiled kernels that encode tiles; see :mod:`.tiles` for the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.kernels.compiling import compiled
+from deltachain.kernels.tile_classes import (
+    bin_segment,
+    class_table,
+    classify,
+    rule_of,
+    thread_scratch,
+)
+from deltachain.kernels.tiles import ESCAPE, NEVER, Bytes, CodedTiles, TileGrid, most_nbytes
+from deltachain.kernels.words import WORD, popcount
+from deltachain.types import Bits, Indices
+
+_U = np.uint64
+
+
+@compiled
+def _put(out: Any, state: Any, value: Any, count: Any) -> None:  # noqa: ANN401
+    """Append the low ``count`` bits of a value, at most 32."""
+    word, bits, at = state[0], state[1], state[2]
+    word |= value << bits
+    bits += _U(count)
+    while bits >= _U(8):
+        out[at] = np.uint8(word & _U(255))
+        word >>= _U(8)
+        bits -= _U(8)
+        at += _U(1)
+    state[0], state[1], state[2] = word, bits, at
+
+
+@compiled
+def _put_ones(out: Any, state: Any, count: Any) -> None:  # noqa: ANN401
+    while count > 0:
+        some = min(count, 32)
+        _put(out, state, (_U(1) << _U(some)) - _U(1), some)
+        count -= some
+
+
+@compiled
+def _put_step(out: Any, state: Any, step: Any, size: Any, element: Any) -> None:  # noqa: ANN401
+    negative = (step >> _U(element - 1)) & _U(1)
+    _put(out, state, negative, 1)
+    if size == NEVER:
+        return
+    top = _U(0xFFFFFFFFFFFFFFFF) >> _U(64 - element)
+    excess = (((_U(0) - step) if negative else step) - _U(1)) & top
+    quotient = excess >> _U(size)
+    if quotient >= _U(ESCAPE):
+        _put_ones(out, state, ESCAPE)
+        half = min(element, 32)
+        _put(out, state, excess & _U(0xFFFFFFFF), half)
+        if element == 64:
+            _put(out, state, excess >> _U(32), 32)
+        return
+    _put_ones(out, state, np.int64(quotient))
+    _put(out, state, _U(0), 1)
+    _put(out, state, excess & ((_U(1) << _U(size)) - _U(1)), size)
+
+
+@compiled
+def _rank(codes: Any, tile: Any, by_bin: Any, positions: Any, ranks: Any, kinds: Any) -> None:  # noqa: ANN401
+    """Find class and rank of each of the ascending positions."""
+    base = np.zeros(tile.totals.shape[0], np.int64)
+    passed = np.zeros(tile.totals.shape[0], np.int64)
+    for i in range(positions.shape[0]):
+        position = positions[i]
+        kind, word = by_bin[codes[position]], position // WORD
+        members = tile.members[kind]
+        while passed[kind] < word:
+            base[kind] += popcount(members[passed[kind]])
+            passed[kind] += 1
+        before = members[word] & ((_U(1) << _U(position % WORD)) - _U(1))
+        ranks[i], kinds[i] = base[kind] + popcount(before), kind
+
+
+@compiled
+def _encode_tile(
+    codes: Any,  # noqa: ANN401
+    classes: Any,  # noqa: ANN401
+    changes: Any,  # noqa: ANN401
+    places: Any,  # noqa: ANN401
+    coded: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Write the bits of one tile to the beginning of ``coded``; return their bytes."""
+    tile, table = classes
+    positions, steps = changes
+    ranks, kinds = places
+    _rank(codes, tile, table.by_bin, positions, ranks, kinds)
+    state = np.zeros(3, np.uint64)
+    element = np.int64(8 * steps.itemsize)
+    for c in range(table.rates.shape[0]):
+        rate, rank, total = np.int64(table.rates[c]), np.int64(0), tile.totals[c]
+        for i in range(positions.shape[0]):
+            if kinds[i] != c:
+                continue
+            gap = ranks[i] - rank
+            _put_ones(coded, state, gap >> rate)
+            _put(coded, state, _U(0), 1)
+            _put(coded, state, _U(gap) & ((_U(1) << _U(rate)) - _U(1)), rate)
+            size = np.int64(table.sizes[codes[positions[i]]])
+            _put_step(coded, state, _U(steps[i]), size, element)
+            rank = ranks[i] + 1
+        if rank < total:
+            _put_ones(coded, state, ((total - 1 - rank) >> rate) + 1)
+    if state[1]:
+        _put(coded, state, _U(0), 8 - np.int64(state[1]))
+    return np.int64(state[2])
+
+
+@compiled
+def _in_tile(indices: Any, steps: Any, start: Any, grid: Any, number: Any, out: Any) -> Any:  # noqa: ANN401
+    """Find the changes of one tile of a segment; return how many there are."""
+    columns, cuts = grid
+    positions, mine = out
+    width = columns // cuts
+    count = 0
+    for i in range(indices.shape[0]):
+        offset = indices[i] - start
+        if cuts > 1:
+            row, column = offset // columns, offset % columns - number * width
+            if column < 0 or column >= width:
+                continue
+            offset = row * width + column
+        positions[count], mine[count] = offset, steps[i]
+        count += 1
+    return count
+
+
+@compiled
+def _put_sizes(ends: Any, data: Any, to: Any) -> Any:  # noqa: ANN401
+    """Write the sizes of all tiles but the last one; return the byte behind them."""
+    for t in range(ends.shape[0] - 1):
+        value = ends[t] - (ends[t - 1] if t else 0)
+        while value > 127:
+            data[to] = np.uint8(value & 127 | 128)
+            value >>= 7
+            to += 1
+        data[to] = np.uint8(value)
+        to += 1
+    return to
+
+
+@compiled
+def _encode(
+    windows: Any,  # noqa: ANN401
+    changes: Any,  # noqa: ANN401
+    old: Any,  # noqa: ANN401
+    how: Any,  # noqa: ANN401
+    scratch: Any,  # noqa: ANN401
+    out: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Encode all segments; return the number of bytes."""
+    indices, steps = changes
+    columns, cuts, first, rule, table = how
+    ranks, kinds, mine, positions, coded, codes, tile = scratch
+    data, nbytes = out
+    ends = np.empty(cuts, np.int64)
+    low, to = 0, np.int64(0)
+    for s in range(windows.shape[0]):
+        start, length = windows[s, 0], windows[s, 1]
+        high = low
+        while high < indices.shape[0] and indices[high] < start + length:
+            high += 1
+        width, rows = length, np.int64(1)
+        if cuts > 1:
+            width, rows = columns // cuts, length // columns
+        bin_segment(old[start - first :], (rows, width * cuts), cuts, rule, codes)
+        at = np.int64(0)
+        for t in range(cuts):
+            into = positions, mine
+            n = _in_tile(indices[low:high], steps[low:high], start, (columns, cuts), t, into)
+            there = codes[t * rows * width :]
+            classify(there, rows * width, table, tile)
+            places = ranks[:n], kinds[:n]
+            found = positions[:n], mine[:n]
+            at += _encode_tile(there, (tile, table), found, places, coded[at:])
+            ends[t] = at
+        begin, to = to, _put_sizes(ends, data, to)
+        data[to : to + at] = coded[:at]
+        to += at
+        nbytes[s] = to - begin
+        low = high
+    return to
+
+
+def encode_tiles(
+    windows: npt.NDArray[np.int64],
+    indices: Indices,
+    steps: Bits,
+    old: Bits,
+    table: Bytes,
+    grid: TileGrid,
+) -> CodedTiles:
+    """Encode the changes of some segments; see the reference."""
+    classes = class_table(table)
+    held = thread_scratch(int(windows[:, 1].max(initial=0)))
+    counts = np.diff(np.searchsorted(indices, [*windows[:, 0], int(windows[-1].sum())]))
+    most = int(counts.max(initial=0))
+    room = [
+        most_nbytes(length, count, grid.cuts)
+        for length, count in zip(windows[:, 1].tolist(), counts.tolist(), strict=True)
+    ]
+    scratch = (
+        np.empty(most, np.int64),
+        np.empty(most, np.uint8),
+        np.empty(most, steps.dtype),
+        np.empty(most, np.int64),
+        np.empty(max(room), np.uint8),
+        held.codes,
+        held.tile(len(classes.rates)),
+    )
+    data, nbytes = np.empty(sum(room), np.uint8), np.empty(len(windows), np.int64)
+    how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), classes
+    end = _encode(windows, (indices, steps), old, how, scratch, (data, nbytes))
+    return CodedTiles(data[:end].copy(), nbytes)

@@ -1,0 +1,110 @@
+"""Ranks of an engine decode the tiles of ``max`` that they hold, and refuse those that they cut."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from deltachain.codec import ENCODINGS, Change, Part, encode_part
+from deltachain.codec.old_bits import OldBits
+from deltachain.delta import TensorDelta, changes
+from deltachain.errors import BaseMismatchError, ConfigError
+from deltachain.format.digest import digest_key
+from deltachain.kernels import reference
+from deltachain.replica.spool_reader import TensorPlan
+from deltachain.replica.staged import Share, _prepared
+from deltachain.replica.windows import Placement
+from deltachain.subscribe.targets.patch import write
+from deltachain.types import Bits, StateDigest, TensorSpec
+
+SPEC = TensorSpec("w", "BF16", (1024, 1024))
+
+
+def versions(count: int) -> list[Bits]:
+    rng = np.random.default_rng(11)
+    normal = rng.standard_normal(SPEC.numel, dtype=np.float32) * np.float32(0.02)
+    found = [(normal.view(np.uint32) >> np.uint32(16)).astype(np.uint16)]
+    for _ in range(count):
+        new = found[-1].copy()
+        there = rng.random(SPEC.numel) < 0.01
+        new[there] += rng.choice(np.array([1, 2, 0xFFFF], np.uint16), int(there.sum()))
+        found.append(new)
+    return found
+
+
+def part(old: Bits, new: Bits, encoding: str) -> Part:
+    delta = changes(SPEC, old, new)
+    before = partial(OldBits, old)
+    change = Change(delta, StateDigest(), encoding=ENCODINGS.get(encoding), old=before)
+    return Part.from_bytes(encode_part([change]).data)
+
+
+def plan_of(states: list[Bits], encodings: tuple[str, ...]) -> TensorPlan:
+    pairs = zip(states, states[1:], encodings, strict=False)
+    return TensorPlan(SPEC, tuple(part(*one) for one in pairs))
+
+
+def share_of(live: torch.Tensor, offset: int) -> Share:
+    place = Placement(live, offset, (1024, 1))
+    return Share(((("", 0), place),), *place.span)
+
+
+def shards(bits: Bits, ways: int, axis: int) -> list[tuple[torch.Tensor, int]]:
+    full = torch.from_numpy(bits.view(np.int16).copy()).view(1024, 1024)
+    size = 1024 // ways
+    return [
+        (full.narrow(axis, n * size, size).clone(), n * size * (1 if axis else 1024))
+        for n in range(ways)
+    ]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.parametrize("encodings", [("max",), ("max", "step", "max", "max")])
+def test_shares_of_rows_and_columns(axis: int, ways: int, encodings: tuple[str, ...]) -> None:
+    states = versions(len(encodings))
+    plan, change = plan_of(states, encodings), StateDigest()
+    after = shards(states[-1], ways, axis)
+    for (live, offset), (expected, _) in zip(shards(states[0], ways, axis), after, strict=True):
+        for _, one in _prepared(plan, share_of(live, offset)):
+            change += one.patch.effect.change
+            for place in one.places:
+                write(place, one.patch)
+        assert torch.equal(live, expected)
+    key = digest_key(SPEC)
+    assert change == reference.digest(key, states[-1]) - reference.digest(key, states[0])
+
+
+def test_a_share_that_cuts_a_tile_is_refused() -> None:
+    states = versions(1)
+    plan = plan_of(states, ("max",))
+    live, offset = shards(states[0], 8, 1)[3]
+    before = live.clone()
+    with pytest.raises(ConfigError, match="cuts a tile"):
+        _prepared(plan, share_of(live, offset))
+    assert torch.equal(live, before)
+
+
+def test_other_live_bits_are_a_base_mismatch_or_other_elements() -> None:
+    states = versions(2)
+    plan = plan_of(states[:2], ("max",))
+    wrong = states[0].copy()
+    wrong[::3] ^= np.uint16(0x0780)
+    live, offset = shards(wrong, 1, 0)[0]
+    with pytest.raises(BaseMismatchError):
+        _prepared(plan, share_of(live, offset))
+
+
+def test_a_plan_from_nothing_needs_no_live_bits() -> None:
+    states = versions(2)
+    whole = Change(TensorDelta.dense(SPEC, states[0]), StateDigest())
+    anchor = Part.from_bytes(encode_part([whole]).data)
+    parts = (anchor, part(states[0], states[1], "max"), part(states[1], states[2], "max"))
+    plan = TensorPlan(SPEC, parts, None, from_nothing=True)
+    found = plan.read(512 * 1024, SPEC.numel)
+    assert found.covers(512 * 1024, SPEC.numel)
+    at = 512 * 1024 - found.start
+    assert np.array_equal(found.values[at:], states[2][512 * 1024 :])

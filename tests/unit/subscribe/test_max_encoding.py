@@ -1,0 +1,153 @@
+"""Chains in the encoding ``max``: followed step by step, folded, joined, verified, undone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import deltachain
+from deltachain.chain.chain import Chain
+from deltachain.checkpoint import Checkpoint
+from deltachain.cli.app import app
+from deltachain.errors import BaseMismatchError
+from deltachain.offline import apply, compare
+from deltachain.store import open_store
+from deltachain.subscribe.targets.folder import FolderTarget
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    made: nn.Module = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).bfloat16()
+    return made
+
+
+def train(source: nn.Module) -> None:
+    with torch.no_grad():
+        for weight in source.parameters():
+            weight.add_((torch.rand_like(weight) < 0.02) * torch.randn_like(weight) * 1e-3)
+
+
+def zeros(source: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(weight) for name, weight in source.state_dict().items()}
+
+
+def same(target: dict[str, Tensor], source: dict[str, Tensor]) -> bool:
+    pairs = ((weight, source[name]) for name, weight in target.items())
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+
+
+def copied(source: nn.Module) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in source.state_dict().items()}
+
+
+def published(url: str, versions: int, encodings: tuple[str, ...] = ("max",)) -> list[Any]:
+    """The weights of each version; encodings take turns, as publishers do."""
+    source, states = model(), []
+    for number in range(versions):
+        encoding = encodings[number * len(encodings) // versions]
+        config = deltachain.PublishConfig(url=url, encoding=encoding)
+        with deltachain.Publisher(config) as publisher:
+            publisher.attach(source)
+            train(source)
+            publisher.publish()
+            publisher.flush()
+            states.append((publisher.version, copied(source)))
+    return states
+
+
+def encodings_of(url: str, version: int) -> tuple[str, ...]:
+    chain = Chain.open(open_store(url))
+    return chain.read(version).manifest.edge.encodings
+
+
+def test_versions_are_followed_folded_and_joined(tmp_path: Path) -> None:
+    url = f"{tmp_path}/chain"
+    source = model()
+    follower, joined = zeros(source), zeros(source)
+    with deltachain.Publisher(deltachain.PublishConfig(url=url, encoding="max")) as publisher:
+        publisher.attach(source)
+        with deltachain.Subscriber(url, follower) as subscriber:
+            subscriber.update()
+            for versions in (1, 3):  # one edge, then three that are folded
+                for _ in range(versions):
+                    train(source)
+                    publisher.publish()
+                    publisher.flush()
+                assert subscriber.update() is not None
+                assert same(follower, copied(source))
+            before = copied(source)
+            train(source)
+            publisher.publish()
+            publisher.flush()
+            subscriber.update()
+            subscriber.rollback()
+            assert same(follower, before)
+    assert encodings_of(url, 4) == ("max",)
+    with deltachain.Subscriber(url, joined) as newcomer:
+        newcomer.update()
+    assert same(joined, copied(source))
+
+
+def test_it_folds_with_other_encodings_in_one_plan(tmp_path: Path) -> None:
+    url = f"{tmp_path}/chain"
+    states = published(url, 6, ("step", "max", "overwrite"))
+    target = zeros(model())
+    with deltachain.Subscriber(url, target) as subscriber:
+        subscriber.update(states[0][0])
+        assert same(target, states[0][1])
+        subscriber.update()
+    assert same(target, states[-1][1])
+
+
+def test_folders_pull_verify_and_show_it(tmp_path: Path) -> None:
+    url, out = f"{tmp_path}/chain", tmp_path / "out"
+    states = published(url, 2)
+    with deltachain.Subscriber(url, FolderTarget(out)) as subscriber:
+        subscriber.update(states[0][0])
+        subscriber.update()
+    checkpoint = Checkpoint(out)
+    for name, weight in states[-1][1].items():
+        bits = weight.view(torch.int16).flatten().numpy().view("u2")
+        assert (checkpoint.bits(name) == bits).all()
+    for command in ("verify", "log", "inspect"):
+        shown = CliRunner().invoke(app, [command, url])
+        assert shown.exit_code == 0, shown.output
+    assert "max" in shown.output
+
+
+def test_other_live_bits_are_found_before_anything_is_written(tmp_path: Path) -> None:
+    url = f"{tmp_path}/chain"
+    source, target = model(), zeros(model())
+    with deltachain.Publisher(deltachain.PublishConfig(url=url, encoding="max")) as publisher:
+        publisher.attach(source)
+        with deltachain.Subscriber(url, target) as subscriber:
+            subscriber.update()
+            with torch.no_grad():
+                target["0.weight"][::2] *= -1.75
+            altered = {name: weight.clone() for name, weight in target.items()}
+            train(source)
+            publisher.publish()
+            publisher.flush()
+            with pytest.raises(BaseMismatchError):
+                subscriber.update()
+            assert same(target, altered)
+            subscriber.update()  # from nothing
+            assert same(target, copied(source))
+
+
+def test_diff_and_patch_take_it(tmp_path: Path) -> None:
+    url = f"{tmp_path}/chain"
+    states = published(url, 2)
+    for number, (version, _) in enumerate(states):
+        with deltachain.Subscriber(url, FolderTarget(tmp_path / str(number))) as subscriber:
+            subscriber.update(version)
+    found = compare(tmp_path / "0", tmp_path / "1", "max")
+    (tmp_path / "delta.safetensors").write_bytes(found.part.data)
+    apply(tmp_path / "0", tmp_path / "delta.safetensors", tmp_path / "patched")
+    one, other = Checkpoint(tmp_path / "1"), Checkpoint(tmp_path / "patched")
+    assert all((one.bits(name) == other.bits(name)).all() for name in one.specs)
