@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.codec.frames import FRAME, deflate_stream
+from deltachain.codec.frames import FRAME, SMALL_TABLE, deflate_stream, deflate_table
 from deltachain.format.digest import object_digest
 from deltachain.kernels import host
 from deltachain.types import Bits, Buffer
@@ -99,7 +99,8 @@ class StreamContent:
         """Return one frame, compressed or as it is."""
         start = number * FRAME
         raw = self.read(start, start + self.sizes[number]).data
-        stored = deflate_stream(raw) if compress else raw
+        is_table = self.name.endswith(".class") and raw.nbytes <= SMALL_TABLE
+        stored = (deflate_table if is_table else deflate_stream)(raw) if compress else raw
         return StoredFrame(stored, raw.nbytes, object_digest(stored))
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:

@@ -6,23 +6,20 @@ LLVM has each of them on every machine: where there is no such instruction it ma
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-_F = TypeVar("_F", bound=Callable[..., Any])
-
 WORD: Final = 64
 """Bits of a word."""
 
 
-def _instruction(function: _F) -> _F:
-    """Let compiled code call what a function generates."""
-    found: Any = intrinsic(function)
-    kernel: _F = found
-    return kernel
+def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let compiled code call what a function generates, without its first argument."""
+    found: Callable[..., Any] = intrinsic(function)
+    return found
 
 
 @_instruction

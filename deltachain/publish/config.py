@@ -39,8 +39,8 @@ class PublishConfig:
     ``max`` reads and writes with the old bits of all elements. It takes several times as long to
     decode; readers of earlier releases leave it out; engines with weights on a device refuse it, as
     does a rank whose share cuts a tile. Shares of 2, 4 or 8 parts of the rows or columns cut none,
-    if each tile has 2**17 elements. A trainer's rank without consecutive elements of a tensor
-    stores ``step`` for it."""
+    if each tile has 2**18 bytes of weights. A trainer's rank without consecutive elements of a
+    tensor stores ``step`` for it."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``). By default, each

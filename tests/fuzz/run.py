@@ -17,7 +17,11 @@ import atheris
 
 # What is not instrumented gives the fuzzer no direction; numba cannot compile what is.
 with atheris.instrument_imports(
-    include=["deltachain"], exclude=["deltachain.kernels.jit", "deltachain.kernels.reading"]
+    include=["deltachain"],
+    exclude=[
+        f"deltachain.kernels.{name}"
+        for name in ("jit", "reading", "tile_classes", "tile_decoder", "tile_encoder", "words")
+    ],
 ):
     from tests.fuzz.mutate import MUTATORS
     from tests.fuzz.seeds import seeds

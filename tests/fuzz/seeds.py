@@ -8,6 +8,7 @@ from typing import Final
 from deltachain.format import keys
 from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.format.freeze import parts
+from tests.format.test_stranger_tiles import part_of as max_part
 from tests.fuzz.targets import FROZEN, MANIFEST_KEY, RECORD_KEY
 from tests.hostile.corpus import CORPUS
 from tests.hostile.scene import Scene
@@ -26,6 +27,8 @@ def seeds(target: str) -> Iterator[tuple[str, bytes]]:
     if target == "part":
         for name, data in (*PARTS.items(), *parts()):
             yield f"sound-{name}", data
+        for cuts in (1, 2, 3, 6):
+            yield f"sound-max-{cuts}", max_part(cuts)
         for number, name in enumerate(FORGERIES):
             yield f"forged-{number:03}", forged(name)
         return

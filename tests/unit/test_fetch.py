@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltachain.chain import fetch as fetching_of
+from deltachain.chain import part as part_fetch
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
 from deltachain.codec import Part
@@ -54,8 +54,8 @@ def test_a_part_that_is_gone_is_named_with_a_way_out() -> None:
 @pytest.fixture
 def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
     """One version in a folder, whose anchor has two parts that count as large."""
-    monkeypatch.setattr(fetching_of, "LARGE", 0)
-    monkeypatch.setattr(fetching_of, "PIECE", 1000)
+    monkeypatch.setattr(part_fetch, "LARGE", 0)
+    monkeypatch.setattr(part_fetch, "PIECE", 1000)
     store = FaultyStore(FileStore(tmp_path / "chain"))
     config = PublishConfig(url=store.url, part_nbytes=1 << 16)
     Publisher(config, store=store).attach(TinyModel(width=256)).close()
@@ -146,7 +146,7 @@ def test_a_newcomer_needs_memory_for_its_tensors_not_for_objects_in_a_folder(
     torch.nn.init.normal_(weights.weight)
     Publisher(PublishConfig(url=store.url), store=store).attach(weights, assets={}).close()
     (part,) = parts_of(Chain.open(store))
-    assert part.nbytes > fetching_of.LARGE
+    assert part.nbytes > part_fetch.LARGE
     live = {"weight": torch.zeros_like(weights.weight)}
     tracemalloc.start()
     try:
