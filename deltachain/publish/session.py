@@ -356,11 +356,9 @@ class Session:
 
     def _held(self, found: CheckpointChanges) -> Callable[[], OldBits] | None:
         """Return what reads the elements of a changed tensor on this rank, if they are one run."""
-        run = found.weight.element_map.run_of(found.spec)
-        if run is None:
+        if (run := found.weight.element_map.run_of(found.spec)) is None:
             return None
-        there, start = run
-        return lambda: OldBits(self.snapshot.bits(found.weight)[there], start)
+        return lambda: OldBits(self.snapshot.bits(found.weight)[run[0]], run[1])
 
     def _all_of(self, found: CheckpointChanges) -> Callable[[], Bits] | None:
         """Return what reads all bits of a changed tensor, unless other ranks have some of them."""
