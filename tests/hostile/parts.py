@@ -7,13 +7,18 @@ from functools import partial
 from typing import Final
 
 from deltachain.codec import encode_part
-from deltachain.errors import DigestMismatchError, MalformedError, UnsupportedFormatError
+from deltachain.errors import (
+    BaseMismatchError,
+    DigestMismatchError,
+    MalformedError,
+    UnsupportedFormatError,
+)
 from deltachain.types import TensorSpec
 from tests.format.forge import Forgery, compress, take_apart
 from tests.format.forgeries import FORGERIES, OLD, PARTS, forged
 from tests.format.freeze import absolute
 from tests.hostile.case import Case, Category
-from tests.hostile.scene import Scene
+from tests.hostile.scene import MAX, Scene, max_part
 
 NAMED: Final[dict[Category, tuple[str, ...]]] = {
     "truncated": (
@@ -93,10 +98,61 @@ def parts() -> Iterator[Case]:
         yield case(category, name, act)
     for name, edit in NEWER.items():
         yield case("requires", name, put(changed(edit)), error=UnsupportedFormatError)
+    yield from tiles()
     for category, name, act in LYING:
         yield case(category, name, act)
     for category, name, act in UNPROVEN:
         yield case(category, name, act, error=DigestMismatchError)
+
+
+def tiles() -> Iterator[Case]:
+    """Forgeries of the encoding ``max``: what depends on live bits makes these doubtful first."""
+    for category, name, edit in TABLES:
+        yield case(category, name, put(partial(retiled, edit)), scene=MAX)
+    for category, name, edit in BITS:
+        act = put(partial(retiled, edit))
+        yield Case(
+            level="part",
+            category=category,
+            name=name,
+            act=act,
+            error=BaseMismatchError,
+            scene=MAX,
+            poisons=True,
+        )
+
+
+def retiled(edit: Callable[[Forgery], object]) -> bytes:
+    forgery = take_apart(max_part())
+    edit(forgery)
+    return forgery.build()
+
+
+def poke(f: Forgery, stream: str, at: int, value: int) -> None:
+    data = bytearray(f.streams[stream])
+    data[at] = value
+    f.streams[stream] = bytes(data)
+
+
+def resized(f: Forgery, more: int) -> None:
+    data = f.streams["#0.tile"]
+    f.streams["#0.tile"] = data[:more] if more < 0 else data + bytes(more)
+    f.segments["gaps"][0] += more
+
+
+TABLES: Final[tuple[tuple[Category, str, Callable[[Forgery], object]], ...]] = (
+    ("out of range", "no tiles", lambda f: f.rows[0].update(gap=0)),
+    ("oversized", "more tiles than 64", lambda f: f.rows[0].update(gap=68)),
+    ("another rule", "tiles that do not divide the columns", lambda f: f.rows[0].update(gap=3)),
+    ("lying size", "a tile of too many bytes", lambda f: resized(f, 400)),
+)
+BITS: Final[tuple[tuple[Category, str, Callable[[Forgery], object]], ...]] = (
+    ("out of range", "a rate beyond 20", lambda f: poke(f, "#0.class", 0, 21)),
+    ("out of range", "a size beyond 31", lambda f: poke(f, "#0.class", 256, 32)),
+    ("truncated", "a tile that ends early", lambda f: resized(f, -1)),
+    ("lying size", "a tile that ends late", lambda f: resized(f, 1)),
+    ("out of range", "steps that are not canonical", lambda f: poke(f, "#0.tile", 0, 0xFF)),
+)
 
 
 def case(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
 
-from deltachain.codec import Part
+from deltachain.codec import ENCODINGS, Change, Part, encode_part
+from deltachain.codec.old_bits import OldBits
+from deltachain.delta import changes
 from deltachain.format import keys
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, ObjectRef
@@ -18,11 +21,21 @@ from deltachain.types import Bits, StateDigest
 from tests.format.documents import enveloped
 from tests.format.forge import dumps
 from tests.format.forgeries import NEW, PARTS, SPEC
-from tests.format.freeze import Builder, dense
+from tests.format.freeze import Builder, change_of, dense
 
 RECORD: Final = "record"
-SCENES: Final = (*PARTS, RECORD)
+MAX: Final = "max"
+SCENES: Final = (*PARTS, RECORD, MAX)
 ENVELOPES: Final = ("manifest", "record")
+
+
+def max_part() -> bytes:
+    """A part in the encoding ``max`` over bits that are all 1."""
+    old = np.ones(SPEC.numel, SPEC.bits_dtype)
+    before = partial(OldBits, old)
+    delta, digest = changes(SPEC, old, NEW), change_of(SPEC, old, NEW)
+    change = Change(delta, digest, encoding=ENCODINGS.get(MAX), old=before)
+    return encode_part([change]).data
 
 
 class Scene:
@@ -42,8 +55,11 @@ class Scene:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        part = Part.from_bytes(PARTS.get(name, PARTS["dense"]))
-        (delta,) = part
+        data = max_part() if name == MAX else PARTS.get(name, PARTS["dense"])
+        part = Part.from_bytes(data)
+        ((tensor, row),) = part.rows.items()
+        ones = np.ones(row.spec.numel, row.spec.bits_dtype)
+        delta = part.read(tensor, old=OldBits(ones))
         self.spec = delta.spec
         builder = Builder([self.spec], {})
         self.store = builder.store
@@ -66,7 +82,7 @@ class Scene:
         if name == RECORD:
             self._record(builder)
         else:
-            self._delta(builder, PARTS[name], part)
+            self._delta(builder, data, part)
 
     def _delta(self, builder: Builder, data: bytes, part: Part) -> None:
         encodings = tuple(sorted({row.encoding for row in part.rows.values()}))

@@ -124,7 +124,10 @@ class MaxEncoding(Encoding):
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec, old = tensor.spec, tensor.old
         if old is None:
-            raise ConfigError(f"{tensor.key}: {spec.name!r} needs the bits before it: it is max")
+            raise ConfigError(
+                f"{tensor.key}: {spec.name!r} needs the bits before it, which are not at hand here",
+                hint="publish with encoding='step'; engines with weights on a device need it",
+            )
         if not tensor.segments:
             none = np.empty(0, spec.bits_dtype)
             return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=none)
