@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from deltachain.bench.updates import Update, updates
 from deltachain.chain.recent_edges import VERSIONS_LISTED
 from deltachain.codec import ENCODINGS as REGISTRY
 from deltachain.codec import Change, EncodedPart, Part, encode_part
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, seal
@@ -36,7 +37,7 @@ from deltachain.format.keys import payload_key
 from deltachain.kernels import host
 from deltachain.types import Bits
 
-ENCODINGS: Final = ("step", "overwrite", "raw")
+ENCODINGS: Final = ("step", "max", "overwrite", "raw")
 ROUNDS: Final = 10
 """Rounds where layouts of other systems are timed as well."""
 OWN_FACTOR: Final = 4
@@ -48,15 +49,19 @@ AIMS: Final[dict[str, float]] = {"step": 10.0, "overwrite": 20.0}
 
 FULL_COPY: Final = "full copy"
 
-
-def encode(changes: ChangedTensors, encoding: str) -> EncodedPart:
-    """Encode an update as one part, including the state digest of its changes."""
-    return encode_part(_parts(changes, encoding), raw=REGISTRY.get(encoding).own_arrays)
+Old: TypeAlias = Mapping[str, Bits]
+"""All bits of each tensor before an update, flat."""
 
 
-def decode(data: bytes) -> list[TensorDelta]:
-    """Decode all tensors of a part."""
-    return list(Part.from_bytes(data))
+def encode(changes: ChangedTensors, old: Old, encoding: str) -> EncodedPart:
+    """Encode an update of some old bits as one part, including the state digest of its changes."""
+    return encode_part(_parts(changes, old, encoding), raw=REGISTRY.get(encoding).own_arrays)
+
+
+def decode(data: bytes, old: Old) -> list[TensorDelta]:
+    """Decode all tensors of a part, with the bits before it."""
+    part = Part.from_bytes(data)
+    return [part.read(name, old=OldBits(old[name])) for name in part.rows]
 
 
 def check(changes: ChangedTensors, deltas: Sequence[TensorDelta]) -> None:
@@ -118,15 +123,15 @@ def measure(update: Update, rounds: int) -> ChainRow:
     """Encode one update with each encoding and layout; check each; measure, on one core."""
     say(f"update {update.label}")
     changes = update.changes
-    parts = {encoding: encode(changes, encoding) for encoding in ENCODINGS}
+    parts = {encoding: encode(changes, update.old, encoding) for encoding in ENCODINGS}
     for part in parts.values():
-        check(changes, decode(part.data))
+        check(changes, decode(part.data, update.old))
     numel = sum(change.numel for change in changes.values())
     manifest = manifest_nbytes(parts["step"], numel)
     peers = _peers(update)
     with one_core():
         timings = round_robin(
-            [*_own(changes, parts), *_others(update, peers)],
+            [*_own(update, parts), *_others(update, peers)],
             rounds if update.peers_timed else OWN_FACTOR * rounds,
         )
     return ChainRow(
@@ -189,11 +194,12 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
     return 1 if document["missed"] else 0
 
 
-def _parts(changes: ChangedTensors, encoding: str) -> Iterator[Change]:
+def _parts(changes: ChangedTensors, old: Old, encoding: str) -> Iterator[Change]:
+    chosen = REGISTRY.get(encoding)
     for change in changes.values():
         if not change.indices.size:
             continue
-        absolute = REGISTRY.get(encoding).absolute
+        absolute = chosen.absolute
         delta = TensorDelta(
             spec=change.spec,
             indices=change.indices,
@@ -202,7 +208,9 @@ def _parts(changes: ChangedTensors, encoding: str) -> Iterator[Change]:
         )
         key = digest_key(change.spec)
         digest = host.digest_at(key, change.indices, change.new)
-        yield Change(delta, digest - host.digest_at(key, change.indices, change.old))
+        digest -= host.digest_at(key, change.indices, change.old)
+        before = partial(OldBits, old[change.spec.name])
+        yield Change(delta, digest, encoding=chosen if chosen.needs_old else None, old=before)
 
 
 def _peers(update: Update) -> dict[str, Objects]:
@@ -215,10 +223,10 @@ def _peers(update: Update) -> dict[str, Objects]:
     return objects
 
 
-def _own(changes: ChangedTensors, parts: Mapping[str, EncodedPart]) -> Iterator[Candidate]:
+def _own(update: Update, parts: Mapping[str, EncodedPart]) -> Iterator[Candidate]:
     for name, part in parts.items():
-        yield Candidate(f"encode {name}", partial(encode, changes, name))
-        yield Candidate(f"decode {name}", partial(decode, part.data))
+        yield Candidate(f"encode {name}", partial(encode, update.changes, update.old, name))
+        yield Candidate(f"decode {name}", partial(decode, part.data, update.old))
 
 
 def _others(update: Update, peers: Mapping[str, Objects]) -> Iterator[Candidate]:

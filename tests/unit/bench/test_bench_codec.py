@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from deltachain.bench import codec, codec_tables, updates
-from deltachain.bench.chains import SyntheticChain
+from deltachain.bench.chains import Step, SyntheticChain
 from deltachain.bench.changes import ChangedTensors, changes_of
 from deltachain.bench.codec_rows import ChainRow, EncodingRow, LayoutRow
 from deltachain.bench.layouts.registry import LAYOUTS
@@ -24,8 +24,18 @@ Result: TypeAlias = tuple[list[ChainRow], Mapping[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def update() -> ChangedTensors:
-    return changes_of(next(BASE.steps(1)), TINY.specs())
+def step() -> Step:
+    return next(BASE.steps(1))
+
+
+@pytest.fixture(scope="module")
+def update(step: Step) -> ChangedTensors:
+    return changes_of(step, TINY.specs())
+
+
+@pytest.fixture(scope="module")
+def old(step: Step) -> codec.Old:
+    return {name: bits for name, (bits, _) in step.items()}
 
 
 def few(base: SyntheticChain) -> Iterator[Update]:
@@ -86,13 +96,19 @@ def test_quantised_updates_have_fewer_changes_in_codes_and_scales() -> None:
 
 
 @pytest.mark.parametrize("encoding", codec.ENCODINGS)
-def test_every_encoding_decodes_to_the_update(update: ChangedTensors, encoding: str) -> None:
-    deltas = codec.decode(codec.encode(update, encoding).data)
+def test_every_encoding_decodes_to_the_update(
+    update: ChangedTensors, old: codec.Old, encoding: str
+) -> None:
+    part = codec.encode(update, old, encoding)
+    assert part.encodings == (encoding,)
+    deltas = codec.decode(part.data, old)
     codec.check(update, deltas)
 
 
-def test_check_sees_one_wrong_bit_and_a_missing_tensor(update: ChangedTensors) -> None:
-    first, *others = codec.decode(codec.encode(update, "overwrite").data)
+def test_check_sees_one_wrong_bit_and_a_missing_tensor(
+    update: ChangedTensors, old: codec.Old
+) -> None:
+    first, *others = codec.decode(codec.encode(update, old, "overwrite").data, old)
     values = first.values.copy()
     values[-1] ^= 1
     wrong = replace(first, values=values)
@@ -112,9 +128,9 @@ def test_check_sees_one_wrong_bit_and_a_missing_tensor(update: ChangedTensors) -
         codec.check(update, others)
 
 
-def test_a_manifest_does_not_grow_with_the_part(update: ChangedTensors) -> None:
-    few = codec.encode(update, "step")
-    many = codec.encode(update, "raw")
+def test_a_manifest_does_not_grow_with_the_part(update: ChangedTensors, old: codec.Old) -> None:
+    few = codec.encode(update, old, "step")
+    many = codec.encode(update, old, "raw")
     sizes = [codec.manifest_nbytes(part, TINY.numel) for part in (few, many)]
     assert abs(sizes[0] - sizes[1]) < 200
     assert 1_000 < sizes[0] < 10_000
