@@ -31,10 +31,13 @@ class Layers(msgspec.Struct, frozen=True):
     Attributes:
         linear: Weights of linear layers and of experts.
         embeddings: Weights of embeddings, which no engine takes for linear layers.
+        tied: Weights of linear layers that are those of embeddings, whether a checkpoint has them
+            or not.
     """
 
     linear: frozenset[str]
     embeddings: frozenset[str]
+    tied: frozenset[str] = frozenset()
 
     @classmethod
     def joined(cls, found: Sequence[Layers]) -> Layers:
@@ -42,6 +45,7 @@ class Layers(msgspec.Struct, frozen=True):
         return cls(
             frozenset(name for one in found for name in one.linear),
             frozenset(name for one in found for name in one.embeddings),
+            frozenset(name for one in found for name in one.tied),
         )
 
 
@@ -72,11 +76,12 @@ def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers
     model = unwrapped(model)
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ConfigError(f"{type(model).__name__} is quantised already", hint=ALREADY)
-    linear, embeddings = set[str](), set[str]()
+    linear, embeddings, tied = set[str](), set[str](), set[str]()
+    embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = normalise(f"{path}." if path else "")
         if isinstance(module, nn.Linear):
-            linear.add(f"{prefix}weight")
+            (tied if id(module.weight) in embedded else linear).add(f"{prefix}weight")
         elif isinstance(module, nn.Embedding):
             embeddings.add(f"{prefix}weight")
         elif prefix.endswith("experts."):
@@ -85,6 +90,7 @@ def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers
     return Layers(
         frozenset(name for live in linear for name in saved(live)),
         frozenset(name for live in embeddings for name in saved(live)),
+        frozenset(name for live in tied for name in saved(live)),
     )
 
 
@@ -97,7 +103,8 @@ def layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
     tied = {alias: there.get(name, []) for alias, name in source.aliases.items()}
     found = layers_of(model, lambda live: there.get(live, []))
     shared = layers_of(model, lambda live: tied.get(live, []))  # an embedding's other names
-    return Layers(found.linear, found.embeddings | shared.embeddings)
+    embeddings = found.embeddings | shared.embeddings
+    return Layers(found.linear, embeddings, found.tied - embeddings)
 
 
 def layers_of_config(config: Mapping[str, Any]) -> Layers:
@@ -112,7 +119,8 @@ def layers_of_config(config: Mapping[str, Any]) -> Layers:
     if config.get("quantization_config"):
         raise ConfigError("the checkpoint is quantised already", hint=ALREADY)
     model = _without_data(config)
-    shapes = {normalise(name): tensor.shape for name, tensor in model.named_parameters()}
+    parameters = model.named_parameters(remove_duplicate=False)  # tied ones by each name
+    shapes = {normalise(name): tensor.shape for name, tensor in parameters}
 
     def saved(live: str) -> Iterable[str]:
         if live not in shapes:
@@ -158,7 +166,7 @@ def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> 
     Raises:
         ConfigError: A weight has another dtype or shape than can be quantised, or there is none.
     """
-    linear = layers.linear - layers.embeddings
+    linear = layers.linear - layers.embeddings - layers.tied
     wanted = [
         spec
         for spec in source.specs
@@ -182,7 +190,8 @@ def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> 
         for alias, name in source.aliases.items()
         if alias not in layers.embeddings and name in layers.embeddings
     ]
-    return Choice(names, tuple(sorted({_layer(name) for name in (*others, *tied)})))
+    left = {_layer(name) for name in (*others, *tied, *layers.tied)}
+    return Choice(names, tuple(sorted(left)))
 
 
 def _layer(weight: str) -> str:

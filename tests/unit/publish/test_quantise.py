@@ -188,6 +188,18 @@ def test_tied_layers_have_tied_scales(tmp_path: Path) -> None:
     assert table.aliases == {"b.weight": "a.weight", "b.weight_scale": "a.weight_scale"}
 
 
+def test_a_pushed_output_layer_that_is_tied_is_left_by_name(tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "0")  # without lm_head.weight
+    url = str(tmp_path / "chain")
+    push(
+        open_store(url, writer=True), tmp_path / "0", PublishConfig(url=url, quantization="fp8-row")
+    )
+    pull(url, out=tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_bytes())
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+
+
 def test_a_scale_that_moves_changes_its_block_alone(tmp_path: Path) -> None:
     model = nn.Linear(512, 640, bias=False)  # its weight is called `weight`
     url = str(tmp_path / "chain")
