@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 import msgspec
@@ -109,13 +109,14 @@ def _cut(grid: Grid, window: Box) -> tuple[tuple[Indices, Indices], Indices]:
     return (rows, columns), (rows + first[0]) * grid.shape[1] + (columns + first[1])
 
 
-def exchange(ranks: Ranks, topic: str, mine: Sequence[CutBlocks]) -> Shared:
+def exchange(ranks: Ranks, topic: str, mine: Iterable[CutBlocks]) -> Shared:
     """Exchange the largest magnitudes of shared blocks with all ranks; no weights are sent.
 
     Args:
         ranks: All publishing ranks.
         topic: Unique name of the exchange.
-        mine: Blocks of this rank's windows that extend beyond them.
+        mine: Blocks of this rank's windows that extend beyond them. An error while they are found
+            reaches all ranks.
 
     Returns:
         The blocks of ``mine``, each with the largest magnitude on any rank; NaN if one is NaN.
@@ -123,10 +124,14 @@ def exchange(ranks: Ranks, topic: str, mine: Sequence[CutBlocks]) -> Shared:
     Raises:
         RankError: Another rank failed, or did not answer in time.
     """
-    found: dict[str, list[CutBlocks]] = {one.name: [] for one in mine}
-    more, rest, number = True, _messages(mine), 0
+    found: dict[str, list[CutBlocks]] = {}
+    rest: Iterator[CutMessage] = iter(())
+    more, number = True, 0
     while more:
         with Collective(ranks, f"{topic}/{number}") as collective:
+            if not number:
+                blocks = tuple(mine)
+                found, rest = {one.name: [] for one in blocks}, _messages(blocks)
             message = next(rest, CutMessage((), more=False))
             messages = collective.all_gather(message, CutMessage)
         for one in (one for message in messages for one in message.found if one.name in found):

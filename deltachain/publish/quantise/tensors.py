@@ -87,7 +87,7 @@ class QuantisedTensors:
         Raises:
             RankError: Another rank failed, or did not answer in time.
         """
-        self._shared = exchange(self.ranks, f"{topic}/amax", tuple(self._cut_blocks()))
+        self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors that this rank publishes.

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from deltachain.chain.chain import Chain
-from deltachain.errors import ChainMismatchError, ConfigError, DigestMismatchError
+from deltachain.errors import ChainMismatchError, ConfigError, DigestMismatchError, RankError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.push import push
+from deltachain.publish.quantise.amax import CutBlocks, exchange
 from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.ranks.channel import Ranks
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from tests.unit.publish.library import llama
@@ -223,3 +228,19 @@ def test_code_or_scale_altered_in_the_store_is_refused(tmp_path: Path) -> None:
 
 def _dtype(name: str) -> torch.dtype:
     return {"F8_E4M3": torch.float8_e4m3fn, "F32": torch.float32, "BF16": torch.bfloat16}[name]
+
+
+def test_an_error_in_blocks_of_one_rank_reaches_the_others() -> None:
+    store = HashStore()
+    both = [Ranks(number, 2, 60.0, store) for number in range(2)]
+
+    def failing() -> Iterator[CutBlocks]:
+        yield from ()
+        raise MemoryError("no room for the blocks")
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(exchange, both[1], "version", ())
+        with pytest.raises(MemoryError):
+            exchange(both[0], "version", failing())
+        with pytest.raises(RankError, match="no room for the blocks"):
+            waiting.result(20)
