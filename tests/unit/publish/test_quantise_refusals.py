@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed import HashStore
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from deltachain.chain.chain import Chain
