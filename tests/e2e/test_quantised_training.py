@@ -45,6 +45,7 @@ def linear(chain: Chain) -> set[str]:
     return {name for name in names if "_proj.weight" in name}
 
 
+@pytest.mark.slow
 def test_every_quantised_version_is_that_of_the_same_step(tmp_path: Path) -> None:
     pretrain(tmp_path / "checkpoint", steps=20)
     urls = {name: str(tmp_path / name) for name in ("bf16", *RECIPES)}
