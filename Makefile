@@ -33,7 +33,7 @@ examples: venv venv-vllm venv-sglang  ## run every example
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Three processes for two cores: most tests wait for a server or a child. Each has servers of its own.
-test: venv  ## the tests that need no GPU: eight minutes
+test: venv  ## the tests that need no GPU: nine minutes
 	$(BIN)/pytest -n 3 --dist worksteal
 
 test-long: examples  ## the tests that take minutes, and the examples
