@@ -28,7 +28,8 @@ from deltachain.codec.frames import FRAME, deflate_stream, inflate
 from deltachain.format.digest import digest_of_pieces
 from deltachain.kernels import host
 from deltachain.publish import Publisher
-from deltachain.publish.session import Attempt, EdgeShare, Session
+from deltachain.publish.edge_share import EdgeShare
+from deltachain.publish.session import Attempt, Session
 from deltachain.subscribe import Subscriber
 from deltachain.threads import cores
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from deltachain.bench import codec_tables, crossover, report
+from deltachain.bench import all_cores, codec_tables, crossover, report
 from deltachain.bench.chains import SyntheticChain
 from deltachain.bench.changes import ChangedTensors, count, dense_nbytes
 from deltachain.bench.codec_rows import ChainRow, EncodingRow, LayoutRow
@@ -134,6 +134,7 @@ def measure(update: Update, rounds: int) -> ChainRow:
             [*_own(update, parts), *_others(update, peers)],
             rounds if update.peers_timed else OWN_FACTOR * rounds,
         )
+    both = {name: parts[name].data for name in ("step", "max")}
     return ChainRow(
         label=update.label,
         lr=update.lr,
@@ -147,6 +148,7 @@ def measure(update: Update, rounds: int) -> ChainRow:
             _encoding_row(name, len(part.content), manifest, changes, timings)
             for name, part in parts.items()
         ],
+        staging=all_cores.measure(update.old, both, rounds),
         layouts={
             name: _layout_row(name, sum(map(len, objects)), update, timings)
             for name, objects in peers.items()

@@ -23,6 +23,31 @@ class EncodingRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagingRow:
+    """Decoding and staging of one update on all cores, in nanoseconds a changed element.
+
+    Attributes:
+        step_ns: The part encoded as ``step``.
+        max_ns: The part encoded as ``max``.
+        floor_ns: Reading all old bits once, which every decoder of ``max`` must.
+    """
+
+    step_ns: float
+    max_ns: float
+    floor_ns: float
+
+    @property
+    def speed(self) -> float:
+        """Speed of ``max`` over that of ``step``."""
+        return self.step_ns / self.max_ns
+
+    @property
+    def most(self) -> float:
+        """The same for a decoder that does what ``step`` does and reads all old bits."""
+        return self.step_ns / (self.step_ns + self.floor_ns)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRow:
     """One layout of another system for one update, by changed element; times where measured."""
 
@@ -47,6 +72,7 @@ class ChainRow:
         dense_nbytes: Size of all elements, in bytes.
         manifest_nbytes: Size of the manifest with a full window of recent edges, in bytes.
         encodings: Figures of deltachain's encodings.
+        staging: Decoding and staging on all cores.
         layouts: Figures of other systems' layouts, by name; of those that can store it.
         full_copy: Figures of all elements as they are; encoding and decoding are a copy each.
         limits: Entropy limits in bits a change, by name.
@@ -61,6 +87,7 @@ class ChainRow:
     dense_nbytes: int
     manifest_nbytes: int
     encodings: Sequence[EncodingRow]
+    staging: StagingRow
     layouts: Mapping[str, LayoutRow]
     full_copy: LayoutRow
     limits: Mapping[str, float]

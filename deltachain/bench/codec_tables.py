@@ -32,7 +32,7 @@ POINTS: Final = 60
 
 
 def tables(rows: Sequence[ChainRow]) -> list[Any]:
-    """Return all tables: sizes, sizes of others, speeds, and the crossover."""
+    """Return all tables: sizes, sizes of others, speeds, staging, and the crossover."""
     groups = [rows[start : start + COLUMNS] for start in range(0, len(rows), COLUMNS)]
     timed = [row for row in rows if row.timed]
     return [
@@ -40,6 +40,7 @@ def tables(rows: Sequence[ChainRow]) -> list[Any]:
         *(_layout_sizes(group) for group in groups),
         _speeds(rows, SPEED, lambda e: (e.encode_gb_per_s, e.decode_gb_per_s)),
         _speeds(rows, TIME, lambda e: (e.encode_ns, e.decode_ns)),
+        _staging(rows),
         *([_layout_speeds(timed)] if timed else []),
         *(crossover.table(row) for row in timed),
     ]
@@ -101,6 +102,21 @@ def _speeds(rows: Sequence[ChainRow], title: str, pair: Pair) -> Any:  # noqa: A
     table = report.grid(title, "", *(e.encoding for e in rows[0].encodings))
     for row in rows:
         table.add_row(row.label, *(_pair(*pair(e)) for e in row.encodings))
+    return table
+
+
+def _staging(rows: Sequence[ChainRow]) -> Any:  # noqa: ANN401 - a rich table
+    title = "Decode and stage on all cores, ns a change"
+    table = report.grid(title, "", "step", "max", "floor", "speed of step", "at most")
+    for row in rows:
+        found = row.staging
+        times = (f"{ns:.1f}" for ns in (found.step_ns, found.max_ns, found.floor_ns))
+        table.add_row(row.label, *times, f"{found.speed:.2f}", f"{found.most:.2f}")
+    table.caption = (
+        "Floor: to read all old bits once, as every decoder of max must. At most: the speed of "
+        "one that needs the floor and the time of step."
+    )
+    table.caption_justify = "left"
     return table
 
 

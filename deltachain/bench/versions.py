@@ -10,8 +10,9 @@ import numpy as np
 from deltachain.bench.chains import bf16_bits
 from deltachain.chain.chain import Chain
 from deltachain.chain.plan import Plan
+from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload
 from deltachain.format.documents import Edge, Table
-from deltachain.publish.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, dense_change
+from deltachain.publish.wire_form import dense_change
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.types import StateDigest, TensorSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, islice, pairwise
 from typing import Final
 
 import msgspec
@@ -32,7 +33,11 @@ _STEP, _OVERWRITE, _DENSE = StepEncoding(), OverwriteEncoding(), DenseEncoding()
 _RAW, _PLAIN = RawEncoding(), PlainEncoding()
 
 BUCKET: Final = 1 << 26
-"""Elements of consecutive tensors in one bucket; a larger tensor has a bucket of its own."""
+"""Elements of the tensors in one bucket, twice as many of one byte; a larger tensor has a bucket of
+its own."""
+
+TURNS: Final = 8
+"""Changes of the element width from tensor to tensor above which a width has one bucket."""
 
 SMALL: Final = 1 << 22
 """Bytes of a part before compression below which threads cost more than they save."""
@@ -111,27 +116,37 @@ def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
     Raises:
         ConfigError: A delta mixes steps and absolute bits, or its encoding cannot store it.
     """
-    groups = list(_buckets(changes))
+    groups, numbers = _buckets(list(changes), raw=raw)
     with Pool(cores()) as pool:
         encode = partial(_encode_bucket, raw=raw)
         apply = pool.map if len(groups) > 1 and not raw else map
-        return _assemble(list(apply(encode, range(len(groups)), groups)), pool, compress=not raw)
+        encoded = list(apply(encode, range(len(groups)), groups))
+        return _assemble(encoded, numbers, pool, compress=not raw)
 
 
-def _buckets(changes: Iterable[Change]) -> Iterator[list[Change]]:
-    """Divide consecutive tensors of one element width into buckets."""
-    group: list[Change] = []
-    numel = 0
-    for change in changes:
-        spec = change.delta.spec
-        width = group[0].delta.spec.itemsize if group else spec.itemsize
-        if group and (numel + spec.numel > BUCKET or spec.itemsize != width):
-            yield group
-            group, numel = [], 0
-        group.append(change)
-        numel += spec.numel
-    if group:
-        yield group
+def _buckets(changes: Sequence[Change], *, raw: bool) -> tuple[list[list[Change]], list[int]]:
+    """Divide tensors into buckets of one element width; return them, and the bucket of each tensor.
+
+    Tensors of a bucket are consecutive. Where codes and scales take turns, as in a quantised model,
+    a bucket for each turn would cost more than the changes: there, one bucket a width is filled at
+    a time. Tensors of a raw part share nothing.
+    """
+    widths = [change.delta.spec.itemsize for change in changes]
+    turns = [0, *accumulate(one != other for one, other in pairwise(widths))]
+    groups = widths if turns[-1] > TURNS and not raw else turns
+    buckets: list[list[Change]] = []
+    numbers: list[int] = []
+    filled: dict[int, tuple[int, int]] = {}
+    for change, group in zip(changes, groups[: len(changes)], strict=True):
+        number, numel = filled.get(group, (-1, 0))
+        most = 2 * BUCKET if change.delta.spec.itemsize == 1 else BUCKET
+        if number < 0 or numel + change.delta.spec.numel > most:
+            number, numel = len(buckets), 0
+            buckets.append([])
+        buckets[number].append(change)
+        numbers.append(number)
+        filled[group] = number, numel + change.delta.spec.numel
+    return buckets, numbers
 
 
 def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encoded:
@@ -140,10 +155,8 @@ def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encod
         encoding = change.encoding or _fitting(change, raw=raw)
         if encoding.own_arrays and not raw:
             raise ConfigError(f"{change.delta.spec.name}: {encoding.name} is never compressed")
-        if encoding.needs_old and change.old is not None:
-            tensor = encoding.encode_over(change.delta, change.old(), out)
-        else:
-            tensor = encoding.encode(change.delta, out)
+        old = change.old() if encoding.needs_old and change.old else None
+        tensor = encoding.encode(change.delta, out, old)
         bucket = 0 if encoding.own_arrays else number
         encoded.rows.append(_row(change, encoding, bucket, tensor))
         encoded.segments.extend(tensor.segments)
@@ -184,14 +197,31 @@ def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor)
     )
 
 
-def _assemble(encoded: Sequence[_Encoded], pool: Pool, *, compress: bool) -> EncodedPart:
+def _in_order(
+    encoded: Sequence[_Encoded], numbers: Sequence[int]
+) -> tuple[list[d.TensorRow], list[d.Segment]]:
+    """Return the rows of all buckets in the order of the changes, and their segments."""
+    rest = [(iter(bucket.rows), iter(bucket.segments)) for bucket in encoded]
+    rows: list[d.TensorRow] = []
+    segments: list[d.Segment] = []
+    for number in numbers:
+        rows_left, segments_left = rest[number]
+        row = next(rows_left)
+        rows.append(row)
+        segments.extend(islice(segments_left, row.segments))
+    return rows, segments
+
+
+def _assemble(
+    encoded: Sequence[_Encoded], numbers: Sequence[int], pool: Pool, *, compress: bool
+) -> EncodedPart:
     """Join the directory, the digest of all bytes before the streams, and the streams.
 
     Frames are copied, as they are made, behind room for the largest possible front: a join at the
     end would hold all of them twice.
     """
-    rows = [row for item in encoded for row in item.rows]
-    segments = d.columns_of([s for item in encoded for s in item.segments])
+    rows, in_rows = _in_order(encoded, numbers)
+    segments = d.columns_of(in_rows)
     streams = [stream for item in encoded for stream in item.streams]
     if not compress:  # wide elements first, so that every array is aligned
         streams.sort(key=lambda s: -WIRE_DTYPES[s.dtype])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,18 +20,29 @@ class OldBits:
         bits: ``(n,)`` unsigned integers of the element's width.
         start: Flat index of the first one.
         held: ``(n,)`` bool, whether the bits of an element are known; ``None`` if all are.
+        shared: Whether the bits are live weights, or others that must not be written.
     """
 
     bits: Bits
     start: int = 0
     held: npt.NDArray[np.bool_] | None = None
+    shared: bool = False
 
     @property
     def stop(self) -> int:
         """Flat index after the last one."""
         return self.start + int(self.bits.size)
 
-    def apply_(self, delta: TensorDelta) -> None:
+    def after(self, deltas: Sequence[TensorDelta]) -> OldBits:
+        """Return the bits after some deltas: these themselves, unless they are shared."""
+        if not deltas:
+            return self
+        found = replace(self, bits=self.bits.copy(), shared=False) if self.shared else self
+        for delta in deltas:
+            found._apply_(delta)
+        return found
+
+    def _apply_(self, delta: TensorDelta) -> None:
         """Write what a delta gives of these elements; they are then the bits after it."""
         if delta.indices is None:
             first, last = max(delta.start, self.start), min(delta.start + delta.nnz, self.stop)

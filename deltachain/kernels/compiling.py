@@ -1,16 +1,27 @@
-"""Compilation of kernels by numba: one core, no GIL, compiled once and cached on disk."""
+"""Compilation of kernels by numba: one core, no GIL, compiled once and cached on disk.
+
+Processes that start together, as the ranks of a host do, wait for the one that compiles a kernel.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import numba
 from numba.core import caching
+from numba.core.compiler_lock import global_compiler_lock
 from typing_extensions import override
 
 logger = logging.getLogger(__name__)
+
+WAIT_S: Final = 60.0
+"""Longest wait for another process that compiles the same kernel, in seconds."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -50,11 +61,51 @@ def compiled(function: _F) -> _F:
     """Compile a function on its first call, without the GIL."""
     found: Any = _njit(nogil=True)(function)
     try:
-        found._cache = _Cache(function)  # as in numba's enable_caching
+        cache: Any = _Cache(function)
+        found._cache = cache  # as in numba's enable_caching
+        lock = Path(cache.cache_path) / f"{cache._impl.filename_base}.lock"
+        found.compile = _in_turn(found.compile, lock)
     except (OSError, RuntimeError) as exc:  # no writable folder
         _warn(exc)
     kernel: _F = found
     return kernel
+
+
+def _in_turn(compile_: Callable[..., Any], lock: Path) -> Callable[..., Any]:
+    """Return a function that compiles a kernel, or loads what another process has compiled."""
+
+    def in_turn(sig: object) -> object:
+        # numba's lock first: who has it may need a kernel that another thread waits to compile.
+        with global_compiler_lock, _turn(lock):
+            return compile_(sig)
+
+    return in_turn
+
+
+@contextmanager
+def _turn(lock: Path) -> Iterator[None]:
+    """Wait until no other process has the lock, at most ``WAIT_S``, then take it if that works."""
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = lock.open("ab")
+    except OSError:  # no room, or no right to write: nothing is cached
+        yield
+        return
+    with held:
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:  # the file system has no locks
+                break
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                fcntl.flock(held, fcntl.LOCK_UN)  # a child forked meanwhile has it open too
 
 
 def inlined(function: _F) -> _F:

@@ -1,7 +1,7 @@
 """Compiled kernel that decodes tiles; see :mod:`.tiles` for the reference.
 
-A rank is taken to a position by a walk over the words of its class. Steps are stored at their
-places in the segment, and marked there; a walk over the marks then gives them in order.
+A rank is taken to a position by the numbers of elements of its class before spans, blocks and words
+of the tile. The places of a segment are marked, and what is marked before each gives the order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ import numpy.typing as npt
 from deltachain import slab
 from deltachain.kernels.compiling import compiled, inlined
 from deltachain.kernels.tile_classes import (
+    BLOCK,
+    SPAN,
+    SPAN_BLOCKS,
+    SPAN_WORDS,
     bin_segment,
     class_table,
     classify,
@@ -21,7 +25,7 @@ from deltachain.kernels.tile_classes import (
     thread_scratch,
 )
 from deltachain.kernels.tiles import ENDS, ESCAPE, MAGNITUDES, NEVER, RANKS, Bytes, TileGrid
-from deltachain.kernels.words import WORD, lowest, popcount
+from deltachain.kernels.words import WORD, full_of_blocks, full_of_eight, lowest, popcount
 from deltachain.types import Bits, Indices
 
 _U = np.uint64
@@ -35,6 +39,10 @@ _PLACES: Final = np.array(
 _ALL: Final = _U(0xFFFFFFFFFFFFFFFF)
 _PEEKED: Final = 40
 """Most one bits after which a word has room for a rank's low bits and a sign."""
+_LISTED: Final = 2
+"""Largest rate of classes whose positions are listed: many of their elements changed."""
+_INVERSE_BITS: Final = 40
+"""Bits of the inverse of a width, which gives the row of each of ``2**20`` elements exactly."""
 
 
 @inlined
@@ -69,117 +77,159 @@ def _run(words: Any, at: Any, most: Any, end: Any) -> Any:  # noqa: ANN401
     return min(count, most)
 
 
-@inlined
-def _next_rank(words: Any, at: Any, end: Any, place: Any, rate: Any) -> Any:  # noqa: ANN401
-    """Read a rank and a sign; return them, and the bit behind. The rank is -1 behind the last."""
-    rank, total = place
-    last = (total - 1 - rank) >> rate
+@compiled
+def _far_excess(words: Any, at: Any, size: Any, width: Any) -> Any:  # noqa: ANN401
+    """Read a magnitude less 1; return it, or one too large if not canonical, and the bit behind."""
     x = _peek(words, at)
-    quotient = lowest(~x)
-    if quotient > _PEEKED:
-        quotient = _run(words, at, last + 1, end)
-        x = _peek(words, at + quotient) >> _U(1)
-    else:
-        x >>= _U(quotient + 1)
-    if quotient > last:
-        return np.int64(-1), _U(0), at + last + 1
-    rank += (quotient << rate) + np.int64(x & ((_U(1) << _U(rate)) - _U(1)))
-    return rank, (x >> _U(rate)) & _U(1), at + quotient + 2 + rate
+    quotient = min(lowest(~x), np.int64(ESCAPE))
+    if quotient < ESCAPE:
+        low = (x >> _U(quotient + 1)) & ((_U(1) << _U(size)) - _U(1))
+        return (_U(quotient) << _U(size)) + low, at + quotient + 1 + size
+    at += ESCAPE
+    excess = _peek(words, at) & (_ALL >> _U(WORD - width))
+    if excess >> _U(size) < _U(ESCAPE):
+        excess = _ALL
+    return excess, at + width
 
 
 @inlined
-def _next_step(words: Any, at: Any, negative: Any, size: Any, width: Any) -> Any:  # noqa: ANN401
-    """Read a magnitude; return the step, or 0 if it is not canonical, and the bit behind."""
-    excess = _U(0)
-    if size != NEVER:
-        x = _peek(words, at)
-        quotient = min(lowest(~x), np.int64(ESCAPE))
-        if quotient < ESCAPE:
-            low = (x >> _U(quotient + 1)) & ((_U(1) << _U(size)) - _U(1))
-            excess, at = (_U(quotient) << _U(size)) + low, at + quotient + 1 + size
-        else:
-            at += ESCAPE
-            excess = _peek(words, at) & (_ALL >> _U(WORD - width))
-            at += width
-            if excess >> _U(size) < _U(ESCAPE):
-                return _U(0), at
-    if excess >= (_U(1) << _U(width - 1)) - _U(1) + negative:
-        return _U(0), at
-    return ((excess + _U(1)) ^ (_U(0) - negative)) + negative, at
+def _place(tile: Any, count: Any, kind: Any, span: Any, rank: Any) -> Any:  # noqa: ANN401
+    """Return the position of an element in a tile, by its rank in its class and span."""
+    at = span * count + kind
+    block = full_of_blocks(tile.before, SPAN_BLOCKS * at, rank)
+    rank -= np.int64(tile.before[_U(SPAN_BLOCKS * at + block)])
+    words = SPAN_WORDS * at + 8 * block
+    word, passed = full_of_eight(tile.members, words, rank)
+    there = _select(tile.members[_U(words + word)], rank - passed)
+    return SPAN * span + BLOCK * block + WORD * word + there
 
 
 @compiled
-def _decode_class(words: Any, span: Any, codes: Any, kind: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
-    """Decode the changes of one class of a tile; return their number, and the bit behind them.
+def _list(tile: Any, kind: Any, spans: Any, out: Any) -> None:  # noqa: ANN401
+    """Write the position of each element of a class of a tile, in order."""
+    rank = 0
+    for span in range(spans):
+        at = SPAN_WORDS * (span * tile.starts.shape[0] + kind)
+        for w in range(SPAN_WORDS):
+            word = tile.members[_U(at + w)]
+            out[_U(rank)] = SPAN * span + WORD * w + lowest(word)  # if there is none, the next is
+            rank += word != _U(0)
+            word &= word - _U(1)
+            while word != _U(0):
+                out[_U(rank)] = SPAN * span + WORD * w + lowest(word)
+                rank += 1
+                word &= word - _U(1)
+
+
+@compiled
+def _decode_class(words: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
+    """Append places and steps of one class of a tile; return their number, and the bit behind them.
 
     The number is -1 to -3 if a rule is broken.
     """
-    members, total, rate, sizes = kind
-    width, columns, shift = box
-    marks, steps = out
+    tile, table, spans, kind = classes
+    positions, steps, found, by_rank = out
+    bins, first = codes
     at, end = span
+    starts, count = tile.starts[kind], tile.starts.shape[0]
+    total, rate = starts[spans], np.int64(table.rates[kind])
+    size, mixed = np.int64(table.common[kind]), table.mixed[kind]
+    width, stride, shift, inverse = box
+    listed = rate <= _LISTED
+    if listed:
+        _list(tile, kind, spans, by_rank)
     element = np.int64(8 * steps.itemsize)
-    found, rank, base, w = 0, np.int64(0), np.int64(0), np.int64(0)
+    most = (_U(1) << _U(element - 1)) - _U(1)
+    rank, number = np.int64(0), np.int64(0)
     while rank < total:
-        rank, negative, at = _next_rank(words, at, end, (rank, total), rate)
-        if rank < 0:
+        last = (total - 1 - rank) >> rate
+        x = _peek(words, at)
+        quotient = lowest(~x)
+        used = quotient + 2 + rate
+        if quotient > _PEEKED:
+            quotient = _run(words, at, last + 1, end)
+            x, used = _peek(words, at + quotient) >> _U(1), quotient + 2 + rate
+        else:
+            x >>= _U(quotient + 1)
+        if quotient > last:
+            at += last + 1
             break
-        if rank >= total or at > end:
-            return -1, at
-        here = popcount(members[_U(w)])
-        while base + here <= rank:
-            base += here
-            w += 1
-            here = popcount(members[_U(w)])
-        position = WORD * w + _select(members[_U(w)], rank - base)
+        rank += (quotient << rate) + np.int64(x & ((_U(1) << _U(rate)) - _U(1)))
+        if rank >= total or at + used > end:
+            return np.int64(-1), at
+        if listed:
+            position = np.int64(by_rank[_U(rank)])
+        else:
+            while starts[_U(number + 1)] <= rank:
+                number += 1
+            position = _place(tile, count, kind, number, rank - starts[_U(number)])
         rank += 1
-        size = np.int64(sizes[codes[_U(position)]])
-        step, at = _next_step(words, at, negative, size, element)
-        if step == _U(0) or at > end:
-            return -2, at
-        if columns:
-            row = np.int64(np.uint32(position) // np.uint32(width))
-            position += row * (columns - width) + shift
-        steps[_U(position)] = steps.dtype.type(step)
-        marks[_U(position >> 6)] |= _U(1) << _U(position & 63)
+        if mixed:
+            size = np.int64(table.sizes[bins[_U(first + position)]])
+        if stride:
+            row = np.int64((_U(position) * inverse) >> _U(_INVERSE_BITS))
+            position += row * (stride - width) + shift
+        negative, excess = (x >> _U(rate)) & _U(1), _U(0)
+        if size != NEVER:  # a magnitude, mostly in the bits that are at hand
+            x >>= _U(rate + 1)
+            quotient = lowest(~x)
+            if quotient < ESCAPE and used + quotient + 1 + size <= WORD:
+                excess = (x >> _U(quotient + 1)) & ((_U(1) << _U(size)) - _U(1))
+                excess += _U(quotient) << _U(size)
+                at += used + quotient + 1 + size
+            else:
+                excess, at = _far_excess(words, at + used, size, element)
+        else:
+            at += used
+        if excess >= most + negative or at > end:
+            return np.int64(-2), at
+        positions[_U(found)] = position
+        steps[_U(found)] = steps.dtype.type(((excess + _U(1)) ^ (_U(0) - negative)) + negative)
         found += 1
     return found, at
 
 
 @compiled
 def _decode_tile(words: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
-    """Decode one tile to steps and marks of its segment; return their number, or -1 to -3."""
-    tile, table = classes
+    """Append places and steps of one tile; return their number so far, or -1 to -3."""
     at, end = 8 * span[0], 8 * span[1]
-    found = 0
-    for c in range(table.rates.shape[0]):
-        kind = tile.members[c], tile.totals[c], np.int64(table.rates[c]), table.sizes
-        held, at = _decode_class(words, (at, end), codes, kind, box, out)
-        if held < 0:
-            return held
-        found += held
+    tile, table, spans = classes
+    positions, steps, found, by_rank = out
+    for kind in range(table.rates.shape[0]):
+        into, mine = (positions, steps, found, by_rank), (tile, table, spans, kind)
+        found, at = _decode_class(words, (at, end), codes, mine, box, into)
+        if found < 0:
+            return found
     left = end - at
     if left < 0 or left > 7 or (_peek(words, at) & ((_U(1) << _U(left)) - _U(1))) != _U(0):
-        return -3
+        return np.int64(-3)
     return found
 
 
 @compiled
-def _take(marks: Any, steps: Any, start: Any, length: Any, out: Any, count: Any) -> Any:  # noqa: ANN401
-    """Move the marked steps of a segment to the end of ``out``, in order; clear the marks."""
+def _sort(positions: Any, steps: Any, start: Any, scratch: Any, out: Any) -> None:  # noqa: ANN401
+    """Write the places and steps of a segment by ascending place."""
+    marks, counts = scratch
     indices, values = out
-    for w in range((length + 63) >> 6):
+    for i in range(positions.shape[0]):
+        position = _U(positions[i])
+        marks[position >> _U(6)] |= _U(1) << (position & _U(63))
+    count = np.int64(0)
+    for w in range(marks.shape[0]):
+        counts[w] = count
         word = marks[w]
-        if word == _U(0):
-            continue
-        marks[w] = _U(0)
+        indices[_U(count)] = start + 64 * w + lowest(word)  # if there is none, the next is
+        count += word != _U(0)
+        word &= word - _U(1)
         while word != _U(0):
-            offset = 64 * w + lowest(word)
-            indices[count] = start + offset
-            values[count] = steps[offset]
+            indices[_U(count)] = start + 64 * w + lowest(word)
             count += 1
             word &= word - _U(1)
-    return count
+    for i in range(positions.shape[0]):
+        position = _U(positions[i])
+        before = marks[position >> _U(6)] & ((_U(1) << (position & _U(63))) - _U(1))
+        values[_U(counts[position >> _U(6)]) + _U(popcount(before))] = steps[i]
+    marks[:] = _U(0)
 
 
 @compiled
@@ -220,8 +270,8 @@ def _decode(
     out: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     """Decode all segments; return the number of elements, or -1 to -3."""
-    columns, cuts, first, rule, table, wanted = grid
-    marks, steps, codes, tile = scratch
+    columns, cuts, zero, rule, table, wanted = grid
+    marks, counts, positions, steps, codes, by_rank, tile = scratch
     data, packed = coded
     ends = np.empty(cuts, np.int64)
     at, count = np.int64(0), np.int64(0)
@@ -230,27 +280,31 @@ def _decode(
         end = at + nbytes
         begin = _sizes(data, at, end, ends)
         if begin < 0:
-            return -3
+            return np.int64(-3)
         found, skipped = np.int64(0), False
         width, rows, stride = length, np.int64(1), np.int64(0)
         if cuts > 1:
             width, rows, stride = columns // cuts, length // columns, columns
-        bin_segment(old[start - first :], (rows, width * cuts), cuts, rule, codes)
+        inverse = _U((1 << _INVERSE_BITS) // width + 1)
+        shape = rows, width * cuts
+        apart = bin_segment(old[start - zero :], shape, cuts, rule, codes)
         for t in range(cuts):
             span, begin = (begin, ends[t]), ends[t]
             if wanted.shape[0] and not wanted[s, t]:
                 skipped = True
                 continue
-            mine = codes[t * rows * width :]
-            classify(mine, rows * width, table, tile)
-            box = width, stride, t * width
-            held = _decode_tile(packed, span, mine, (tile, table), box, (marks, steps))
-            if held < 0:
-                return held
-            found += held
+            mine = codes, t * apart
+            classes = tile, table, classify(codes, t * apart, rows * width, table, tile)
+            box, into = (width, stride, t * width, inverse), (positions, steps, found, by_rank)
+            found = _decode_tile(packed, span, mine, classes, box, into)
+            if found < 0:
+                return found
         if found > nnz or (not skipped and found != nnz):
-            return -1
-        count = _take(marks, steps, start, length, out, count)
+            return np.int64(-1)
+        here = slice(count, count + found)
+        rest = out[0][count:], out[1][here]
+        _sort(positions[:found], steps, start, (marks[: (length + 63) >> 6], counts), rest)
+        count += found
         at = end
     return count
 
@@ -265,17 +319,16 @@ def decode_tiles(
 ) -> tuple[Indices, Bits]:
     """Decode the tiles of some segments of one tensor; see the reference."""
     nnz = int(segments[:, 2].sum())
-    indices, values = slab.empty(nnz, np.int64), slab.empty(nnz, old.dtype)
+    indices, values = slab.empty(nnz + 1, np.int64), slab.empty(nnz, old.dtype)
     chosen = np.empty((0, 0), np.bool_) if wanted is None else wanted
     classes = class_table(table)
     held = thread_scratch(int(segments[:, 1].max(initial=0)))
-    scratch = held.marks, held.steps.view(old.dtype), held.codes, held.tile(len(classes.rates))
+    steps, tile = held.steps.view(old.dtype), held.tile(len(classes.rates))
+    scratch = held.marks, held.counts, held.positions, steps, held.codes, held.listed, tile
     packed = np.zeros(data.size // 8 + 4, np.uint64)  # whole words, and a few to look ahead
     packed.view(np.uint8)[: data.size] = data
     how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), classes, chosen
-    out = indices, values
-    count = _decode(segments, (data, packed), old, how, scratch, out)
+    count = _decode(segments, (data, packed), old, how, scratch, (indices, values))
     if count < 0:
-        held.marks[:] = 0
         raise ValueError((RANKS, MAGNITUDES, ENDS)[-count - 1])
     return indices[:count], values[:count]

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from deltachain.kernels.compiling import compiled
 from deltachain.kernels.tile_classes import (
+    BLOCK,
+    SPAN,
     bin_segment,
     class_table,
     classify,
@@ -66,19 +68,17 @@ def _put_step(out: Any, state: Any, step: Any, size: Any, element: Any) -> None:
 
 
 @compiled
-def _rank(codes: Any, tile: Any, by_bin: Any, positions: Any, ranks: Any, kinds: Any) -> None:  # noqa: ANN401
-    """Find class and rank of each of the ascending positions."""
-    base = np.zeros(tile.totals.shape[0], np.int64)
-    passed = np.zeros(tile.totals.shape[0], np.int64)
-    for i in range(positions.shape[0]):
-        position = positions[i]
-        kind, word = by_bin[codes[position]], position // WORD
-        members = tile.members[kind]
-        while passed[kind] < word:
-            base[kind] += popcount(members[passed[kind]])
-            passed[kind] += 1
-        before = members[word] & ((_U(1) << _U(position % WORD)) - _U(1))
-        ranks[i], kinds[i] = base[kind] + popcount(before), kind
+def _rank(tile: Any, kind: Any, position: Any) -> Any:  # noqa: ANN401
+    """Count the elements of a class before a position of the tile."""
+    span, offset = position // SPAN, position % SPAN
+    at = span * tile.starts.shape[0] + kind
+    block = offset // BLOCK
+    found = tile.starts[kind, span] + np.int64(tile.before[SPAN // BLOCK * at + block])
+    words = tile.members[SPAN // WORD * at : SPAN // WORD * (at + 1)]
+    last = offset // WORD
+    for w in range(BLOCK // WORD * block, last):
+        found += popcount(words[w])
+    return found + popcount(words[last] & ((_U(1) << _U(offset % WORD)) - _U(1)))
 
 
 @compiled
@@ -90,14 +90,16 @@ def _encode_tile(
     coded: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     """Write the bits of one tile to the beginning of ``coded``; return their bytes."""
-    tile, table = classes
+    tile, table, spans = classes
     positions, steps = changes
     ranks, kinds = places
-    _rank(codes, tile, table.by_bin, positions, ranks, kinds)
+    for i in range(positions.shape[0]):
+        kinds[i] = table.by_bin[codes[positions[i]]]
+        ranks[i] = _rank(tile, np.int64(kinds[i]), positions[i])
     state = np.zeros(3, np.uint64)
     element = np.int64(8 * steps.itemsize)
     for c in range(table.rates.shape[0]):
-        rate, rank, total = np.int64(table.rates[c]), np.int64(0), tile.totals[c]
+        rate, rank, total = np.int64(table.rates[c]), np.int64(0), tile.starts[c, spans]
         for i in range(positions.shape[0]):
             if kinds[i] != c:
                 continue
@@ -172,16 +174,16 @@ def _encode(
         width, rows = length, np.int64(1)
         if cuts > 1:
             width, rows = columns // cuts, length // columns
-        bin_segment(old[start - first :], (rows, width * cuts), cuts, rule, codes)
+        apart = bin_segment(old[start - first :], (rows, width * cuts), cuts, rule, codes)
         at = np.int64(0)
         for t in range(cuts):
             into = positions, mine
             n = _in_tile(indices[low:high], steps[low:high], start, (columns, cuts), t, into)
-            there = codes[t * rows * width :]
-            classify(there, rows * width, table, tile)
+            there = codes[t * apart :]
+            classes = tile, table, classify(codes, t * apart, rows * width, table, tile)
             places = ranks[:n], kinds[:n]
             found = positions[:n], mine[:n]
-            at += _encode_tile(there, (tile, table), found, places, coded[at:])
+            at += _encode_tile(there, classes, found, places, coded[at:])
             ends[t] = at
         begin, to = to, _put_sizes(ends, data, to)
         data[to : to + at] = coded[:at]

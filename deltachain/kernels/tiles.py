@@ -24,6 +24,8 @@ MAX_RATE: Final = 20
 """Largest Rice parameter of ranks: a segment has at most ``2**20`` elements."""
 MAX_SIZE: Final = 31
 """Largest Rice parameter of magnitudes."""
+MAX_CUTS: Final = 64
+"""Largest number of tiles side by side in a segment."""
 ESCAPE: Final = 24
 """Number of one bits after which a magnitude is stored in the width of an element."""
 RANKS: Final = "ranks leave the tile"
@@ -310,7 +312,7 @@ class _BitWriter:
 
 class _BitReader:
     def __init__(self, data: bytes) -> None:
-        self._bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").tolist()
+        self._bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little").tobytes()
         self._at = 0
 
     def take(self, count: int) -> int:
@@ -322,10 +324,12 @@ class _BitReader:
 
     def unary(self, limit: int) -> int:
         """Count one bits up to a zero bit, which is passed, or up to ``limit`` of them."""
-        count = 0
-        while count < limit and self.take(1):
-            count += 1
-        return count
+        start = self._at
+        zero = self._bits.find(0, start, start + limit)
+        if zero < 0 and start + limit > len(self._bits):
+            raise ValueError(ENDS)
+        self._at = start + limit if zero < 0 else zero + 1
+        return limit if zero < 0 else zero - start
 
     def end(self) -> None:
         rest = self._bits[self._at :]

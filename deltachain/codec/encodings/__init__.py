@@ -9,6 +9,7 @@ from deltachain.codec.directory import Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.registry import ENCODINGS, GROUP, EncodingRegistry
 from deltachain.codec.encodings.sparse import SparseEncoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "EncodedTensor",
     "Encoding",
     "EncodingRegistry",
+    "OldBits",
     "Segment",
     "SparseEncoding",
     "TensorReader",

@@ -43,7 +43,7 @@ class Encoding(ABC):
         own_arrays: Whether a tensor has arrays of its own, and no segments.
         checked: Whether :meth:`decode` itself checks all that :meth:`TensorDelta.validate` does.
         needs_old: Whether writer and reader need the old bits of the elements, those that did not
-            change included: :meth:`encode_over` is called, and ``old`` of the reader is set.
+            change included: ``old`` of :meth:`encode` and of the reader is then set.
         shared: Streams in which a tensor with segments has one range for all of them.
     """
 
@@ -69,39 +69,47 @@ class Encoding(ABC):
         Called before the segments are read.
         """
 
-    def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
-        """Return whether the counts of a segment are possible.
+    def fits_segment(self, row: TensorRow, segment: Segment) -> bool:  # noqa: ARG002
+        """Return whether the counts of a segment are possible; by default none are.
 
         The segment is known to lie inside its tensor, after the previous segment.
         """
-        raise NotImplementedError(f"{self.name} has no segments, not {segment} of {row.name}")
+        return False
 
-    def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
+    def streams(
+        self,
+        row: TensorRow,  # noqa: ARG002
+        segments: tuple[Segment, ...],  # noqa: ARG002
+    ) -> Mapping[str, int]:
         """Return a tensor's length in each stream of its bucket, in the stream's unit.
 
-        The unit is one bit for ``sign`` and ``exception``, and one byte for all other streams.
+        The unit is one bit for ``sign`` and ``exception``, and one byte for all other streams. By
+        default, there are no streams.
         """
-        raise NotImplementedError(f"{self.name} has no streams, not {segments} of {row.name}")
+        return {}
 
-    def arrays(self, row: TensorRow) -> Mapping[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of each array of the tensor's own, by name."""
-        raise NotImplementedError(f"{self.name} has no arrays, not of {row.name}")
+    def arrays(
+        self,
+        row: TensorRow,  # noqa: ARG002
+    ) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of each array of the tensor's own, by name; by default none."""
+        return {}
 
     @abstractmethod
-    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+    def encode(
+        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
+    ) -> EncodedTensor:
         """Append the changes of one tensor.
 
-        Raises:
-            ConfigError: This encoding cannot store deltas of this kind.
-        """
+        Args:
+            delta: The changed elements.
+            out: Streams of the bucket, or arrays of the tensor's own.
+            old: Consecutive elements before the change, all changed ones among them; ``None`` if
+                the encoding does not need them, or the caller has none.
 
-    def encode_over(self, delta: TensorDelta, old: OldBits, out: BucketWriter) -> EncodedTensor:
-        """Append the changes of one tensor, given old bits of all elements near them.
-
         Raises:
-            ConfigError: This encoding cannot store deltas of this kind.
+            ConfigError: This encoding cannot store deltas of this kind, or needs old bits.
         """
-        raise NotImplementedError(f"{self.name} does not encode {delta.spec.name} over {old}")
 
     @abstractmethod
     def decode(self, tensor: TensorReader) -> TensorDelta:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import ABSOLUTE, TensorDelta
 
@@ -37,7 +38,9 @@ class DenseEncoding(Encoding):
         return {f"dense.{k}": nnz for k in range(row.itemsize)}
 
     @override
-    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+    def encode(
+        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
+    ) -> EncodedTensor:
         out.put_planes("dense", delta.values)
         segments = []
         for start, stop in _runs(delta):

@@ -15,26 +15,24 @@ from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.tile_table import table_of
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, OldBitsError
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.kernels.tiles import (
     BINS,
+    MAX_CUTS,
     MAX_RATE,
     MAX_SIZE,
     NEVER,
     Bytes,
     TileGrid,
-    bins,
     most_nbytes,
 )
-from deltachain.types import Bits, Indices, TensorSpec
-
-MAX_CUTS: Final = 64
-"""Largest number of tiles side by side in a segment."""
+from deltachain.types import TensorSpec
 
 CUTS: Final = 8
 """Largest number of parts that our tiles divide rows or columns into: the usual widths of tensor
@@ -52,9 +50,6 @@ BINNED: Final[Mapping[str, tuple[int, int]]] = {
 }
 """Shift and mask of the bin of each floating point dtype of several bytes: its exponent, or the
 highest bits of it. Of dtypes of one byte, it is the code; of all others, there is one bin."""
-
-_EXPONENTS: Final[Mapping[str, tuple[int, int]]] = {"F8_E4M3": (3, 15), "F8_E5M2": (2, 31)}
-"""Shift and mask of the exponent in codes of a byte, which get one rate and one size together."""
 
 _STEP: Final = StepEncoding()
 
@@ -96,12 +91,12 @@ class MaxEncoding(Encoding):
         return {"class": 2 * BINS if row.segments else 0, "tile": sum(s.gaps for s in segments)}
 
     @override
-    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
-        raise ConfigError(f"{delta.spec.name}: max deltas are encoded with the bits before them")
-
-    @override
-    def encode_over(self, delta: TensorDelta, old: OldBits, out: BucketWriter) -> EncodedTensor:
+    def encode(
+        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
+    ) -> EncodedTensor:
         spec, indices = delta.spec, delta.indices
+        if old is None:
+            raise ConfigError(f"{spec.name}: max deltas are encoded with the bits before them")
         if indices is None or delta.absolute.any():
             raise ConfigError(f"{spec.name}: max deltas carry indices and steps")
         cuts = _cuts(spec)[1]
@@ -112,7 +107,7 @@ class MaxEncoding(Encoding):
         changed = np.diff(bounds)
         kept, counts = windows[changed > 0], changed[changed > 0]
         grid = _grid(spec, cuts, old.start)
-        table = _table(spec, old, delta, grid)
+        table = table_of(spec, old, delta, grid, len(kept) * cuts)
         coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
         out.put("class", table)
         out.put("tile", coded.data)
@@ -124,13 +119,16 @@ class MaxEncoding(Encoding):
     def decode(self, tensor: TensorReader) -> TensorDelta:
         spec, old = tensor.spec, tensor.old
         if old is None:
-            raise ConfigError(
+            raise OldBitsError(
                 f"{tensor.key}: {spec.name!r} needs the bits before it, which are not at hand here",
                 hint="publish with encoding='step'; engines with weights on a device need it",
             )
         if not tensor.segments:
             none = np.empty(0, spec.bits_dtype)
             return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=none)
+        first, last = tensor.segments[0], tensor.segments[-1]
+        if first.start < old.start or last.start + last.length > old.stop:
+            raise _cut(tensor)
         grid = _grid(spec, tensor.row.gap, old.start)
         table, data = tensor.units("class"), tensor.units("tile")
         if not _is_canonical(table, grid.mask):
@@ -149,7 +147,7 @@ def _wanted(
     """Return which tiles a rank holds.
 
     Raises:
-        ConfigError: It holds a part of one.
+        OldBitsError: It holds a part of one.
     """
     wanted = np.empty((len(tensor.segments), grid.cuts), np.bool_)
     for number, segment in enumerate(tensor.segments):
@@ -158,11 +156,15 @@ def _wanted(
         known = held[low : low + segment.length].reshape(-1, grid.cuts, width)
         wanted[number] = known.all(axis=(0, 2))
         if (known.any(axis=(0, 2)) != wanted[number]).any():
-            raise ConfigError(
-                f"{tensor.key}: a share of {tensor.spec.name!r} cuts a tile of the encoding max",
-                hint="publish with encoding='step', or divide the engine into 2, 4 or 8 parts",
-            )
+            raise _cut(tensor)
     return wanted
+
+
+def _cut(tensor: TensorReader) -> OldBitsError:
+    return OldBitsError(
+        f"{tensor.key}: a share of {tensor.spec.name!r} cuts a tile of the encoding max",
+        hint="publish with encoding='step', or divide the engine into 2, 4 or 8 parts",
+    )
 
 
 def _grid(spec: TensorSpec, cuts: int, start: int) -> TileGrid:
@@ -221,51 +223,3 @@ def _windows(spec: TensorSpec, low: int, high: int) -> Iterator[tuple[int, int]]
         for at, end in pairwise(bounds):
             yield at * columns, (end - at) * columns
         first = stop
-
-
-def _table(spec: TensorSpec, old: OldBits, delta: TensorDelta, grid: TileGrid) -> Bytes:
-    """Return rate and size of each bin, for the fewest bits."""
-    group = np.arange(BINS)
-    if spec.itemsize == 1:
-        shift, mask = _EXPONENTS.get(spec.dtype, (0, 0))
-        group = (group >> shift) & mask
-    changed = old.bits[np.asarray(delta.indices) - old.start]
-    mine = group[bins(changed, grid.shift, grid.mask)]
-    counts = np.bincount(mine, minlength=BINS)
-    there = host.count_bins(old.bits, grid.shift, grid.mask)
-    numel = np.bincount(group, weights=there, minlength=BINS).astype(np.int64)
-    rates = _rates(counts, numel)
-    sizes = _sizes(mine, counts, delta.values)
-    table: Bytes = np.concatenate([rates[group], sizes[group]]).astype(np.uint8)
-    table[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
-    return table
-
-
-def _rates(counts: npt.NDArray[np.int64], numel: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the Rice parameter of ranks of each group for the fewest bits."""
-    share = np.minimum(counts / np.maximum(numel, 1), 1)[:, np.newaxis]
-    passed = (1 - share) ** (1 << np.arange(MAX_RATE + 1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bits = np.arange(MAX_RATE + 1) + passed / (1 - passed)
-    best = np.argmin(np.where(np.isnan(bits), np.inf, bits), axis=1)
-    return np.where(counts > 0, best, NEVER)
-
-
-def _sizes(mine: Indices, counts: npt.NDArray[np.int64], steps: Bits) -> Indices:
-    """Return the Rice parameter of magnitudes of each group for the fewest bits."""
-    excess = np.minimum(steps, (0 - steps).astype(steps.dtype)) - steps.dtype.type(1)
-    large = excess > 0
-    kinds, excess = mine[large], excess[large].astype(np.uint64)
-    some = np.bincount(kinds, minlength=BINS)
-    width = 8 * steps.itemsize
-    costs = []
-    for size in range(min(width, MAX_SIZE + 1)):
-        quotient = (excess >> np.uint64(size)).astype(np.int64)
-        escaped = quotient >= 24
-        bits = np.where(escaped, 24 + width, quotient + 1 + size)
-        costs.append(
-            np.bincount(kinds, weights=bits, minlength=BINS) + (1 + size) * (counts - some)
-        )
-        if size > 8 and not escaped.any():
-            break
-    return np.where(some > 0, np.argmin(costs, axis=0), NEVER)

@@ -11,6 +11,7 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
@@ -33,7 +34,9 @@ class PlainEncoding(Encoding):
         return {row.name: (row.dtype, row.shape)}
 
     @override
-    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+    def encode(
+        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
+    ) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is not None:
             raise ConfigError(f"{spec.name}: windows are not written raw")

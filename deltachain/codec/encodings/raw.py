@@ -12,6 +12,7 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import ConfigError
@@ -38,7 +39,9 @@ class RawEncoding(Encoding):
         }
 
     @override
-    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+    def encode(
+        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
+    ) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is None or delta.absolute.ndim or not delta.absolute:
             raise ConfigError(f"{spec.name}: raw deltas carry absolute bits, not steps")

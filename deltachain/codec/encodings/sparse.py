@@ -12,6 +12,7 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ConfigError
@@ -73,7 +74,9 @@ class SparseEncoding(Encoding):
         return {**gaps, **self.value_streams(row, segments)}
 
     @override
-    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+    def encode(
+        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
+    ) -> EncodedTensor:
         indices, numel = delta.indices, delta.spec.numel
         if delta.absolute.ndim:
             raise ConfigError(f"{delta.spec.name}: steps and absolute bits do not mix in one part")

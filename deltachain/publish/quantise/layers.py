@@ -12,6 +12,7 @@ from torch import nn
 from deltachain.errors import ConfigError
 from deltachain.publish.model.conversion import as_saved
 from deltachain.publish.model.source import ModelTensors
+from deltachain.publish.quantise.fused import check_fused
 from deltachain.publish.quantise.recipe import FLOATS
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.torch_names import normalise, unwrapped
@@ -164,7 +165,8 @@ def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> 
         quantization: The recipe, and the layers to leave.
 
     Raises:
-        ConfigError: A weight has another dtype or shape than can be quantised, or there is none.
+        ConfigError: A weight has another dtype or shape than can be quantised, there is none, or a
+            layer is left that engines compute as one with others.
     """
     linear = layers.linear - layers.embeddings - layers.tied
     wanted = [
@@ -179,6 +181,9 @@ def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> 
         raise ConfigError(
             "no linear layer is left to quantise", hint="see `ignore` of the quantization"
         )
+    check_fused(
+        map(_layer, names), (_layer(s.name) for s in source.specs if s.name in linear - names)
+    )
     others = [
         spec.name
         for spec in source.specs

@@ -5,6 +5,7 @@ No quantised copy is kept: each tensor is made, compared with the snapshot, and 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,11 @@ from deltachain.publish.quantise.recipe import Margins, Recipe
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+SMALLEST: Final = {"I8": 1.0, "F8_E4M3": 2.0**-9}
+"""Smallest positive number of the codes, by wire dtype."""
 
 LEAVE: Final = "leave its layer out of the quantisation: quantization=Quantization(..., ignore=...)"
 """Hint for a weight that cannot be quantised."""
@@ -74,6 +80,7 @@ class QuantisedTensors:
     recipe: Recipe
     ranks: Ranks
     _shared: Shared = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
 
     def agree(self, topic: str) -> None:
         """Agree with all ranks on the scales of blocks that several of them hold parts of.
@@ -123,6 +130,7 @@ class QuantisedTensors:
             amax = with_shared(self._shared[matrix.spec.name], grid, window, amax)
         scales = recipe.arithmetic.scales(amax)
         _check_finite(matrix.spec.name, amax, scales)
+        self._warn_of_zeros(matrix.spec.name, amax, scales)
         if host_codes.can_make(values):
             factors = recipe.arithmetic.factors(amax, scales)
             codes = host_codes.make(values, grid, window, factors, recipe)
@@ -135,6 +143,22 @@ class QuantisedTensors:
             mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
             shape = _scales_box(recipe, matrix.spec, owned).shape
             yield _scales_key(recipe, matrix), mine.contiguous().view(shape)
+
+    def _warn_of_zeros(self, name: str, amax: Tensor, scales: Tensor) -> None:
+        """Warn, once a matrix, of weights that the library turns into zeros with their block."""
+        smallest = SMALLEST[self.recipe.codes]
+        zeros = (amax > 0) & (amax.double() <= scales.double() * (smallest / 2))
+        if name not in self._warned and (count := int(zeros.sum())):
+            self._warned.add(name)
+            logger.warning(
+                "%r: weights of at most %.1e are published as 0 in %d of %d blocks: %s has no "
+                "scale as small, and gives them codes of 0",
+                name,
+                float(amax[zeros].max()),
+                count,
+                zeros.numel(),
+                self.recipe.library,
+            )
 
 
 def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Tensor) -> Tensor:

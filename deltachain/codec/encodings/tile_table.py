@@ -1,0 +1,116 @@
+"""Choice of the rate and the size of each bin of a tensor: those of the fewest bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.codec.old_bits import OldBits
+from deltachain.delta import TensorDelta
+from deltachain.kernels import host
+from deltachain.kernels.tiles import BINS, ESCAPE, MAX_RATE, MAX_SIZE, NEVER, Bytes, TileGrid, bins
+from deltachain.types import Bits, Indices, TensorSpec
+
+Numbers = npt.NDArray[np.int64]
+
+_EXPONENTS: Final[Mapping[str, tuple[int, int]]] = {"F8_E4M3": (3, 15), "F8_E5M2": (2, 31)}
+"""Shift and mask of the exponent in codes of a byte, which get one rate together."""
+
+OWN_SIZE_BITS: Final = 4
+"""Bits of a size in a stored table, if it differs from those beside it (measured: 3 to 5)."""
+
+
+def table_of(
+    spec: TensorSpec, old: OldBits, delta: TensorDelta, grid: TileGrid, tiles: int
+) -> Bytes:
+    """Return rate and size of each bin, for the fewest bits in some number of tiles."""
+    group = np.arange(BINS)
+    if spec.itemsize == 1:
+        shift, mask = _EXPONENTS.get(spec.dtype, (0, 0))
+        group = (group >> shift) & mask
+    changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
+    counts = np.bincount(group[changed], minlength=BINS)
+    there = host.count_bins(old.bits, grid.shift, grid.mask)
+    numel = np.bincount(group, weights=there, minlength=BINS).astype(np.int64)
+    rates = _rates(counts, numel, tiles)[group]
+    sizes = np.where(rates == NEVER, NEVER, _sizes(changed, group, delta.values))
+    table: Bytes = np.concatenate([rates, sizes]).astype(np.uint8)
+    table[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
+    return table
+
+
+def _rates(counts: Numbers, numel: Numbers, tiles: int) -> Numbers:
+    """Return the Rice parameter of ranks of each group, for the fewest bits.
+
+    Groups of one rate are a class together, which ends once in each tile: groups that change about
+    as often share a rate where that saves more than ranks in a larger class cost.
+    """
+    groups = np.flatnonzero(counts)
+    groups = groups[np.argsort(-counts[groups] / numel[groups], kind="stable")]
+    changes, elements = (np.cumsum([0, *some[groups]]) for some in (counts, numel))
+    least = np.zeros(len(groups) + 1)
+    found = np.full((len(groups) + 1, 2), NEVER)  # first group of the last class, and its rate
+    for end in range(1, len(groups) + 1):
+        bits = _class_bits(changes[end] - changes[:end], elements[end] - elements[:end], tiles)
+        best = bits.argmin(axis=1)
+        total = least[:end] + bits.min(axis=1)
+        first = int(total.argmin())
+        least[end], found[end] = total[first], (first, best[first])
+    rates, end = np.full(BINS, NEVER), len(groups)
+    while end:
+        first, rate = found[end].tolist()
+        rates[groups[first:end]] = rate
+        end = first
+    return rates
+
+
+def _class_bits(counts: Numbers, numel: Numbers, tiles: int) -> npt.NDArray[np.float64]:
+    """Return the bits of the ranks of some classes by rate, ``(n, rates)``, ends included."""
+    share = np.minimum(counts / numel, 1)[:, np.newaxis]
+    passed = (1 - share) ** (1 << np.arange(MAX_RATE + 1))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ones = 1 / (1 - passed)
+    bits: npt.NDArray[np.float64] = counts[:, np.newaxis] * (np.arange(MAX_RATE + 1) + ones)
+    bits += tiles * ones
+    return bits
+
+
+def _sizes(changed: Bytes, group: Indices, steps: Bits) -> Indices:
+    """Return the Rice parameter of magnitudes of each bin, for the fewest bits.
+
+    Bins of a group have one size, unless what they save with their own pays for the table.
+    """
+    each = _size_bits(changed, steps)
+    together = np.zeros_like(each)
+    np.add.at(together, group, each)
+    shared = together.argmin(axis=1)[group]
+    own = each.argmin(axis=1)
+    differs = (own != shared) & np.bincount(changed, minlength=BINS).astype(np.bool_)
+    at = np.arange(BINS)
+    saved = np.where(differs, each[at, shared] - each[at, own] - OWN_SIZE_BITS, 0)
+    total = np.bincount(group, weights=saved, minlength=BINS)
+    chosen = np.where(differs & (total[group] > 0), own, shared)
+    return np.where(chosen == each.shape[1] - 1, NEVER, chosen)
+
+
+def _size_bits(changed: Bytes, steps: Bits) -> npt.NDArray[np.float64]:
+    """Return the bits of magnitudes by bin and size, ``(256, sizes)``; the last size is none."""
+    excess = np.minimum(steps, (0 - steps).astype(steps.dtype)) - steps.dtype.type(1)
+    large = excess > 0
+    ones = np.bincount(changed, minlength=BINS) - np.bincount(changed[large], minlength=BINS)
+    kinds, excess = changed[large], excess[large].astype(np.uint64)
+    some = np.bincount(kinds, minlength=BINS)
+    width = 8 * steps.itemsize
+    costs = []
+    for size in range(min(width, MAX_SIZE + 1)):
+        quotient = (excess >> np.uint64(size)).astype(np.int64)
+        escaped = quotient >= ESCAPE
+        bits = np.where(escaped, ESCAPE + width, quotient + 1 + size)
+        costs.append(np.bincount(kinds, weights=bits, minlength=BINS) + (1 + size) * ones)
+        if size > 8 and not escaped.any():
+            break
+    costs.append(np.where(some > 0, np.inf, 0.0))
+    return np.stack(costs, axis=1)
