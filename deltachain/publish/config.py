@@ -7,8 +7,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from deltachain.chain.anchor_cost import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
+from deltachain.maintain import KeepRule
+from deltachain.publish.encoding_choice import AUTO
 from deltachain.publish.quantise.settings import Quantization
 
 
@@ -34,13 +37,22 @@ class PublishConfig:
     encoding: str = "step"
     """Encoding of deltas: ``step`` is the default; ``overwrite`` stores new bits instead of steps;
     ``raw`` opens in any safetensors reader; ``max`` takes a quarter less than ``step`` at 1 % and a
-    third less at 0.1 %, for slow links; or an encoding of an installed package.
+    third less at 0.1 %, for slow links; ``auto`` chooses ``step`` or ``max``; or an encoding of an
+    installed package.
 
     ``max`` reads and writes with the old bits of all elements. It takes several times as long to
-    decode; readers of earlier releases leave it out; engines with weights on a device refuse it, as
-    does a rank whose share cuts a tile. Shares of 2, 4 or 8 parts of the rows or columns cut none,
-    if each tile has 2**18 bytes of weights. A trainer's rank without consecutive elements of a
-    tensor stores ``step`` for it."""
+    decode; readers of earlier releases leave it out. So do engines with weights on a device, and
+    those of which a rank's share cuts a tile: they take anchors and other edges, and refuse what
+    has none. Shares of 2, 4 or 8 parts of the rows or columns cut none, if each tile has 2**18
+    bytes of weights. A trainer's rank without consecutive elements of a tensor stores ``step`` for
+    it.
+
+    ``auto`` begins with ``step``. Once an upload of at least 1 MiB, or the download of a chain that
+    is continued, has shown the speed of the link, rank 0 encodes and decodes one changed tensor,
+    and takes the encoding that is uploaded, downloaded and decoded first. It takes subscribers to
+    have a link and cores like its own. A choice holds for 16 versions, and changes only for at
+    least 10 % less time. A publisher cannot know who reads the chain: set ``auto`` only where every
+    reader can read ``max``. The receipt and the log give choice and reason."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``). By default, each
@@ -71,15 +83,30 @@ class PublishConfig:
     half of its memory free, and room for an optimizer's first step; which one is logged. Weights on
     the host are compared in place."""
 
-    anchor_factor: float = 3.0
-    """Cost of a newcomer's cheapest plan, in anchors, above which another anchor is added. At 1 %
-    density, an anchor is added every few hundred versions and costs about half their deltas."""
+    anchor_factor: float = ANCHOR_FACTOR
+    """Size of a newcomer's plan, in anchors, above which another anchor is added. Anchors and
+    manifests cost at most ``1 / (anchor_factor - 1)`` of the deltas: by default half of them, with
+    an anchor every few hundred versions at 1 % density."""
+
+    anchor_every: int | None = None
+    """Number of versions between two anchors, whatever they cost; replaces ``anchor_factor``."""
+
+    maintain: bool | KeepRule = False
+    """Whether rank 0 maintains the chain in a thread, with a rule of what pruning keeps: as
+    ``deltachain maintain`` does, it adds skips and anchors, and deletes what the rule drops (by
+    default all but the newest 1024 versions and tagged ones). The publisher then adds an anchor
+    itself only if newcomers have no way left."""
 
     anchor_memory: float = 0.5
     """Memory of a rank for old bits while an anchor is on its way, as a share of its weights' size.
     Later versions are published meanwhile; the old bits of each (10 bytes a change in bf16) are
     kept until the anchor has passed their tensor. The version that exceeds this share stays in
     flight until the anchor has landed."""
+
+    continue_reverted: bool = False
+    """Whether to continue a head that `deltachain revert` committed, with other weights than it
+    has. By default, a publisher that starts there with other weights refuses, since its first
+    version would undo the revert."""
 
     when_busy: Literal["cover", "wait"] = "cover"
     """Behaviour of ``publish`` while a version is in flight: leave the changes to the next call, or
@@ -96,6 +123,12 @@ class PublishConfig:
 
     part_nbytes: int = 512 << 20
     """Largest size of changes in one object before compression, in bytes."""
+
+    signing_key: Path | None = None
+    """File of the private key that signs manifests, edge records and the chain's identity, as
+    written by ``deltachain keygen``; ``None``: the file in ``DELTACHAIN_SIGNING_KEY``, if any. A
+    publisher with a key continues only a chain that this key, or one in
+    ``DELTACHAIN_TRUSTED_KEYS``, has signed. Only rank 0 needs the file."""
 
     metadata: dict[str, str] = field(default_factory=dict)
     """User metadata, written into every manifest."""
@@ -114,7 +147,8 @@ class PublishConfig:
         return replace(config, url=url, **settings)
 
     def __post_init__(self) -> None:
-        ENCODINGS.chosen(self.encoding)
+        if self.encoding != AUTO:
+            ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)
         if self.quantization is not None and self.base is not None:
             raise ConfigError(
@@ -124,9 +158,8 @@ class PublishConfig:
         allowed = {
             "when_busy": ("cover", "wait"),
             "on_error": ("raise", "warn"),
+            "snapshot": ("host", "device", None),
         }
-        if self.snapshot not in ("host", "device", None):
-            raise ConfigError(f"snapshot={self.snapshot!r}: expected 'host', 'device' or None")
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {values}")
@@ -134,3 +167,5 @@ class PublishConfig:
             raise ConfigError(f"anchor_memory={self.anchor_memory!r}: must not be negative")
         if self.anchor_factor <= 0 or self.part_nbytes <= 0 or self.deadline_s <= 0:
             raise ConfigError("anchor_factor, part_nbytes and deadline_s must be positive")
+        if self.anchor_every is not None and self.anchor_every < 1:
+            raise ConfigError(f"anchor_every={self.anchor_every!r}: expected 1 or more versions")

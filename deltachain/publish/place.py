@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,8 @@ from deltachain.chain import identity
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import fetch
 from deltachain.chain.head_hint import read_hint
+from deltachain.chain.mirror_record import refuse_mirror
+from deltachain.chain.trust import Trust
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -50,6 +53,7 @@ def newest(chain: Chain) -> Committed | None:
 
     Raises:
         BrokenChainError: There are versions behind a gap.
+        ConfigError: The chain is signed, and the publisher has no signing key.
     """
     store, hinted = chain.store, read_hint(chain.store).version
     is_there = chain.has(hinted)
@@ -63,6 +67,7 @@ def newest(chain: Chain) -> Committed | None:
     first = hinted if is_there else min(known)
     passed = _check_gaps(chain, first, sorted(v for v in known if v >= first))
     last = chain.read(max(known))
+    _check_key(chain, last)
     if first > 0 and not is_there:
         passed.append(f"0 to {first - 1}")
     if passed:
@@ -82,7 +87,7 @@ def open_or_make(
     table: Table,
     assets: Callable[[], Mapping[str, bytes]],
     *,
-    chain_id: str,
+    trust: Trust,
     base: Path | None = None,
     by_state: bool = True,
 ) -> Chain:
@@ -96,7 +101,7 @@ def open_or_make(
         store: Store of the chain.
         table: Table of this model.
         assets: Function that collects small files for the chain.
-        chain_id: Id of a new chain.
+        trust: Keys of the publisher.
         base: Local folder of the base checkpoint, if the chain starts from one.
         by_state: Whether the newest version may prove the table. Its state does not depend on
             aliases and order, so the model must always have the same table.
@@ -104,14 +109,19 @@ def open_or_make(
     Raises:
         ChainMismatchError: The URL has the chain of another model.
         BrokenChainError: The identity is lost, and the chain is not proven to be of this model.
+        SignatureError: No trusted key signed the existing chain.
+        ConfigError: The store is a mirror.
     """
+    refuse_mirror(store)
     now, files = time.time(), assets()
-    found = _identity_of_versions(store)
+    found = _identity_of_versions(store, trust)
     if found is None:
-        return Chain.create(store, table, chain_id=chain_id, time=now, assets=files)
+        return Chain.create(
+            store, table, chain_id=uuid.uuid4().hex, time=now, assets=files, trust=trust
+        )
     why = _why_not(store, table, found)
     if why and by_state and store.find(TABLE_KEY) is None:
-        why = _why_not_rebuilt(store, table, found, base)
+        why = _why_not_rebuilt(store, table, found, base, trust)
     if why:
         raise BrokenChainError(
             f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and this model cannot "
@@ -121,7 +131,7 @@ def open_or_make(
     document = dump(table)
     if store.find(TABLE_KEY) is None:
         identity.put_back(store, {TABLE_KEY: document}, TABLE_KEY)
-    identity.put(store, document, chain_id=found.chain, time=now, assets=files)
+    identity.put(store, document, chain_id=found.chain, time=now, assets=files, trust=trust)
     logger.warning(
         "%s was gone from %s, and was made anew for chain %s: something deletes what must stay "
         "(FORMAT.md 1)",
@@ -129,7 +139,18 @@ def open_or_make(
         store.url,
         found.chain,
     )
-    return Chain.open(store)
+    return Chain.open(store, trust)
+
+
+def _check_key(chain: Chain, head: Committed) -> None:
+    """Raise if a publisher without a signing key would continue a signed chain."""
+    if head.signatures and chain.trust.key is None:
+        raise ConfigError(
+            f"{chain.store.url} is a signed chain, and this publisher has no signing key: "
+            "followers with trusted keys would refuse its versions",
+            hint="set DELTACHAIN_SIGNING_KEY; with a new key, set DELTACHAIN_TRUSTED_KEYS to the "
+            "public key of the old one as well",
+        )
 
 
 def _listed(store: Store, hinted: Version | None) -> set[Version]:
@@ -173,11 +194,12 @@ def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]
     return passed
 
 
-def _identity_of_versions(store: Store) -> Manifest | None:
+def _identity_of_versions(store: Store, trust: Trust) -> Manifest | None:
     """Return the newest manifest of a chain without identity; ``None`` for any other chain.
 
     Raises:
         BrokenChainError: The manifests belong to two chains.
+        SignatureError: No trusted key signed the newest manifest.
     """
     if store.find(CHAIN_KEY) is not None:
         return None
@@ -185,7 +207,7 @@ def _identity_of_versions(store: Store) -> Manifest | None:
     known = sorted(version for version in versions if version is not None)
     if not known or store.find(CHAIN_KEY) is not None:  # created before any manifest
         return None
-    first, last = _read(store, known[0]), _read(store, known[-1])
+    first, last = _read(store, known[0], Trust()), _read(store, known[-1], trust)
     if first.chain != last.chain:
         raise BrokenChainError(
             f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and versions of two "
@@ -195,9 +217,11 @@ def _identity_of_versions(store: Store) -> Manifest | None:
     return last
 
 
-def _read(store: Store, version: Version) -> Manifest:
+def _read(store: Store, version: Version, trust: Trust) -> Manifest:
     key = manifest_key(version)
-    found = unseal(store.get(key), Manifest, key=key)
+    data = store.get(key)
+    found = unseal(data, Manifest, key=key)
+    trust.check(data, Manifest, chain=found.chain, key=key)
     if found.version != version:
         raise MalformedError(f"{key}: is version {found.version} of chain {found.chain}", key=key)
     return found
@@ -214,10 +238,12 @@ def _why_not(store: Store, table: Table, newest: Manifest) -> str:
         return f"{TABLE_KEY} is gone too"
 
 
-def _why_not_rebuilt(store: Store, table: Table, newest: Manifest, base: Path | None) -> str:
+def _why_not_rebuilt(
+    store: Store, table: Table, newest: Manifest, base: Path | None, trust: Trust
+) -> str:
     """Return why the newest version cannot be rebuilt with a table; empty if it can."""
     supposed = Identity(chain=newest.chain, created=0.0, table=object_digest(dump(table)))
-    chain = Chain(store, supposed, table)
+    chain = Chain(store, supposed, table, trust=trust)
     if sum(spec.numel for spec in table.specs()) != newest.numel:
         return _why_not(store, table, newest)
     try:

@@ -24,6 +24,7 @@ from deltachain.errors import (
     RankError,
 )
 from deltachain.publish.anchor_thread import AnchorThread
+from deltachain.publish.beside import BackgroundWork
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import NO_CHANGES, Diff
 from deltachain.publish.model.assets import checked, collect_assets
@@ -105,6 +106,7 @@ class Publisher(Closeable):
         self._flight: Flight | None = None
         self._landed: Future[None] | None = None
         self._anchors: AnchorThread | None = None
+        self._beside: BackgroundWork | None = None
         self._waiting: list[Published] = []
         self._waiting_step: int | None = None
         self._failed: Flight | None = None
@@ -157,6 +159,7 @@ class Publisher(Closeable):
         session.anchor_ranks = self._ranks.clone()
         self._barrier = PublishBarrier(self._ranks)
         self._session, self._anchors = session, AnchorThread(session)
+        self._beside = BackgroundWork(session.writer, config, leads=self._ranks.leads)
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
 
@@ -244,8 +247,9 @@ class Publisher(Closeable):
             for future in self._take_waiting():  # no version will cover it any more
                 future.set_exception(self._failure or ChainError("closed before it was published"))
             self._pool.shutdown()
-            if self._anchors is not None:
+            if self._anchors is not None and self._beside is not None:
                 self._anchors.close()
+                self._beside.close()
             self._store.close()
 
     @override

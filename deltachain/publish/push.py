@@ -7,7 +7,6 @@ is needed in between.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +18,21 @@ from torch import Tensor
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.identity import check_recipe
+from deltachain.chain.mirror_record import refuse_mirror
+from deltachain.chain.trust import Trust
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ChainMismatchError, ObjectNotFoundError, PublisherFencedError
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import TABLE_KEY
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.encoding_choice import EncodingChoice
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.place import newest, open_or_make
 from deltachain.publish.quantise.begin import Files, find_layers, quantised
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.resume import catch_up, first_version
+from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.writer import Writer
@@ -47,12 +50,14 @@ class Pushed:
         head: The newest version after the push.
         committed: The added versions; none if the head already had these bits.
         anchor: The added anchor, if one was due.
+        encoding: Choice of the encoding of changes; ``None`` unless the link decides.
     """
 
     chain: Chain
     head: Committed
     committed: tuple[Committed, ...]
     anchor: EdgeSummary | None
+    encoding: EncodingChoice | None = None
 
 
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
@@ -70,15 +75,17 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
     Raises:
         ChainMismatchError: The chain is of another model.
         BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
+        ChainError: The head was reverted, and the checkpoint has other weights.
         PublisherFencedError: Another publisher committed at the same time.
     """
-    checkpoint = Checkpoint(path)
-    chain, source = _open_or_create(store, checkpoint, config)
+    checkpoint, trust = Checkpoint(path), Trust.of_writer(config.signing_key)
+    chain, source = _open_or_create(store, checkpoint, config, trust)
     source.agree("push")
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
     session = Session(source, Snapshot(source), writer, config, Ranks.alone())
     if head is not None:
+        check_reverted(head, session.snapshot.state, goes_on=config.continue_reverted)
         writer.epoch = head.manifest.epoch + 1
     committed = tuple(_commit(session, step))
     last = writer.parent or head
@@ -89,6 +96,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         head=last,
         committed=committed,
         anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
+        encoding=session.encoding.present if session.encoding.is_auto else None,
     )
 
 
@@ -126,31 +134,36 @@ def _newest(writer: Writer) -> Committed:
 
 
 def _open_or_create(
-    store: Store, checkpoint: Checkpoint, config: PublishConfig
+    store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust
 ) -> tuple[Chain, ModelTensors]:
     """Open the existing chain, or create one with the checkpoint's tensors; return these too."""
+    refuse_mirror(store)
     assets = partial(checkpoint.assets, trusted=config.trust_remote_code)
     quantization = Quantization.chosen(config.quantization)
     if quantization is not None:
-        return _open_quantised(store, checkpoint, assets, quantization)
+        return _open_quantised(store, checkpoint, assets, quantization, trust)
     try:
-        chain = Chain.open(store)
+        chain = Chain.open(store, trust)
     except ObjectNotFoundError:
         table = _table(store, checkpoint)
-        chain = open_or_make(store, table, assets, chain_id=uuid.uuid4().hex, by_state=False)
+        chain = open_or_make(store, table, assets, trust=trust, by_state=False)
     check_recipe(store.url, chain.table, {})
     return chain, source_of(checkpoint, chain.table)
 
 
 def _open_quantised(
-    store: Store, checkpoint: Checkpoint, assets: Files, quantization: Quantization
+    store: Store, checkpoint: Checkpoint, assets: Files, quantization: Quantization, trust: Trust
 ) -> tuple[Chain, ModelTensors]:
     """Open or create the chain of a checkpoint that is quantised first."""
     plain = source_of(checkpoint, _own_table(checkpoint))
     made = quantised(plain, lambda: find_layers(None, plain, assets), quantization, Ranks.alone())
     table = made.source.table()
     chain = open_or_make(
-        store, table, lambda: made.assets(assets()), chain_id=uuid.uuid4().hex, by_state=False
+        store,
+        table,
+        lambda: made.assets(assets()),
+        trust=trust,
+        by_state=False,
     )
     return chain, made.source
 

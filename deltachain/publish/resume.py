@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-import uuid
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
-from deltachain.codec import ENCODINGS
+from deltachain.chain.trust import Trust
+from deltachain.chain.upload_clock import MeasuredTransfer
 from deltachain.errors import BrokenChainError, ConfigError, FormatError, ObjectNotFoundError
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
@@ -25,6 +27,7 @@ from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.ranks.sharing import divide
+from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Attempt, Session
 from deltachain.publish.snapshot import WINDOW_NUMEL, Snapshot
 from deltachain.publish.writer import Writer, take_over
@@ -35,10 +38,17 @@ logger = logging.getLogger(__name__)
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Start of rank 0: its epoch, and the newest version; -1 for none."""
+    """Start of rank 0.
+
+    Attributes:
+        epoch: Its epoch.
+        head: The newest version; -1 for none.
+        trusted: Public keys that it trusts, with commas between them; empty if it trusts all.
+    """
 
     epoch: int
     head: int
+    trusted: str
 
 
 def begin(
@@ -62,6 +72,7 @@ def begin(
     Raises:
         ChainMismatchError: The URL has the chain of another model.
         BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
+        ChainError: The head was reverted, and the model has other weights.
         PublisherFencedError: Another publisher was first.
         ConfigError: The model's bits differ from those of the base checkpoint.
         RankError: Another rank failed.
@@ -73,8 +84,9 @@ def begin(
     source.agree("begin")
     with Collective(ranks, "begin") as collective:
         snapshot = Snapshot(source, where=config.snapshot)
-        collective.gather(True, bool)  # no takeover before every rank is ready
-        writer = _take_chain(store, source, config, files) if ranks.leads else None
+        states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
+        state = sum(states, StateDigest())
+        writer = _take_chain(store, source, config, files, state) if ranks.leads else None
         position = collective.broadcast(_position(writer) if writer else None, Position)
     with Collective(ranks, "open") as collective:
         writer = writer or _open_chain(store, source, config, position)
@@ -88,7 +100,12 @@ def begin(
 
 
 def _position(writer: Writer) -> Position:
-    return Position(epoch=writer.epoch, head=writer.parent.version if writer.parent else -1)
+    trusted = writer.chain.trust.trusted
+    return Position(
+        epoch=writer.epoch,
+        head=writer.parent.version if writer.parent else -1,
+        trusted=str(trusted) if trusted else "",
+    )
 
 
 def _take_chain(
@@ -96,18 +113,29 @@ def _take_chain(
     source: ModelTensors,
     config: PublishConfig,
     assets: Files,
+    state: StateDigest,
 ) -> Writer:
-    """Open or create the chain and take it over, on rank 0."""
-    chain = open_or_make(store, source.table(), assets, chain_id=uuid.uuid4().hex, base=config.base)
-    writer = take_over(chain, numel=source.numel, metadata=config.metadata)
+    """Open or create the chain and take it over, on rank 0; ``state`` is that of all ranks."""
+    chain = open_or_make(
+        store,
+        source.table(),
+        assets,
+        trust=Trust.of_writer(config.signing_key),
+        base=config.base,
+    )
+    accept = partial(check_reverted, state=state, goes_on=config.continue_reverted)
+    writer = take_over(chain, numel=source.numel, metadata=config.metadata, accept=accept)
     return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
 
 
 def _open_chain(
     store: Store, source: ModelTensors, config: PublishConfig, position: Position
 ) -> Writer:
-    """Open the chain on a rank other than 0, which uploads parts without commits."""
-    chain = Chain.open(store)
+    """Open the chain on a rank other than 0, which uploads parts without commits.
+
+    Only rank 0 needs the signing key; the others trust what it trusts.
+    """
+    chain = Chain.open(store, Trust.of_reader(position.trusted, environment={}))
     parent = chain.read(position.head) if position.head >= 0 else None
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=parent)
     writer.epoch = position.epoch
@@ -157,7 +185,7 @@ def _weigh(session: Session, diff: Diff | None) -> RankDifference:
     """Compute size and digest of this rank's difference."""
     if diff is None:
         return RankDifference(session.snapshot.state)
-    encoding = ENCODINGS.chosen(session.config.encoding)
+    encoding = session.encoding.encoding
     sizes = (encoding.estimate(one.spec, one.changes) for one in diff.by_tensor)
     return RankDifference(session.snapshot.state, diff.digest, sum(sizes))
 
@@ -182,7 +210,10 @@ def _difference(session: Session, head: Committed) -> Diff | None:
     """Compute the snapshot's difference from the newest version; ``None`` if unreadable."""
     chain, config = session.writer.chain, session.config
     try:
-        fetched = fetch(chain, chain.plan(None, head), base=config.base)
+        plan, start = chain.plan(None, head), time.perf_counter()
+        fetched = fetch(chain, plan, base=config.base)
+        if fetched.base is None:  # its files do not cross the link
+            session.encoding.add(MeasuredTransfer(fetched.nbytes, time.perf_counter() - start))
         changes = dict(_compare(fetched, session.source, session.snapshot))
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)

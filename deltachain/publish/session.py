@@ -12,31 +12,27 @@ from threading import Lock
 
 import msgspec
 
+from deltachain.chain.anchor_cost import Replay, anchor_due
 from deltachain.chain.chain import Committed
-from deltachain.chain.plan import REQUEST_NBYTES
-from deltachain.codec import ENCODINGS
+from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError
-from deltachain.format.documents import Edge, EdgeSummary
+from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import PayloadKind
 from deltachain.publish.base import base_edge
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import CheckpointChanges, Diff
+from deltachain.publish.edge_share import EdgeShare, joined
+from deltachain.publish.encoding_choice import EncodingChoice
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.upload import (
-    DENSE_SHARE,
-    EdgeKeys,
-    EdgeUpload,
-    anchor_part_nbytes,
-    sparse_change,
-    window_change,
-)
 from deltachain.publish.version_bits import VersionBits
+from deltachain.publish.version_encoding import VersionEncoding
+from deltachain.publish.wire_form import sparse_change, window_change
 from deltachain.publish.writer import Writer
 from deltachain.types import Bits, StateDigest, Version
 
@@ -67,22 +63,6 @@ class Attempt:
     diff_s: float = 0.0
 
 
-class EdgeShare(msgspec.Struct, frozen=True):
-    """One rank's part of an edge.
-
-    Attributes:
-        edge: Edge with the rank's payload objects.
-        state: Contribution of the rank's weights to the state digest.
-        nnz: Number of changed elements.
-        requests: Number of store requests.
-    """
-
-    edge: Edge
-    state: StateDigest
-    nnz: int
-    requests: int
-
-
 class Conclusion(msgspec.Struct, frozen=True):
     """A committed version, as rank 0 broadcasts it.
 
@@ -102,13 +82,13 @@ class LateAnchor:
     Attributes:
         version: The version that it leads to.
         committed: Manifest of the version; on rank 0.
-        committed_cost: Cost of all versions of the writer up to this one, in bytes.
+        before: What a newcomer would fetch of all versions of the writer up to this one.
         bits: Bits of the version on this rank.
     """
 
     version: Version
     committed: Committed | None
-    committed_cost: int
+    before: Replay
     bits: VersionBits
 
 
@@ -127,6 +107,7 @@ class Session:
     Attributes:
         head: The newest version known to be committed; -1 before the first.
         anchor_ranks: All publishing ranks, for the thread that adds anchors.
+        encoding: Encoding of each version; rank 0 chooses for all.
     """
 
     def __init__(
@@ -141,6 +122,7 @@ class Session:
         self.config, self.ranks, self.anchor_ranks = config, ranks, ranks
         self._changing = Lock()  # of the snapshot, and of the list of late anchors
         self._late: list[LateAnchor] = []
+        self.encoding = VersionEncoding(config.encoding)
         self.head = writer.parent.version if writer.parent else -1
 
     @cached_property
@@ -150,10 +132,11 @@ class Session:
 
     @property
     def anchor_due(self) -> bool:
-        """Whether joining is too expensive without another anchor; valid on rank 0."""
-        limit = self.config.anchor_factor * (self.anchor_nbytes + 2 * REQUEST_NBYTES)
-        is_dear = self.writer.parent is not None and self.writer.newcomer_cost > limit
-        return is_dear and not self._late
+        """Whether the chain is due for another anchor; valid on rank 0."""
+        factor, every = self.config.anchor_factor, self.config.anchor_every
+        due = anchor_due(self.writer.replay, self.anchor_nbytes, factor=factor, every=every)
+        leaves_it = self.config.maintain and self.writer.replay is not None
+        return due and self.writer.parent is not None and not (self._late or leaves_it)
 
     @property
     def kept_nbytes(self) -> int:
@@ -208,6 +191,7 @@ class Session:
         start = time.perf_counter()
         keys = self.keys("anchor" if attempt.diff is None else "delta", self.head + 1)
         with Collective(self.ranks, attempt.topic) as collective:
+            self._choose_encoding(attempt)
             share = self.put_share(keys, attempt)
             shares = collective.gather(share, EdgeShare)
             conclusion = None
@@ -218,6 +202,15 @@ class Session:
         self.head = conclusion.receipt.version
         return conclusion
 
+    def _choose_encoding(self, attempt: Attempt) -> None:
+        """Let rank 0 choose the encoding of a version for all ranks, if the link decides."""
+        if attempt.diff is None or not self.encoding.is_auto:
+            return
+        with Collective(self.ranks, f"{attempt.topic}/encoding") as collective:
+            leads = self.ranks.leads
+            choice = self.encoding.choose(attempt.diff, self._held) if leads else None
+            self.encoding.present = collective.broadcast(choice, EncodingChoice)
+
     def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
         """Upload this rank's parts of an edge, which no document names yet.
 
@@ -227,10 +220,10 @@ class Session:
         """
         if attempt.failure is not None:
             raise attempt.failure
-        diff, config, store = attempt.diff, self.config, self.writer.chain.store
-        requests, encoding = store.requests, ENCODINGS.chosen(config.encoding)
+        diff, store = attempt.diff, self.writer.chain.store
+        requests, encoding = store.requests, self.encoding.encoding
         raw = encoding.own_arrays
-        part_nbytes = config.part_nbytes
+        part_nbytes = self.config.part_nbytes
         if diff is None:
             part_nbytes = anchor_part_nbytes(self.source.held_nbytes, part_nbytes)
         with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes) as upload:
@@ -239,6 +232,7 @@ class Session:
             elif attempt.base is None:
                 self._add_all_bits(upload, attempt.bits)
             edge = upload.finish()
+        self.encoding.add(upload.transfer)
         return EdgeShare(
             edge=edge,
             state=(attempt.bits or self.snapshot).state,
@@ -262,7 +256,7 @@ class Session:
         edge = joined(shares)
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
-        nnz = sum(share.nnz for share in shares)
+        nnz, choice = sum(share.nnz for share in shares), self.encoding.present
         draft = self.writer.draft(keys.commit_id, state=state, step=attempt.step, nnz=nnz)
         committed = self.writer.commit(draft, edge)
         receipt = PublishReceipt(
@@ -279,6 +273,8 @@ class Session:
             encode_s=encode_s,
             commit_s=time.perf_counter() - start,
             kernel=self.snapshot.kernel,
+            encoding=choice.encoding if edge.kind == "delta" else "",
+            encoding_reason=choice.reason if self.encoding.is_auto and edge.kind == "delta" else "",
             restored=self.writer.chain.take_restored(),
             kept_nbytes=self.kept_nbytes,
             manifest=committed.digest,
@@ -294,7 +290,7 @@ class Session:
             late = LateAnchor(
                 version=self.head,
                 committed=self.writer.parent,
-                committed_cost=self.writer.committed_cost,
+                before=self.writer.committed,
                 bits=VersionBits(self.snapshot, self.source.weights, self._changing),
             )
             self._late.append(late)
@@ -341,8 +337,8 @@ class Session:
             raise ChainError(
                 f"the anchor has state {state}, version {committed.version} {committed.state}"
             )
-        cost = None if late is None else late.committed_cost
-        return self.writer.add_anchor(committed, joined(shares), committed_cost=cost)
+        before = None if late is None else late.before
+        return self.writer.add_anchor(committed, joined(shares), before=before)
 
     def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
         """Return names of the parts of one attempt, which no other attempt has."""
@@ -371,7 +367,7 @@ class Session:
         for weight in self.source.weights:
             bits = bits_of(weight)
             for window in weight.element_map.windows(self._window_numel(weight)):
-                known = None if late else self.snapshot.first_digest(weight, window)
+                known = None if late else self.snapshot.known_digest(weight, window)
                 change = window_change(window, bits, known)
                 total += change.digest
                 upload.add(change)
@@ -387,14 +383,3 @@ class Session:
         if all(weight.element_map.all_of(slot.spec) is not None for slot in slots):
             return max(slot.numel for slot in slots)  # windows without indices
         return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
-
-
-def joined(shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge."""
-    edges = [share.edge for share in shares]
-    return Edge(
-        kind=edges[0].kind,
-        base=edges[0].base,
-        encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
-        parts=tuple(part for edge in edges for part in edge.parts),
-    )

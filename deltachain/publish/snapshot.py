@@ -64,6 +64,18 @@ class _Window(NamedTuple):
     live: Bits | None
 
 
+class _Digested(NamedTuple):
+    """Elements that a weight has of a checkpoint tensor, as far as they are digested.
+
+    Attributes:
+        numel: Number of elements.
+        digest: Their state digest.
+    """
+
+    numel: int = 0
+    digest: StateDigest = StateDigest()
+
+
 class Snapshot:
     """Last published bits of all trainable weights.
 
@@ -92,7 +104,7 @@ class Snapshot:
         self._places: dict[torch.device, SnapshotPlace] = {}
         self._diffs: dict[torch.device, DeviceDiff] = {}
         self._state = StateDigest()
-        self._first: dict[tuple[str, str], tuple[int, StateDigest]] = {}
+        self._digested: dict[tuple[str, str], _Digested] = {}  # until the first change
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
         for weight in trained:
@@ -109,7 +121,7 @@ class Snapshot:
             for weight, window, digest in digests:
                 self._state += digest
                 if not weight.frozen:
-                    self._add_first(weight, window, digest)
+                    self._add_digest(weight, window, digest)
         if where == "device" and trained and not self._diffs:
             raise ConfigError(
                 "snapshot='device', and all weights are on the host",
@@ -134,18 +146,19 @@ class Snapshot:
         kept = self._kept.get(weight.spec.name)
         return wire_bits(weight) if kept is None else _on_host(kept)
 
-    def first_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
-        """Return the state digest of a window, if it is known and still that of the snapshot.
+    def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
+        """Return the state digest of a window in the snapshot, if it is known without computing it.
 
-        It is known of all that a weight has of a checkpoint tensor, until the first change.
+        It is known until the first change, for a window of all that a weight has of a checkpoint
+        tensor.
         """
-        numel, digest = self._first.get((weight.spec.name, window.spec.name), (0, None))
-        return digest if numel == len(window.indices) else None
+        digested = self._digested.get((weight.spec.name, window.spec.name), _Digested())
+        return digested.digest if digested.numel == len(window.indices) else None
 
-    def _add_first(self, weight: Weight, window: AdjacentRuns, digest: StateDigest) -> None:
-        name = weight.spec.name, window.spec.name
-        numel, total = self._first.get(name, (0, StateDigest()))
-        self._first[name] = numel + len(window.indices), total + digest
+    def _add_digest(self, weight: Weight, window: AdjacentRuns, digest: StateDigest) -> None:
+        names = weight.spec.name, window.spec.name
+        numel, total = self._digested.get(names, _Digested())
+        self._digested[names] = _Digested(numel + len(window.indices), total + digest)
 
     def diff_(self) -> Diff:
         """Find the changes since the last call, and advance the snapshot: all or nothing."""
@@ -166,7 +179,7 @@ class Snapshot:
             raise
         self._state += diff.digest
         if found:
-            self._first.clear()
+            self._digested.clear()
         return diff
 
     def restore(self, diff: Diff) -> None:
@@ -200,14 +213,7 @@ class Snapshot:
         tensor, spec = weight.tensor.detach(), weight.spec
         numel, width = tensor.numel(), spec.itemsize
         if device.on_host(tensor) and not self._on_device:
-            bits = wire_bits(weight)
-            live: Bits | None = None
-            if tensor.dtype != TORCH_DTYPES[spec.dtype]:
-                pass  # the cast made new memory
-            elif weight.element_map.table is None:
-                bits, live = np.empty_like(bits), bits
-            else:  # neighbours are in different windows
-                bits = threaded.copy(bits)
+            bits, live = _room_on_host(weight)
             self._kept[spec.name] = Kept(_signed(bits), 0, numel, resident=False)
             return bits, live
         resident = self._place(tensor.device) == "device"
@@ -255,6 +261,16 @@ class Snapshot:
         one.add(_compared(weight, kept))
         if self._one_by_one:
             one.settle(found)
+
+
+def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
+    """Return memory for a weight on the host, and live bits still to be copied there."""
+    bits = wire_bits(weight)
+    if weight.tensor.dtype != TORCH_DTYPES[weight.spec.dtype]:
+        return bits, None  # the cast made new memory, with the bits in it
+    if weight.element_map.table is not None:
+        return threaded.copy(bits), None  # neighbours are in different windows
+    return np.empty_like(bits), bits
 
 
 def _is_small(one: _Window) -> bool:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 import uuid
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from threading import Lock
-from typing import Final
+from typing import Any, Final
 
+from deltachain.chain.anchor_cost import Replay
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import read_hint
-from deltachain.chain.plan import cost_of
-from deltachain.chain.recent_edges import edge_id, listed_edges, window_from
+from deltachain.chain.recent_edges import KnownEdges, edge_id
 from deltachain.errors import (
     BrokenChainError,
     DeltaChainError,
@@ -23,7 +22,8 @@ from deltachain.errors import (
     PublisherFencedError,
     StoreError,
 )
-from deltachain.format.documents import Edge, EdgeSummary, Manifest
+from deltachain.format.documents import Edge, EdgeSummary, Manifest, seal
+from deltachain.format.revert_mark import revert_mark, reverted_to
 from deltachain.publish.place import newest
 from deltachain.types import StateDigest, Version
 
@@ -44,6 +44,7 @@ class Draft:
     step: int | None
     state: StateDigest
     nnz: int
+    ext: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Writer:
@@ -55,8 +56,9 @@ class Writer:
         chain: The chain.
         parent: The newest committed version; ``None`` before the first.
         epoch: Epoch of this publisher.
-        newcomer_cost: Cost of the cheapest plan from nothing to ``parent``, in bytes.
-        committed_cost: Cost of all versions committed by this writer, in bytes.
+        replay: What a newcomer fetches behind the newest anchor; ``None`` without a way from
+            nothing.
+        committed: What a newcomer would fetch of all versions committed by this writer.
     """
 
     def __init__(
@@ -65,18 +67,25 @@ class Writer:
         self.chain = chain
         self.parent = parent
         self.epoch = parent.manifest.epoch if parent else 0
-        self.newcomer_cost, anchor = _way_from_nothing(chain, parent)
+        self.replay, anchor = _way_from_nothing(chain, parent)
         chain.watch(anchor)
+        self._known = KnownEdges().after(parent.manifest) if parent else KnownEdges()
         self._numel = numel
         self._metadata = dict(metadata)
-        self.committed_cost = 0
-        self._listing = Lock()  # of the costs and of what the next manifest lists
+        self.committed = Replay()
+        self._listing = Lock()  # of the sizes and of what the next manifest lists
         self._added: list[EdgeSummary] = []
         self._offered: tuple[EdgeSummary, ...] = ()
         self._uncertain: Manifest | None = None
 
     def draft(
-        self, commit_id: str = "", *, state: StateDigest, step: int | None, nnz: int
+        self,
+        commit_id: str = "",
+        *,
+        state: StateDigest,
+        step: int | None,
+        nnz: int,
+        ext: Mapping[str, Any] | None = None,
     ) -> Draft:
         """Return a draft of the next version, with a new commit id and new payload keys."""
         return Draft(
@@ -86,6 +95,7 @@ class Writer:
             step=step,
             state=state,
             nnz=nnz,
+            ext=ext or {},
         )
 
     def commit(self, draft: Draft, edge: Edge) -> Committed:
@@ -129,21 +139,22 @@ class Writer:
         return True
 
     def add_anchor(
-        self, committed: Committed, edge: Edge, *, committed_cost: int | None = None
+        self, committed: Committed, edge: Edge, *, before: Replay | None = None
     ) -> EdgeSummary:
         """Record an anchor of a version; list it in the hint and in the next manifest.
 
         Args:
             committed: The version.
             edge: The anchor.
-            committed_cost: Value of the attribute at that version; by default the version is the
-                newest.
+            before: Value of the attribute ``committed`` at that version; by default the version is
+                the newest.
         """
         summary = self.chain.add_edge(committed, edge, base_state="")
         with self._listing:
             self._added.append(summary)
-            later = 0 if committed_cost is None else self.committed_cost - committed_cost
-            self.newcomer_cost = min(self.newcomer_cost, cost_of(summary) + later)
+            later = Replay() if before is None else self.committed - before
+            if self.replay is None or later.versions < self.replay.versions:
+                self.replay = later
         self.chain.watch(_first_part(edge))
         self.write_head()
         return summary
@@ -178,7 +189,9 @@ class Writer:
         parent = self.parent
         with self._listing:
             self._offered = tuple(self._added)
+        recent, window_from = self._known.listed(draft.version, self._offered)
         return Manifest(
+            ext=dict(draft.ext),
             chain=self.chain.identity.chain,
             version=draft.version,
             epoch=draft.epoch,
@@ -191,48 +204,74 @@ class Writer:
             nnz=draft.nnz,
             numel=self._numel,
             edge=edge,
-            recent=listed_edges(parent.manifest if parent else None, self._offered),
-            window_from=window_from(draft.version),
+            recent=recent,
+            window_from=window_from,
             metadata=self._metadata,
         )
 
     def _advance(self, committed: Committed) -> None:
         self._uncertain = None
         self.parent = committed
-        summary = committed.manifest.summary()
-        cost = cost_of(summary)
+        manifest = committed.manifest
+        self._known = self._known.after(manifest, self._offered)
+        own = Replay(versions=1, deltas=manifest.edge.nbytes, manifests=len(seal(manifest)))
         with self._listing:
             self._added = [anchor for anchor in self._added if anchor not in self._offered]
-            self.committed_cost += cost
+            self.committed += own
             if self.chain.anchor_is_gone:
                 logger.warning("newcomers need an anchor that is gone: another one is due")
-                self.newcomer_cost = sys.maxsize
+                self.replay = None
                 self.chain.watch("")
-            if summary.base is None:
-                self.newcomer_cost = cost
-                self.chain.watch(_first_part(committed.manifest.edge))
-            else:
-                self.newcomer_cost += cost
+            if manifest.edge.base is None:
+                self.replay = Replay()
+                self.chain.watch(_first_part(manifest.edge))
+            elif self.replay is not None:
+                self.replay += own
         if committed.version % HINT_EVERY == 0:
+            self._take_hinted(committed)
             self.write_head()
 
+    def _take_hinted(self, head: Committed) -> None:
+        """List the anchors that others added since, and reckon with them."""
+        try:
+            found = [edge for edge in _hinted(self.chain, head) if edge not in self._added]
+            if not found:
+                return
+            replay, anchor = _way_from_nothing(self.chain, head)
+        except StoreError:
+            return
+        with self._listing:
+            self._added += found
+            if replay is None or (self.replay and self.replay.versions <= replay.versions):
+                return
+            self.replay = replay
+        self.chain.watch(anchor)
 
-def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[int, str]:
-    """Return the cost of the cheapest plan from nothing, and the key of a part of its anchor.
 
-    Without such a plan, the cost exceeds that of any anchor.
+def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[Replay | None, str]:
+    """Return what the cheapest plan from nothing replays, and the key of a part of its anchor.
+
+    Manifests are taken to be as large as the newest.
     """
     if parent is None:
-        return 0, ""
+        return Replay(), ""
     try:
         plan = chain.plan(None, parent)
         chain.look_ahead(plan)
         edges = [chain.edge(summary, parent) for summary in plan.edges]
     except (BrokenChainError, ObjectNotFoundError, FormatError):
-        return sys.maxsize, ""
+        return None, ""
     parts = {part.key: part.nbytes for edge in edges for part in edge.parts}
     found = {key: info.nbytes for key, info in chain.store.find_all(parts).items()}
-    return (plan.cost, _first_part(edges[0])) if found == parts else (sys.maxsize, "")
+    if found != parts:
+        return None, ""
+    versions = parent.version - plan.edges[0].version
+    replay = Replay(
+        versions=versions,
+        deltas=plan.nbytes - plan.edges[0].nbytes,
+        manifests=versions * len(seal(parent.manifest)),
+    )
+    return replay, _first_part(edges[0])
 
 
 def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:
@@ -254,8 +293,30 @@ def _first_part(edge: Edge) -> str:
     return edge.parts[0].key if edge.parts else ""
 
 
-def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Writer | None:
+def in_new_epoch(
+    chain: Chain, head: Committed, *, numel: int, metadata: Mapping[str, str]
+) -> Writer:
+    """Return a writer that fences earlier publishers with its first commit after the head."""
+    writer = Writer(chain, numel=numel, metadata=metadata, parent=head)
+    writer.epoch = head.manifest.epoch + 1
+    writer.list_added(_hinted(chain, head))
+    return writer
+
+
+def take_over(
+    chain: Chain,
+    *,
+    numel: int,
+    metadata: Mapping[str, str],
+    accept: Callable[[Committed], None] = lambda _: None,
+) -> Writer | None:
     """Take over a chain in a new epoch: commit an empty version to fence earlier publishers.
+
+    Args:
+        chain: The chain.
+        numel: Number of all elements.
+        metadata: User metadata, for every manifest.
+        accept: Function that raises for a head that must not be continued.
 
     Returns:
         A writer with that version as parent, or ``None`` if the chain has no version yet.
@@ -265,10 +326,11 @@ def take_over(chain: Chain, *, numel: int, metadata: Mapping[str, str]) -> Write
         BrokenChainError: There are versions behind a gap.
     """
     while (head := newest(chain)) is not None:
-        writer = Writer(chain, numel=numel, metadata=metadata, parent=head)
-        writer.epoch = head.manifest.epoch + 1
-        writer.list_added(_hinted(chain, head))
-        draft = writer.draft(state=head.state, step=head.manifest.step, nnz=0)
+        accept(head)
+        writer = in_new_epoch(chain, head, numel=numel, metadata=metadata)
+        goal = reverted_to(head.manifest)  # an unchanged state stays marked
+        ext = {} if goal is None else revert_mark(goal)
+        draft = writer.draft(state=head.state, step=head.manifest.step, nnz=0, ext=ext)
         try:
             writer.commit(draft, Edge(kind="delta", base=head.version))
         except PublisherFencedError:

@@ -1,0 +1,135 @@
+"""Edges that a maintainer adds to committed versions: skips and anchors."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from msgspec.structs import replace
+
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.fetch import Fetched, fetch, fetching
+from deltachain.chain.mirror_record import refuse_mirror
+from deltachain.chain.plan import Plan
+from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
+from deltachain.codec import Change
+from deltachain.errors import BrokenChainError, DigestMismatchError
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, EdgeSummary
+from deltachain.format.keys import PayloadKind
+from deltachain.kernels import host
+from deltachain.maintain.folding import folded
+from deltachain.types import Bits, StateDigest
+
+PART_NBYTES: Final = 512 << 20
+"""Largest size of changes in one part before compression, in bytes."""
+
+
+def add_skip(
+    chain: Chain, start: Committed, plan: Plan, target: Committed, *, base: Path | None = None
+) -> EdgeSummary:
+    """Fold a plan into a skip, prove it, and record it; an existing record is kept.
+
+    Args:
+        chain: The chain.
+        start: The version that the plan starts from.
+        plan: Edges from ``start`` to ``target``.
+        target: The version to reach.
+        base: Local folder of the base checkpoint, if the chain starts from one.
+
+    Raises:
+        ObjectNotFoundError: An object of the plan is gone.
+        FormatError: An object is corrupt, or the edges lead to another state.
+    """
+    fetched = fetch(chain, plan)
+    before = _BitsAt(chain, start, base)
+    changes = _proven(folded(fetched, before.read), start, target)
+    edge = _upload(chain, "skip", target, changes, PART_NBYTES)
+    edge = replace(edge, base=start.version)
+    return chain.add_edge(target, edge, base_state=start.manifest.state)
+
+
+def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> EdgeSummary:
+    """Rebuild a version from nothing, prove it, and record it as an anchor.
+
+    Tensors are decoded one by one; the objects of the plan are held in memory.
+
+    Raises:
+        BrokenChainError: No plan from nothing leads to the version.
+        ObjectNotFoundError: An object of the plan is gone.
+        FormatError: An object is corrupt, or the edges lead to another state.
+    """
+    with fetching(chain, chain.plan(None, target), target=target, base=base) as fetched:
+        return upload_anchor(chain, target, _whole(chain, fetched, target))
+
+
+def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
+    """Upload all bits of a version, and record them as an anchor; an existing record is kept.
+
+    Args:
+        chain: The chain.
+        target: The version.
+        changes: All bits of every tensor, in the order of the table.
+    """
+    refuse_mirror(chain.store)
+    limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
+    edge = _upload(chain, "anchor", target, changes, limit)
+    return chain.add_edge(target, edge, base_state="")
+
+
+class _BitsAt:
+    """Bits of a version, fetched from nothing when they are first needed."""
+
+    def __init__(self, chain: Chain, at: Committed, base: Path | None) -> None:
+        self._chain, self._at, self._base = chain, at, base
+        self._fetched: Fetched | None = None
+
+    def read(self, name: str) -> Bits:
+        if self._fetched is None:
+            plan = self._chain.plan(None, self._at)
+            self._fetched = fetch(self._chain, plan, base=self._base)
+        return self._fetched.read(name).values
+
+
+def _proven(changes: Iterable[Change], start: Committed, target: Committed) -> Iterable[Change]:
+    """Yield changes; raise at the end if sparse ones do not lead to the target's state."""
+    total, is_sparse = StateDigest(), True
+    for change in changes:
+        total += change.digest
+        is_sparse = is_sparse and not change.delta.is_dense
+        yield change
+    if is_sparse and start.state + total != target.state:
+        raise _wrong(f"the edges from version {start.version}", start.state + total, target)
+
+
+def _whole(chain: Chain, fetched: Fetched, target: Committed) -> Iterable[Change]:
+    """Yield all bits of every tensor; raise at the end if they are not the target's."""
+    total, given = StateDigest(), frozenset(fetched.names)
+    for spec in chain.table.specs():
+        delta = fetched.read(spec.name) if spec.name in given else None
+        if delta is None or not delta.is_dense:
+            raise BrokenChainError(f"{spec.name}: the plan does not contain the whole tensor")
+        change = Change(delta, host.digest(digest_key(spec), delta.values))
+        total += change.digest
+        yield change
+    if total != target.state:
+        raise _wrong("the plan from nothing", total, target)
+
+
+def _wrong(what: str, found: StateDigest, target: Committed) -> DigestMismatchError:
+    return DigestMismatchError(
+        f"{what} to version {target.version}", expected=str(target.state), actual=str(found)
+    )
+
+
+def _upload(
+    chain: Chain, kind: PayloadKind, target: Committed, changes: Iterable[Change], limit: int
+) -> Edge:
+    epoch = target.manifest.epoch
+    keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=uuid.uuid4().hex)
+    with EdgeUpload(chain.store, keys, raw=False, part_nbytes=limit) as upload:
+        for change in changes:
+            upload.add(change)
+        return upload.finish()

@@ -1,0 +1,107 @@
+"""Healing: give newcomers a way again after payloads were lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.reachable import is_reachable, plan_present
+from deltachain.checkpoint import Checkpoint
+from deltachain.codec import Change
+from deltachain.delta import TensorDelta
+from deltachain.errors import BrokenChainError, FormatError, ObjectNotFoundError
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import EdgeSummary
+from deltachain.format.keys import edge_key
+from deltachain.kernels import host
+from deltachain.maintain.added_edges import upload_anchor
+from deltachain.types import StateDigest, TensorSpec, check_spec
+
+
+def heal(chain: Chain, head: Committed, copy: Path | None) -> EdgeSummary | None:
+    """Add an anchor from a copy of the weights, if newcomers cannot reach the head.
+
+    Args:
+        chain: The chain.
+        head: The newest version.
+        copy: Folder that follows the chain, such as one of ``deltachain follow``; ``None`` for
+            none.
+
+    Returns:
+        The anchor; ``None`` if newcomers have a way.
+
+    Raises:
+        BrokenChainError: There is no copy, or the copy does not lead to the head either.
+        TensorMismatchError: The copy is not the model of the chain.
+    """
+    if is_reachable(chain, head.version):
+        return None
+    lost = _lost_object(chain, head)
+    what = f"newcomers cannot reach version {head.version}: {lost}"
+    if copy is None:
+        raise BrokenChainError(
+            f"{what}, and no copy of the weights is known",
+            version=head.version,
+            hint="name a folder that follows this chain as --copy, or restart the publisher, which "
+            "adds an anchor",
+        )
+    specs, checkpoint = chain.table.specs(), Checkpoint(copy)
+    for spec in specs:
+        check_spec(spec.name, checkpoint.specs.get(spec.name), copy, spec)
+    keys = {spec.name: digest_key(spec) for spec in specs}
+    digests = {name: host.digest(key, checkpoint.bits(name)) for name, key in keys.items()}
+    state = sum(digests.values(), StateDigest())
+    held = head if head.state == state else chain.find_state(state)
+    if held is None:
+        raise BrokenChainError(
+            f"{what}, and {copy} holds no version of this chain",
+            version=head.version,
+            hint="let `deltachain follow` keep that folder at the head",
+        )
+    plan_present(chain, held.version, head)
+    if chain.store.find(edge_key(held.version, "anchor", None)) is not None:
+        raise BrokenChainError(
+            f"{what}; the anchor of version {held.version} was recorded before, and its parts are "
+            "gone",
+            version=held.version,
+            hint="run this again after the next version, or restart the publisher",
+        )
+    return upload_anchor(chain, held, _proven(checkpoint, specs, held))
+
+
+def _proven(
+    checkpoint: Checkpoint, specs: Iterable[TensorSpec], held: Committed
+) -> Iterator[Change]:
+    """Yield the bits of a copy; raise at the end if they are not those of the version.
+
+    The copy may change while it is read.
+    """
+    total = StateDigest()
+    for spec in specs:
+        bits = np.array(checkpoint.bits(spec.name))
+        change = Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
+        total += change.digest
+        yield change
+    if total != held.state:
+        raise BrokenChainError(
+            f"{checkpoint.path} changed while it was read, and is not version {held.version} now",
+            version=held.version,
+            hint="run this again, or stop `deltachain follow` meanwhile",
+        )
+
+
+def _lost_object(chain: Chain, head: Committed) -> str:
+    """Name a lost object on the cheapest way from nothing, for a message."""
+    try:
+        plan = chain.plan(None, head)
+        parts = [part.key for edge in plan.edges for part in chain.edge(edge, head).parts]
+    except BrokenChainError as exc:
+        return str(exc.args[0])
+    except (ObjectNotFoundError, FormatError) as exc:
+        return f"{exc.key} is gone"
+    found = chain.store.find_all(parts)
+    lost = next((key for key in parts if key not in found), "an object")
+    return f"{lost} is gone, deleted by a lifecycle rule or a user"

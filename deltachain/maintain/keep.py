@@ -1,0 +1,78 @@
+"""What is kept: the versions that a rule names, and the edges that lead to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from deltachain.errors import ConfigError
+from deltachain.format.documents import EdgeSummary
+from deltachain.types import Version
+
+KEEP_LAST: Final = 1024
+"""Newest versions that are kept by default."""
+
+ANCHORS_KEPT: Final = 2
+"""Newest anchors that are kept in any case, so that newcomers have a second way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRule:
+    """Rule of what pruning keeps. A version is kept if any part of the rule names it.
+
+    Attributes:
+        last: Number of newest versions; every edge among them is kept, for followers. Versions that
+            the head's manifest lists are kept in any case.
+        within_s: Seconds before the head's commit, by the publisher's clock; as for ``last``.
+        every: Keep each version that this number divides; ``None`` for none.
+        tags: Whether to keep every tagged version.
+
+    Raises:
+        ConfigError: A number is not positive.
+    """
+
+    last: int = KEEP_LAST
+    within_s: float | None = None
+    every: int | None = None
+    tags: bool = True
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise ConfigError(f"last={self.last}: at least the newest version must be kept")
+        if self.every is not None and self.every < 1:
+            raise ConfigError(f"every={self.every}: expected a positive number of versions")
+        if self.within_s is not None and self.within_s < 0:
+            raise ConfigError(f"within_s={self.within_s}: expected a positive number of seconds")
+
+    def kept(self, first: Version, tagged: Iterable[Version]) -> frozenset[Version]:
+        """Return the single versions to keep up to ``first``, which begins the newest ones."""
+        multiples = range(0, first + 1, self.every) if self.every else range(0)
+        old = (version for version in tagged if self.tags and version <= first)
+        return frozenset({first, *multiples, *old})
+
+
+def newest_edges(edges: Collection[EdgeSummary], *, first: Version) -> set[EdgeSummary]:
+    """Return the edges that stay whatever ways lead to kept versions.
+
+    These are all edges among the newest versions, the newest anchors, and every delta behind the
+    newest anchor, since readers of earlier releases do not look for skips.
+
+    Args:
+        edges: All edges of the chain.
+        first: The first of the newest versions.
+    """
+    stay = {edge for edge in edges if edge.version > first and _begins(edge) >= first}
+    anchors = sorted((e for e in edges if e.base is None), key=lambda edge: edge.version)
+    newest = anchors[-1].version if anchors else -1
+    stay.update(anchors[-ANCHORS_KEPT:])
+    stay.update(edge for edge in edges if edge.version > newest and _is_delta(edge))
+    return stay
+
+
+def _is_delta(edge: EdgeSummary) -> bool:
+    return edge.base is not None and edge.base == edge.version - 1
+
+
+def _begins(edge: EdgeSummary) -> Version:
+    return edge.version if edge.base is None else edge.base

@@ -1,0 +1,316 @@
+"""Pruner: retires edges in a record, and deletes their objects after a grace."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from deltachain.chain import tags
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.mirror_record import refuse_mirror
+from deltachain.chain.recent_edges import VERSIONS_LISTED
+from deltachain.errors import (
+    AlreadyExistsError,
+    ChainError,
+    ObjectNotFoundError,
+)
+from deltachain.format.documents import EdgeSummary
+from deltachain.format.keys import HEAD_KEY, prune_key
+from deltachain.format.prune_record import PruneRecord
+from deltachain.maintain.keep import KeepRule, newest_edges
+from deltachain.maintain.orphans import orphans
+from deltachain.maintain.prune_ranges import prunable, ranges, times_of
+from deltachain.maintain.survey import Survey, by_version
+from deltachain.maintain.ways import ways_between, ways_to
+from deltachain.store import ObjectInfo
+from deltachain.threads import Pool
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+GRACE_S: Final = 3600.0
+"""Seconds from a prune record to the deletion of objects: longer than any plan is in use."""
+
+DELETES: Final = 8
+"""Objects deleted at a time."""
+
+TRIES: Final = 5
+"""Attempts to write a record while another maintainer writes records too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrunePlan:
+    """What one round of pruning does.
+
+    Attributes:
+        head: The newest version.
+        time: Time of the store, in seconds since 1970.
+        retired: Edges that the next record adds.
+        after: Earliest time of deletion of every pruned edge.
+        edges: All edges of the chain.
+        due: Objects of pruned edges whose grace is over.
+        waiting: Objects of pruned edges whose grace is not over.
+        orphans: Objects that no document names.
+    """
+
+    head: Version
+    time: float
+    retired: tuple[EdgeSummary, ...]
+    after: Mapping[EdgeSummary, float]
+    edges: tuple[EdgeSummary, ...]
+    due: tuple[ObjectInfo, ...]
+    waiting: tuple[ObjectInfo, ...]
+    orphans: tuple[ObjectInfo, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the round deletes."""
+        return sum(info.nbytes for info in (*self.due, *self.orphans))
+
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes that a later round may delete."""
+        return sum(info.nbytes for info in self.waiting)
+
+
+class Pruner:
+    """Prunes one chain, in two phases.
+
+    A record names the edges that planners must not use from now on. Their objects are deleted when
+    the grace is over by the clock of the store, after a proof that the head and every kept version
+    can still be reached from nothing.
+
+    Args:
+        survey: Survey of the chain.
+        rule: What is kept.
+        grace_s: Seconds between record and deletion.
+        tagged: Function that reads the tagged versions; by default from the tags of the chain.
+    """
+
+    def __init__(
+        self,
+        survey: Survey,
+        rule: KeepRule,
+        *,
+        grace_s: float = GRACE_S,
+        tagged: Callable[[Chain], Iterable[Version]] | None = None,
+    ) -> None:
+        self.survey, self.rule, self.grace_s = survey, rule, grace_s
+        self._chain, self._tagged = survey.chain, tagged or _tagged
+        self._id = uuid.uuid4().hex
+        self._known = -1
+
+    def plan(self, *, dry: bool = False) -> PrunePlan | None:
+        """Decide what the next round does; ``None`` without versions. Deletes nothing.
+
+        Args:
+            dry: Whether to write nothing at all: the time is then this machine's, since a store
+                tells its time with a write.
+
+        Raises:
+            BrokenChainError: The head cannot be reached from nothing.
+            ChainError: Another maintainer prunes a store that cannot decide races.
+        """
+        chain = self._chain
+        record = self._newest()
+        head = chain.head()
+        if head is None:
+            return None
+        edges = self.survey.edges(head)
+        now = time.time() if dry else store_time(chain, head)
+        past = times_of(record, edges)
+        gone = {edge for edge, after in past.items() if after <= now}
+        objects = self.survey.objects()
+        first = self._first(head)
+        stay = newest_edges(edges, first=first)
+        ways = self._ways(head, first, edges)
+        gone -= ways | self._whole(gone & stay, objects)  # taken back, since it is there
+        wanted = prunable(edges, ways | stay)
+        retired = tuple(sorted(wanted - past.keys() - gone, key=_order))
+        after = {edge: past[edge] for edge in past if edge in gone or edge in wanted}
+        after |= dict.fromkeys(retired, now + self.grace_s)
+        return PrunePlan(
+            head=head.version,
+            time=now,
+            retired=retired,
+            after=after,
+            edges=edges,
+            due=self._objects(gone, objects),
+            waiting=self._objects(after.keys() - gone, objects),
+            orphans=orphans(self.survey, head, objects, gone),
+        )
+
+    def record(self, plan: PrunePlan) -> PruneRecord | None:
+        """Write the record of a plan; ``None`` if the newest one says the same.
+
+        Raises:
+            ChainError: Another maintainer prunes a store that cannot decide races.
+            AlreadyExistsError: Another maintainer wrote a record meanwhile; plan again.
+        """
+        chain, newest = self._chain, self._newest()
+        rows = ranges(plan.edges, plan.after, plan.time)
+        if rows == (newest.pruned if newest else ()):
+            return None
+        record = PruneRecord(
+            chain=chain.identity.chain,
+            number=newest.number + 1 if newest else 0,
+            head=plan.head,
+            maintainer=self._id,
+            time=plan.time,
+            pruned=rows,
+        )
+        key, data = prune_key(record.number), chain.trust.seal(record, chain.identity.chain)
+        chain.store.put_if_absent(key, data)
+        if chain.store.get(key) != data:
+            raise self._another(chain.prunes.read(record.number))
+        self._known = record.number
+        return record
+
+    def run(self, deleted: Callable[[ObjectInfo], None] = lambda _: None) -> PrunePlan | None:
+        """Do one round: write a record if needed, and delete what is due.
+
+        Args:
+            deleted: Called after each deletion, from any thread.
+
+        Returns:
+            What was done; ``None`` if the chain has no version.
+
+        Raises:
+            BrokenChainError: The head cannot be reached from nothing.
+            ConfigError: The store is a mirror.
+            ChainError: Another maintainer prunes a store that cannot decide races.
+        """
+        refuse_mirror(self._chain.store)
+        plan = None
+        for attempt in range(TRIES):
+            plan = self.plan()
+            if plan is None:
+                return None
+            try:
+                self.record(plan)
+                break
+            except AlreadyExistsError:
+                if attempt == TRIES - 1:
+                    raise
+        if plan is not None and (plan.due or plan.orphans):
+            self._delete(plan, deleted)
+        return plan
+
+    def _delete(self, plan: PrunePlan, deleted: Callable[[ObjectInfo], None]) -> None:
+        """Delete due objects and orphans, after another look at tags and records."""
+        again = self.plan()
+        if again is None:
+            return
+        still = {info.key for info in (*again.due, *again.orphans)}
+        missing = [info.key for info in plan.due if info.key not in still]
+        kept = self._chain.store.find_all(missing) if missing else {}
+        if kept:  # else another maintainer deleted them
+            logger.warning("%d objects are kept, because they are needed again", len(kept))
+
+        def delete(info: ObjectInfo) -> None:
+            self._chain.store.delete(info.key)
+            deleted(info)
+
+        with Pool(DELETES) as pool:
+            wanted = (info for info in (*plan.due, *plan.orphans) if info.key in still)
+            for _ in pool.map(delete, wanted):
+                pass
+
+    def _ways(
+        self, head: Committed, first: Version, edges: Collection[EdgeSummary]
+    ) -> set[EdgeSummary]:
+        """Return the edges of the ways to every kept version, whose objects are all there."""
+        kept = sorted(self.rule.kept(first, self._tagged(self._chain)))
+        ways = ways_to(self._chain, kept, head, edges)
+        return ways | ways_between(self._chain, first, edges)
+
+    def _whole(
+        self, edges: Collection[EdgeSummary], objects: Mapping[str, ObjectInfo]
+    ) -> set[EdgeSummary]:
+        """Return the edges whose objects are all there."""
+        sizes = {key: info.nbytes for key, info in objects.items()}
+        return {
+            edge
+            for edge, parts in self.survey.parts_of(edges).items()
+            if parts is not None and all(sizes.get(key) == n for key, n in parts.items())
+        }
+
+    def _first(self, head: Committed) -> Version:
+        """Return the first of the newest versions that the rule keeps."""
+        first = max(0, head.version - max(self.rule.last, VERSIONS_LISTED + 1) + 1)
+        within = self.rule.within_s
+        if within is None:
+            return first
+        oldest = head.manifest.time - within
+        low, high = -1, first  # of the versions before, the first within the time
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self._chain.find(middle)
+            if found is not None and found.manifest.time >= oldest:
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _objects(
+        self, edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]
+    ) -> tuple[ObjectInfo, ...]:
+        """Return the objects of edges that are in the store."""
+        there = by_version(objects)
+        wanted = [edge for edge in edges if (f"{edge.kind}s", edge.version) in there]
+        found = []
+        for edge, parts in self.survey.parts_of(wanted).items():
+            found += [objects[key] for key in parts or () if key in objects]
+            if parts is None:
+                logger.warning("%s to version %d has no document", edge.kind, edge.version)
+        return tuple(found)
+
+    def _newest(self) -> PruneRecord | None:
+        """Read the newest record; find a second maintainer where the store cannot decide."""
+        record = self._chain.prunes.newest()
+        decides = self._chain.store.capabilities.conditional_put
+        if record is not None and not decides and -1 < self._known < record.number:
+            raise self._another(record)
+        self._known = record.number if record else self._known
+        return record
+
+    def _another(self, record: PruneRecord) -> ChainError:
+        return ChainError(
+            f"another maintainer ({record.maintainer[:8]}) wrote prune record {record.number}, and "
+            f"{self._chain.store.url} cannot decide races",
+            hint="run one maintainer for this URL, or use a store with conditional writes",
+        )
+
+
+def _tagged(chain: Chain) -> Iterable[Version]:
+    return [tag.version for tag in tags.read_all(chain) if tag.version is not None]
+
+
+def _order(edge: EdgeSummary) -> tuple[str, Version, Version]:
+    return edge.kind, edge.version, -1 if edge.base is None else edge.base
+
+
+def store_time(chain: Chain, head: Committed) -> float:
+    """Return the time by the clock of the store, in seconds since 1970.
+
+    Writes the head hint again, as it is, since a store tells the time of each write.
+
+    Raises:
+        ChainError: The store does not tell times.
+    """
+    store = chain.store
+    try:
+        store.put(HEAD_KEY, store.get(HEAD_KEY))
+    except ObjectNotFoundError:
+        chain.write_head(head.version, [])
+    info = store.find(HEAD_KEY)
+    if info is None or info.modified is None:
+        raise ChainError(
+            f"{store.url} does not tell when an object was written: nothing can be pruned",
+            hint="use a store that tells times",
+        )
+    return info.modified

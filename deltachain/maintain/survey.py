@@ -1,0 +1,111 @@
+"""Survey of a chain: every edge in its documents, and every payload object in its store."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Final
+
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.edge_record import read_summary
+from deltachain.errors import FormatError, ObjectNotFoundError
+from deltachain.format.documents import EdgeSummary
+from deltachain.format.keys import PAYLOADS, version_of
+from deltachain.store import ObjectInfo
+from deltachain.threads import Pool
+from deltachain.types import Version
+
+READS: Final = 16
+"""Documents read at a time."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """Edges of a chain, read once and kept from one round of maintenance to the next.
+
+    Args:
+        chain: The chain.
+    """
+
+    chain: Chain
+    _edges: dict[tuple[Version, str, Version | None], EdgeSummary] = field(default_factory=dict)
+    _records: dict[str, EdgeSummary | None] = field(default_factory=dict)
+    _parts: dict[EdgeSummary, dict[str, int]] = field(default_factory=dict)
+    _seen: Version = -1
+
+    def edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
+        """Return all edges up to the head, by version; reads what is new since the last call.
+
+        Edge records that are damaged, or that no trusted key signed, are left out.
+        """
+        for committed in self.chain.windows(head):
+            self._add((*committed.manifest.recent, committed.manifest.summary()))
+            if committed.manifest.window_from <= self._seen:
+                break
+        self._seen = head.version
+        keys = [info.key for info in self.chain.store.list("edges/")]
+        self._forget(set(self._records) - set(keys))
+        new = [key for key in keys if self._records.get(key) is None]
+        with Pool(READS) as pool:
+            self._records |= dict(zip(new, pool.map(self._read, new), strict=True))
+        self._add(summary for summary in self._records.values() if summary is not None)
+        edges = (edge for edge in self._edges.values() if edge.version <= head.version)
+        return tuple(sorted(edges, key=lambda edge: (edge.version, edge.kind, edge.base or 0)))
+
+    def _forget(self, keys: Set[str]) -> None:
+        """Forget records that are gone."""
+        for key in keys:
+            del self._records[key]
+        self._edges = {
+            place: edge for place, edge in self._edges.items() if edge.record not in keys
+        }
+
+    def has_record(self, key: str) -> bool:
+        """Return whether the last listing showed an edge record, damaged or not."""
+        return key in self._records
+
+    def objects(self) -> dict[str, ObjectInfo]:
+        """List all payload objects, by key."""
+        infos = (info for prefix in PAYLOADS for info in self.chain.store.list(prefix))
+        return {info.key: info for info in infos}
+
+    def parts_of(self, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, dict[str, int] | None]:
+        """Return size by key of the parts of edges; each document is read once.
+
+        The value is ``None`` if the document of an edge is gone or damaged.
+        """
+        wanted = list(edges)
+        new = [edge for edge in wanted if edge not in self._parts]
+        with Pool(READS) as pool:
+            found = dict(zip(new, pool.map(self._read_parts, new), strict=True))
+        self._parts |= {edge: parts for edge, parts in found.items() if parts is not None}
+        return {edge: self._parts.get(edge) for edge in wanted}
+
+    def _read_parts(self, edge: EdgeSummary) -> dict[str, int] | None:
+        if not edge.parts:
+            return {}
+        try:
+            found = self.chain.edge(edge)
+        except (ObjectNotFoundError, FormatError):
+            return None
+        return {part.key: part.nbytes for part in found.parts}
+
+    def _add(self, edges: Iterable[EdgeSummary]) -> None:
+        for edge in edges:
+            place = (edge.version, edge.record, edge.base)
+            self._edges[place] = edge
+
+    def _read(self, key: str) -> EdgeSummary | None:
+        chain = self.chain
+        return read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
+
+
+def by_version(objects: Mapping[str, ObjectInfo]) -> dict[tuple[str, Version], list[ObjectInfo]]:
+    """Group payload objects by folder and version."""
+    found: dict[tuple[str, Version], list[ObjectInfo]] = defaultdict(list)
+    for key, info in objects.items():
+        version = version_of(key)
+        if version is not None:
+            found[key.partition("/")[0], version].append(info)
+    return found

@@ -1,0 +1,67 @@
+"""The loop of a mirror that follows its source."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from threading import Event
+from typing import Final
+
+from deltachain.errors import (
+    ChainMismatchError,
+    ConfigError,
+    DeltaChainError,
+    ForkedChainError,
+    StoreUnavailableError,
+    UnsupportedFormatError,
+)
+from deltachain.mirror.mirror import Mirror
+from deltachain.mirror.receipt import MirrorReceipt
+from deltachain.retry import Backoff
+
+logger = logging.getLogger(__name__)
+
+NEEDS_A_PERSON: Final = (
+    ChainMismatchError,
+    ConfigError,
+    ForkedChainError,
+    UnsupportedFormatError,
+)
+"""Errors that end the loop."""
+
+MOST_POLLS: Final = 32
+"""Upper bound of the back-off after repeated failures, in poll intervals."""
+
+
+def follow(mirror: Mirror, *, stop: Event, poll_s: float) -> Iterator[MirrorReceipt]:
+    """Copy versions as they are committed, until ``stop`` is set.
+
+    A store that is unavailable, and an object that is missing or damaged, are logged once and tried
+    again with back-off.
+
+    Args:
+        mirror: The mirror.
+        stop: Ends the loop.
+        poll_s: Seconds between two looks at the source.
+
+    Raises:
+        ForkedChainError: Source and mirror have different histories.
+        ConfigError: The destination is no mirror, or not any more.
+        ChainMismatchError: The destination mirrors another chain.
+        UnsupportedFormatError: The chain needs a newer deltachain.
+    """
+    pauses = Backoff(1.25 * poll_s, 1.25 * poll_s * MOST_POLLS, random_share=0.4)
+    failures, logged = 0, ""
+    while not stop.is_set():
+        try:
+            yield from mirror.catch_up(stop)
+            failures, logged = 0, ""
+        except NEEDS_A_PERSON:
+            raise
+        except DeltaChainError as exc:
+            failures += 1
+            what = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
+            if what != logged:  # a store that is down fails with any of its objects
+                logged = what
+                logger.warning("mirroring: %s", exc)
+        stop.wait(pauses.pause_s(failures))

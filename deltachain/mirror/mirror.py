@@ -1,0 +1,398 @@
+"""A mirror: the copy of a chain in another store, object by object and byte for byte."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import chain as joined
+from threading import Event
+from typing import Final, Literal
+
+from deltachain.chain.chain import Chain
+from deltachain.chain.head_hint import MAX_HINT
+from deltachain.chain.identity import has_versions
+from deltachain.chain.log import Committed
+from deltachain.chain.mirror_record import MirrorRecord, read_mirror
+from deltachain.chain.reachable import plan_present
+from deltachain.chain.trust import Trust
+from deltachain.errors import (
+    AlreadyExistsError,
+    BrokenChainError,
+    ChainMismatchError,
+    ConfigError,
+    ForkedChainError,
+    FormatError,
+    ObjectNotFoundError,
+    StoreWentBackError,
+)
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import Head, Manifest, dump, parse, unseal
+from deltachain.format.keys import (
+    CHAIN_KEY,
+    HEAD_KEY,
+    MIRROR_KEY,
+    manifest_key,
+    version_of,
+)
+from deltachain.format.prune_record import PruneRecord
+from deltachain.mirror.pipeline import CopyPipeline
+from deltachain.mirror.plan import (
+    ObjectCopy,
+    identity_copies,
+    is_payload,
+    missing_objects,
+    missing_versions,
+    newest_whole,
+    unproven,
+    version_copies,
+)
+from deltachain.mirror.pruned import delete_pruned, is_pruned
+from deltachain.mirror.receipt import MirrorReceipt
+from deltachain.mirror.records import SourceRecords
+from deltachain.mirror.source import SourceDocuments
+from deltachain.store import Store
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+SURVEY: Final = 64
+"""Rounds between two listings of both stores, for edges added late and for pruned payloads."""
+
+LOOK_BACK: Final = 8
+"""Rounds between two checks that the source still has the newest version of the mirror."""
+
+
+class Mirror:
+    """A copy of a chain in another store.
+
+    Every object is proven before it is copied, and a document is copied after all that it names. So
+    a mirror holds a chain at every moment, wherever the copying ended; the next start continues.
+
+    Args:
+        source: Store of the chain, or of another mirror of it.
+        destination: Store of the mirror: empty, or filled by an earlier start.
+        start: Copy payloads from the anchor that leads to this version, or to the head; by default
+            all. Documents of all versions are copied.
+        writer: Version of deltachain, for the record of the mirror.
+        planned: Called with the size of objects that will be copied, in bytes: of all that a
+            listing shows first, then of each that is found later.
+        trust: Keys that check documents; those of a reader's environment if ``None``.
+
+    Attributes:
+        version: The newest version of the mirror; -1 for none.
+        left_out: Keys of payloads that the source does not have any more.
+    """
+
+    def __init__(
+        self,
+        source: Store,
+        destination: Store,
+        *,
+        start: Version | Literal["head"] | None = None,
+        writer: str = "",
+        planned: Callable[[int], None] = lambda _: None,
+        trust: Trust | None = None,
+    ) -> None:
+        self.version: Version = -1
+        self.left_out: set[str] = set()
+        self._source, self._destination = source, destination
+        self._start, self._writer, self._planned = start, writer, planned
+        self._trust = trust or Trust.of_reader()
+        self._there: dict[str, int] = {}
+        self._unproven: set[str] = set()
+        self._sent: set[str] = set()
+        self._listed: frozenset[str] = frozenset()
+        self._in_source: frozenset[str] = frozenset()
+        self._pruned: PruneRecord | None = None
+        self._hinted: bytes | None = None
+        self._rounds = 0
+        self._is_whole = self._is_checked = False
+        self._opened: tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords] | None = None
+
+    def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
+        """Copy what the mirror lacks, up to the head of the source; yield each version.
+
+        Args:
+            stop: Ends the copying early, at a moment that loses nothing.
+
+        Raises:
+            ObjectNotFoundError: The source has no chain yet.
+            ConfigError: The destination is no mirror, or not any more.
+            ChainMismatchError: The destination mirrors another chain.
+            ForkedChainError: Source and mirror have different histories.
+            StoreWentBackError: The source does not have the newest version of the mirror.
+            SignatureError: No trusted key signed the chain, or a manifest or one that descends from
+                it; nothing from there on is copied.
+            FormatError: An object of the source is not what its document says; all before it is
+                copied.
+            BrokenChainError: Everything is copied, but payloads are missing in the source without
+                which no newcomer can join the mirror.
+            StoreError: A store failed.
+        """
+        stop = stop or Event()
+        is_open = self._opened is not None
+        chain, record, documents, records = self._opened = self._opened or self._open()
+        if is_open and read_mirror(self._destination) != record:
+            raise ConfigError(
+                f"{self._destination.url} is not this mirror any more: {MIRROR_KEY} has changed",
+                hint="it was promoted: a publisher may be at work there",
+            )
+        hint = self._read_hint(documents)
+        head = self._newest(chain)
+        before = identity_copies(chain.identity, chain.documents)  # of which a mirror lacks none
+        versions: Sequence[Version] = range(self.version + 1, head + 1)
+        is_survey = not self._is_whole or not self._rounds % SURVEY
+        if is_survey:
+            versions = self._list(documents, head, record.first)
+        copies = self._copies(documents, versions, record.first, stop)
+        if versions or is_survey or not self._rounds % LOOK_BACK:
+            records.put_signatures(self._destination)
+            self._pruned = records.newest_prune()
+            tags = records.tags(documents.committed)
+            copies = joined(before, records.prunes(), copies, tags)
+        yield from self._run(self._lacking(copies), head, stop)
+        if stop.is_set():
+            return
+        self._is_whole = True
+        self._put_hint(*hint)
+        self._check_newcomers()
+        if is_survey:
+            self._follow_prunes(records)
+
+    def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords]:
+        """Open the source; create the record of the mirror, or check that it is of this chain."""
+        chain, there = Chain.open(self._source, self._trust), self._destination
+        record = read_mirror(there)
+        if record is None:
+            if there.find(CHAIN_KEY) is not None or has_versions(there):
+                raise ConfigError(
+                    f"{there.url} has a chain, and is no mirror",
+                    hint="give the mirror a URL of its own",
+                )
+            record = MirrorRecord(
+                chain=chain.identity.chain,
+                source=self._source.url,
+                first=self._first(chain),
+                writer=self._writer,
+            )
+            try:
+                there.put_if_absent(MIRROR_KEY, dump(record))
+            except AlreadyExistsError:
+                record = read_mirror(there) or record
+        elif self._start not in (None, "head") and self._first(chain) != record.first:
+            raise ConfigError(
+                f"{there.url} holds payloads from version {record.first} on, which is not the "
+                f"start for version {self._start}",
+                hint="leave out --from, or mirror to another URL",
+            )
+        if record.chain != chain.identity.chain:
+            raise ChainMismatchError(
+                f"{there.url} mirrors chain {record.chain}, {self._source.url} has "
+                f"{chain.identity.chain}",
+                hint="give every mirror a URL of its own",
+            )
+        return (
+            chain,
+            record,
+            SourceDocuments(chain, known=self._known, has=self._has),
+            SourceRecords(chain, has=self._has),
+        )
+
+    def _first(self, chain: Chain) -> Version:
+        """Return the oldest version whose payloads are copied."""
+        if self._start is None:
+            return 0
+        committed = chain.head() if self._start == "head" else chain.read(self._start)
+        if committed is None:
+            return 0
+        return plan_present(chain, None, committed).edges[0].version
+
+    def _list(
+        self, documents: SourceDocuments, head: Version, first: Version
+    ) -> tuple[Version, ...]:
+        """List both stores; return the versions to copy."""
+        there = {info.key: info.nbytes for info in self._destination.list()}
+        source = {info.key: info.nbytes for info in self._source.list()}
+        documents.note_records(source)
+        missing = missing_objects(source, there, first=first)
+        self._planned(sum(source[key] for key in missing if key not in self._listed))
+        self._listed |= frozenset(missing)
+        self._in_source = frozenset(filter(is_payload, source))
+        self._unproven = unproven(there)
+        self._there = {key: n for key, n in there.items() if key not in self._unproven}
+        self.version = newest_whole(there)
+        self._check_same(head)
+        return missing_versions(missing, there, head)
+
+    def _check_same(self, head: Version) -> None:
+        """Check that the source has the newest version of the mirror."""
+        if self.version < 0:
+            return
+        if head < self.version:
+            raise self._went_back(head)
+        known, key = self._known(self.version), manifest_key(self.version)
+        if known and object_digest(self._source.get(key)) != known.digest:
+            raise ForkedChainError(
+                f"version {self.version} of {self._source.url} differs from that of its mirror "
+                f"{self._destination.url}",
+                version=self.version,
+                hint="two histories exist: find out which is right, and mirror to another URL",
+            )
+
+    def _newest(self, chain: Chain) -> Version:
+        """Return the newest version of the source."""
+        self._rounds += 1
+        if self.version >= 0 and self._rounds % LOOK_BACK:
+            return chain.newest(self.version)
+        head = chain.head()
+        newest = head.version if head else -1
+        if newest < self.version:
+            raise self._went_back(newest)
+        return newest
+
+    def _went_back(self, newest: Version) -> StoreWentBackError:
+        return StoreWentBackError(
+            f"the source went back: its mirror {self._destination.url} has version {self.version}, "
+            f"the newest of {self._source.url} is {newest}",
+            version=self.version,
+        )
+
+    def _known(self, version: Version) -> Committed | None:
+        """Read a manifest of the mirror."""
+        key = manifest_key(version)
+        if key not in self._there:
+            return None
+        data = self._destination.get(key)
+        return Committed(unseal(data, Manifest, key=key), object_digest(data))
+
+    def _copies(
+        self, documents: SourceDocuments, versions: Sequence[Version], first: Version, stop: Event
+    ) -> Iterator[ObjectCopy]:
+        """Yield the copies of versions, then of edge records that none of them lists."""
+        healed = {version for version in versions if manifest_key(version) in self._there}
+        for found in documents.read(versions):
+            if stop.is_set():
+                return
+            yield from version_copies(found, first=first)
+        rest = (key for key in sorted(documents.records) if self._is_due(key, healed))
+        for found in documents.read_records(rest):
+            yield from version_copies(found, first=first)
+
+    def _has(self, key: str) -> bool:
+        """Return whether an object is in the mirror, or on its way there."""
+        return key in self._there or key in self._sent
+
+    def _is_due(self, key: str, healed: Set[Version]) -> bool:
+        """Return whether an edge record, or a payload that it may name, is not in the mirror."""
+        return key not in self._sent and (key not in self._there or version_of(key) in healed)
+
+    def _lacking(self, copies: Iterable[ObjectCopy]) -> Iterator[ObjectCopy]:
+        """Yield the copies that the mirror lacks, each once."""
+        self._sent = set()
+        for copy in copies:
+            if copy.key not in self._in_source and is_pruned(copy, self._pruned):
+                continue
+            if self._there.get(copy.key) != copy.nbytes and copy.key not in self._sent:
+                self._sent.add(copy.key)
+                if copy.key not in self._listed:
+                    self._planned(copy.nbytes)
+                yield copy
+
+    def _run(
+        self, copies: Iterator[ObjectCopy], head: Version, stop: Event
+    ) -> Iterator[MirrorReceipt]:
+        """Copy objects, and yield a receipt of each version."""
+        objects = nbytes = 0
+        start = time.perf_counter()
+        pipeline = CopyPipeline(
+            self._source, self._destination, may_be_there=lambda copy: copy.key in self._unproven
+        )
+
+        def receipt() -> MirrorReceipt:
+            return MirrorReceipt(
+                version=self.version,
+                head=head,
+                objects=objects,
+                nbytes=nbytes,
+                left_out=len(self.left_out),
+                seconds=time.perf_counter() - start,
+            )
+
+        for outcome in pipeline.run(copies, stop):
+            copy = outcome.copy
+            if outcome.is_lost:
+                if self._is_pruned_now(copy):
+                    continue
+                logger.warning("%s is gone from %s, and is left out", copy.key, self._source.url)
+                self.left_out.add(copy.key)
+                self._is_checked = False
+                continue
+            self._there[copy.key] = copy.nbytes
+            objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
+            if copy.version is not None and copy.key == manifest_key(copy.version):
+                self.version = max(self.version, copy.version)
+                yield receipt()
+                objects, nbytes, start = 0, 0, time.perf_counter()
+        if objects and self.version >= 0:
+            yield receipt()
+
+    def _read_hint(self, documents: SourceDocuments) -> tuple[bytes, Head | None]:
+        """Read the head hint of the source, and note the edge records that it lists."""
+        try:
+            data = self._source.get(HEAD_KEY, limit=MAX_HINT)
+            hint = parse(data, Head, key=HEAD_KEY)
+        except (ObjectNotFoundError, FormatError):
+            return b"", None
+        documents.note_edges(hint.anchors)
+        return data, hint
+
+    def _put_hint(self, data: bytes, hint: Head | None) -> None:
+        """Put the head hint, unless it names a version that the mirror does not have."""
+        if hint is None or hint.version > self.version or data == self._hinted:
+            return
+        self._destination.put(HEAD_KEY, data)
+        self._hinted = data
+
+    def _is_pruned_now(self, copy: ObjectCopy) -> bool:
+        """Return whether a payload is pruned, if need be by a record that came meanwhile."""
+        if not is_pruned(copy, self._pruned) and self._opened:
+            self._pruned = self._opened[3].newest_prune()
+        return is_pruned(copy, self._pruned)
+
+    def _follow_prunes(self, records: SourceRecords) -> None:
+        """Delete pruned payloads of the mirror that the source deleted."""
+        record = records.newest_prune()
+        gone = [key for key in self._there if is_payload(key) and key not in self._in_source]
+        if record is None or not gone or self.version < 0:
+            return
+        chain = Chain.open(self._destination, self._trust)
+        try:
+            deleted = delete_pruned(chain, self._source, self.version, record, frozenset(gone))
+        except BrokenChainError as exc:
+            logger.warning("nothing pruned is deleted from %s: %s", self._destination.url, exc)
+            return
+        for key in deleted:
+            del self._there[key]
+
+    def _check_newcomers(self) -> None:
+        """Check that newcomers can join the mirror, if payloads were left out since the last check.
+
+        Raises:
+            BrokenChainError: They cannot.
+        """
+        if self._is_checked or self.version < 0:
+            return
+        self._is_checked = True
+        chain = Chain.open(self._destination, self._trust)
+        try:
+            plan_present(chain, None, chain.read(self.version))
+        except BrokenChainError as exc:
+            first = min(self.left_out, default="")
+            gone = f": {len(self.left_out)} payloads are gone from the source, {first} first"
+            raise BrokenChainError(
+                f"no newcomer can join the mirror {self._destination.url} at version "
+                f"{self.version}{gone if first else ''}",
+                version=self.version,
+                hint="what can be copied was copied; publish an anchor, and the mirror heals",
+            ) from exc

@@ -1,0 +1,198 @@
+"""Records of a mirror's source beside its versions: signatures, prune records and tags."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.numbered import NONE, newest_number
+from deltachain.chain.trust import MAX_SIGNATURE
+from deltachain.errors import (
+    ChainMismatchError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+    SignatureError,
+)
+from deltachain.format.documents import Identity, parse, unseal
+from deltachain.format.keys import (
+    CHAIN_KEY,
+    TAG_PREFIX,
+    prune_key,
+    signature_key,
+    signature_prefix,
+    tag_of,
+)
+from deltachain.format.prune_record import PruneRecord
+from deltachain.format.signed import CHAIN_ID, IdentitySignature
+from deltachain.format.tag import Tag
+from deltachain.mirror.plan import ObjectCopy
+from deltachain.store import Store
+from deltachain.threads import Pool
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+READS: Final = 32
+"""Records read at a time."""
+
+
+class SourceRecords:
+    """Records of the source that no manifest names.
+
+    A prune or tag record that no trusted key signed is left out, as readers with these keys ignore
+    it; signing may have begun after it.
+
+    Args:
+        chain: The chain in the source.
+        has: Returns whether the mirror has an object, or it is on its way there.
+    """
+
+    def __init__(self, chain: Chain, *, has: Callable[[str], bool]) -> None:
+        self._chain, self._store, self._has = chain, chain.store, has
+        self._id = chain.identity.chain
+        self._number = NONE
+        self._left_out: set[str] = set()
+        self._signed: dict[str, bytes] = {}
+
+    def newest_prune(self) -> PruneRecord | None:
+        """Read the newest prune record; ``None`` if there is none that counts."""
+        try:
+            return self._chain.prunes.newest()
+        except (FormatError, ObjectNotFoundError, ChainMismatchError):
+            return None
+
+    def signatures(self) -> dict[str, bytes]:
+        """Read the signatures of ``chain.json``, by key; those of trusted keys must be true."""
+        if CHAIN_ID.fullmatch(self._id) is None:
+            return {}
+        found = {}
+        for info in self._store.list(signature_prefix(self._id)):
+            try:
+                data = self._store.get(info.key, limit=MAX_SIGNATURE)
+                self._check_signature(info.key, data)
+            except (FormatError, ObjectNotFoundError) as exc:
+                if info.key not in self._left_out:
+                    logger.warning("%s, and is left out", exc)
+                    self._left_out.add(info.key)
+                continue
+            found[info.key] = data
+        return found
+
+    def put_signatures(self, there: Store) -> None:
+        """Put signatures into the mirror; like a publisher's, they come before ``chain.json``."""
+        for key, data in self.signatures().items():
+            if self._signed.get(key) != data:
+                if there.find(key) is None or there.get(key) != data:
+                    there.put(key, data)
+                self._signed[key] = data
+
+    def prunes(self) -> Iterator[ObjectCopy]:
+        """Yield the copies of prune records that the mirror lacks, by number.
+
+        Raises:
+            FormatError: A record is damaged, or under the key of another.
+        """
+        while self._is_done(prune_key(self._number + 1)):
+            self._number += 1
+        last = newest_number(self._store, prune_key, known=self._number)
+        numbers = [n for n in range(self._number + 1, last + 1) if not self._is_done(prune_key(n))]
+        with Pool(READS, "deltachain-records") as pool:
+            for number, data in pool.ordered(self._prune, numbers, ahead=READS):
+                key = prune_key(number)
+                if data is not None:
+                    yield ObjectCopy(key=key, nbytes=len(data), content=data)
+
+    def tags(self, committed: Callable[[Version], Committed | None]) -> Iterator[ObjectCopy]:
+        """Yield the copies of tag records that the mirror lacks, by name and number.
+
+        Args:
+            committed: Returns a manifest that was copied; ``None`` for a version that was not, so
+                that its tags follow later.
+
+        Raises:
+            FormatError: A record is damaged, or under the key of another.
+        """
+        places = ((tag_of(info.key), info.key) for info in self._store.list(TAG_PREFIX))
+        lacking = [(place, key) for place, key in places if place and not self._is_done(key)]
+        waiting: set[str] = set()
+        for (name, number), key in sorted(lacking):
+            if name in waiting:
+                continue
+            found = self._tag(name, number, key)
+            if found is None:
+                continue
+            data, tag = found
+            if tag.version is not None:
+                target = committed(tag.version)
+                if target is None:
+                    waiting.add(name)
+                    continue
+                if (target.digest, target.manifest.state) != (tag.manifest, tag.state):
+                    self._leave_out(key, f"{key}: names another version {tag.version}")
+                    continue
+            yield ObjectCopy(key=key, nbytes=len(data), content=data)
+
+    def _is_done(self, key: str) -> bool:
+        return key in self._left_out or self._has(key)
+
+    def _leave_out(self, key: str, why: str) -> None:
+        logger.warning("%s, and is left out", why)
+        self._left_out.add(key)
+
+    def _check_signature(self, key: str, data: bytes) -> None:
+        """Raise unless an object is a signature of ``chain.json`` under its own key."""
+        found = parse(data, IdentitySignature, key=key)
+        signature, trusted = found.signature, self._chain.trust.trusted
+        if found.chain != self._id or signature_key(self._id, signature.key_id) != key:
+            raise MalformedError(f"{key}: is the signature of another key or chain", key=key)
+        if trusted is None or signature.key_id not in {one.key_id for one in trusted.keys}:
+            return
+        if not trusted.signers([signature], Identity, self._id, self._chain.documents[CHAIN_KEY]):
+            raise SignatureError(f"{key}: {trusted.why_not([signature])}", key=key)
+
+    def _prune(self, number: int) -> tuple[int, bytes | None]:
+        """Read and prove a prune record, once more if it is damaged; ``None`` to leave it out."""
+        key = prune_key(number)
+        try:
+            try:
+                return number, self._proven_prune(number, key)
+            except FormatError:  # a bit may have flipped in transit
+                return number, self._proven_prune(number, key)
+        except (SignatureError, ObjectNotFoundError) as exc:
+            self._leave_out(key, str(exc))
+            return number, None
+
+    def _proven_prune(self, number: int, key: str) -> bytes:
+        data = self._store.get(key)
+        record = unseal(data, PruneRecord, key=key)
+        self._chain.trust.check(data, PruneRecord, chain=self._id, key=key)
+        if (record.chain, record.number) != (self._id, number):
+            raise MalformedError(
+                f"{key}: is prune record {record.number} of chain {record.chain[:80]}", key=key
+            )
+        return data
+
+    def _tag(self, name: str, number: int, key: str) -> tuple[bytes, Tag] | None:
+        """Read and prove a tag record, once more if it is damaged; ``None`` to leave it out."""
+        try:
+            try:
+                return self._proven_tag(name, number, key)
+            except FormatError:  # a bit may have flipped in transit
+                return self._proven_tag(name, number, key)
+        except (SignatureError, ObjectNotFoundError) as exc:
+            self._leave_out(key, str(exc))
+            return None
+
+    def _proven_tag(self, name: str, number: int, key: str) -> tuple[bytes, Tag]:
+        data = self._store.get(key)
+        tag = unseal(data, Tag, key=key)
+        self._chain.trust.check(data, Tag, chain=self._id, key=key)
+        if (tag.chain, tag.name, tag.number) != (self._id, name, number):
+            raise MalformedError(
+                f"{key}: is number {tag.number} of tag {tag.name!r} of chain {tag.chain[:80]}",
+                key=key,
+            )
+        return data, tag

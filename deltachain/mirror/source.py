@@ -1,0 +1,192 @@
+"""Documents of a mirror's source: read ahead, and proven in order."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final
+
+from deltachain.chain.chain import Chain
+from deltachain.chain.checks import check_record
+from deltachain.chain.log import Committed
+from deltachain.errors import (
+    BrokenChainError,
+    DigestMismatchError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+    SignatureError,
+)
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import EdgeRecord, EdgeSummary, read_state, unseal
+from deltachain.format.keys import edge_key, manifest_key, version_of
+from deltachain.mirror.acceptance import Acceptance
+from deltachain.mirror.plan import (
+    ProvenDocument,
+    VersionDocuments,
+    check_link,
+    check_record_place,
+)
+from deltachain.threads import Pool
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+READ_AHEAD: Final = 32
+"""Manifests that are read before those before them are proven."""
+
+REMEMBERED: Final = 1024
+"""Manifests that are remembered, for edge records that later ones list."""
+
+
+class SourceDocuments:
+    """Documents of the chain in the source.
+
+    Args:
+        chain: The chain in the source.
+        known: Reads a manifest that the mirror has; ``None`` if it has none of the version.
+        has: Returns whether the mirror has an object.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        known: Callable[[Version], Committed | None],
+        has: Callable[[str], bool],
+    ) -> None:
+        self._store, self._chain, self._trust = chain.store, chain.identity.chain, chain.trust
+        self._known, self._has, self._acceptance = known, has, Acceptance(chain)
+        self._proven: OrderedDict[Version, Committed] = OrderedDict()
+        self._records: dict[str, str] = {}
+        self._gone: set[str] = set()
+
+    def note_records(self, found: Iterable[str]) -> None:
+        """Note edge records that a listing shows."""
+        for key in found:
+            if key.startswith("edges/") and version_of(key) is not None:
+                self._records.setdefault(key, "")
+
+    def note_edges(self, edges: Iterable[EdgeSummary]) -> None:
+        """Note edge records that the head hint lists, which proves nothing."""
+        self.note_records(
+            edge.record
+            for edge in edges
+            if edge.record == edge_key(edge.version, edge.kind, edge.base)
+        )
+
+    @property
+    def records(self) -> Collection[str]:
+        """Keys of all known edge records that the source has."""
+        return self._records.keys() - self._gone
+
+    def read(self, versions: Iterable[Version]) -> Iterator[VersionDocuments]:
+        """Yield the documents of versions: edge records that it is the first to list, the manifest.
+
+        Args:
+            versions: The versions, ascending.
+
+        Raises:
+            BrokenChainError: A manifest is missing.
+            FormatError: A document is damaged, or of another version or chain.
+            SignatureError: No trusted key signed a manifest or one that descends from it.
+            ForkedChainError: A manifest continues another history.
+        """
+        with Pool(READ_AHEAD, "deltachain-documents") as pool:
+            for version, data in pool.ordered(self._manifest, versions, ahead=READ_AHEAD):
+                try:
+                    found = self._prove(version, data)
+                except FormatError:  # a bit may have flipped in transit
+                    found = self._prove(*self._manifest(version))
+                committed = found[0]
+                self._proven[version] = committed
+                while len(self._proven) > REMEMBERED:
+                    self._proven.popitem(last=False)
+                listed = [edge for edge in committed.manifest.recent if edge.record]
+                records = [one for edge in listed for one in self._listed(edge)]
+                yield VersionDocuments(committed=committed, documents=(*records, found[1]))
+
+    def read_records(self, keys: Iterable[str]) -> Iterator[VersionDocuments]:
+        """Yield edge records, by key, that need not be listed anywhere.
+
+        Leaves out those that readers with the trusted keys ignore.
+
+        Raises:
+            FormatError: A record is damaged, or of another version or chain.
+        """
+        for key in keys:
+            version = version_of(key)
+            committed = None if version is None else self.committed(version)
+            try:
+                record = committed and self._record(committed, key, self._records.get(key, ""))
+            except SignatureError as exc:
+                logger.warning("%s, and is left out", exc)
+                self._gone.add(key)
+                continue
+            if committed and record:
+                yield VersionDocuments(committed=committed, documents=(record,))
+
+    def _manifest(self, version: Version) -> tuple[Version, bytes]:
+        key = manifest_key(version)
+        try:
+            return version, self._store.get(key)
+        except ObjectNotFoundError as exc:
+            raise BrokenChainError(
+                f"manifest of version {version} is missing in {self._store.url}",
+                version=version,
+                hint=f"manifests must never be deleted: restore {key} from a backup",
+            ) from exc
+
+    def _prove(self, version: Version, data: bytes) -> tuple[Committed, ProvenDocument]:
+        """Parse a manifest, and check that it continues the one before it."""
+        key = manifest_key(version)
+        committed = self._acceptance.parse(version, data)
+        manifest = committed.manifest
+        if manifest.version != version:
+            raise MalformedError(f"{key}: is version {manifest.version}", key=key)
+        read_state(manifest.state, key=key)
+        check_link(committed, self.committed(version - 1) if version else None, self._chain)
+        self._acceptance.check(committed)
+        return committed, ProvenDocument(key=key, content=data, version=version, edge=manifest.edge)
+
+    def committed(self, version: Version) -> Committed | None:
+        """Return a manifest that was proven, or that the mirror has."""
+        return self._proven.get(version) or self._known(version)
+
+    def _listed(self, edge: EdgeSummary) -> Iterator[ProvenDocument]:
+        """Yield the edge record that a manifest lists, unless it was proven and copied before."""
+        key = edge.record
+        if (self._records.get(key) == edge.digest and self._has(key)) or key in self._gone:
+            return
+        if key != edge_key(edge.version, edge.kind, edge.base):
+            raise MalformedError(f"{key}: listed as {edge.kind} to {edge.version}", key=key)
+        self._records[key] = edge.digest
+        committed = self.committed(edge.version)
+        record = committed and self._record(committed, key, edge.digest)
+        if record:
+            yield record
+
+    def _record(self, committed: Committed, key: str, digest: str) -> ProvenDocument | None:
+        """Read and prove an edge record, once more if it is damaged; ``None`` if it is gone."""
+        try:
+            try:
+                return self._prove_record(committed, key, digest)
+            except FormatError:
+                return self._prove_record(committed, key, digest)
+        except ObjectNotFoundError:
+            logger.warning("%s is gone from %s, and is left out", key, self._store.url)
+            self._gone.add(key)
+            return None
+
+    def _prove_record(self, committed: Committed, key: str, digest: str) -> ProvenDocument:
+        data = self._store.get(key)
+        actual = object_digest(data)
+        if digest and actual != digest:
+            raise DigestMismatchError(key, expected=digest, actual=actual, key=key)
+        record = unseal(data, EdgeRecord, key=key)
+        if not digest:  # an accepted manifest lists all others
+            self._trust.check(data, EdgeRecord, chain=self._chain, key=key)
+        check_record(record, committed.digest, committed.manifest.state, key)
+        check_record_place(record, self._chain, key)
+        return ProvenDocument(key=key, content=data, version=committed.version, edge=record.edge)

@@ -1,0 +1,49 @@
+"""Work beside a publisher, in threads of its own: heartbeats and maintenance."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from deltachain.chain.chain import Chain
+from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
+from deltachain.maintain.survey import Survey
+from deltachain.publish.config import PublishConfig
+from deltachain.publish.heartbeat_thread import HeartbeatThread
+from deltachain.publish.writer import Writer
+from deltachain.store import open_store
+
+
+class BackgroundWork:
+    """Threads of the rank that commits; other ranks have none.
+
+    Args:
+        writer: Writer of the chain.
+        config: Settings of the publisher.
+        leads: Whether this rank commits.
+    """
+
+    def __init__(self, writer: Writer, config: PublishConfig, *, leads: bool) -> None:
+        self._heartbeat = HeartbeatThread(writer, leads=leads)
+        self._maintainer: MaintainerThread | None = None
+        if leads and config.maintain:
+            self._maintainer = MaintainerThread(partial(maintainer_of, writer.chain, config))
+
+    def close(self) -> None:
+        """End the threads; may be called again."""
+        self._heartbeat.close()
+        if self._maintainer is not None:
+            self._maintainer.close()
+
+
+def maintainer_of(chain: Chain, config: PublishConfig) -> Maintainer:
+    """Return a maintainer of a publisher's chain, with a store of its own.
+
+    Raises:
+        StoreError: The store cannot be opened.
+    """
+    store = open_store(config.url, config.storage_options, writer=True)
+    own = Chain.open(store, chain.trust)
+    rule = config.maintain if isinstance(config.maintain, KeepRule) else KeepRule()
+    return Maintainer(
+        own, Pruner(Survey(own), rule), base=config.base, anchor_every=config.anchor_every
+    )
