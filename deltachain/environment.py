@@ -163,6 +163,14 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "POLL_S": Variable("seconds between polls for a new version", _seconds),
     "SPOOL": Variable("folder of fetched objects, shared by the processes of a host", Path),
     "DECODE": Variable("where ranks decode changes, host or device", _place),
+    "SIGNING_KEY": Variable("file of the private key with which a publisher signs", Path),
+    "TRUSTED_KEYS": Variable(
+        "public keys that readers trust: a list with commas, or a file with one key a line", _line
+    ),
+    "MAX_HEARTBEAT_AGE_S": Variable(
+        "largest age, in seconds, of the publisher's last sign: its newest version or heartbeat",
+        _seconds,
+    ),
     "HF_CALLS": Variable("limit of requests to the Hub in 5 minutes", lambda text: _count(text, 1)),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
     "VENVS": Variable("folder of the virtual environments of engine tests", Path),

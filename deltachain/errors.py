@@ -4,7 +4,8 @@
 
     DeltaChainError                          base; carries .hint
     ├── ConfigError          (ValueError)    wrong argument, URL or extra        -> fix the call
-    │   └── EngineVersionError               engine outside the tested range     -> change version
+    │   ├── EngineVersionError               engine outside the tested range     -> change version
+    │   └── OldBitsError                     a delta needs bits not held here    -> plan around it
     ├── StoreError                           .key, .url
     │   ├── ObjectNotFoundError (FileNotFoundError)                              -> replan
     │   ├── AlreadyExistsError               put-if-absent lost                  -> chain decides
@@ -16,10 +17,13 @@
     │   ├── RankError                        another rank failed or was late     -> the next version covers it
     │   ├── ForkedChainError                 history differs from what was held  -> stop; a person decides
     │   ├── StoreWentBackError               what is held is gone from the store -> put it back, or roll back
+    │   ├── MirrorLagsError                  what is held is not in the mirror yet -> wait
+    │   ├── StaleChainError                  no recent sign of the publisher     -> see whether it runs
     │   └── BrokenChainError                 no route to the version             -> publish an anchor
     ├── FormatError                          .key
     │   ├── UnsupportedFormatError           written by a newer deltachain       -> upgrade
     │   ├── MalformedError                   violates FORMAT.md                  -> refuse; report
+    │   ├── SignatureError                   not signed by a trusted key         -> refuse; a person decides
     │   └── DigestMismatchError              .expected, .actual                  -> refetch once, then refuse
     ├── ApplyError                           .version, .tensor
     │   ├── BaseMismatchError                target holds other bits; nothing written   -> replan
@@ -83,6 +87,10 @@ class ConfigError(DeltaChainError, ValueError):
 
 class EngineVersionError(ConfigError):
     """The inference engine is outside the tested range."""
+
+
+class OldBitsError(ConfigError):
+    """A delta cannot be decoded with the old bits that are held here."""
 
 
 class StoreError(DeltaChainError):
@@ -165,10 +173,30 @@ class StoreWentBackError(ChainError):
     )
 
 
+class MirrorLagsError(ChainError):
+    """The store is a mirror that does not have the held version yet."""
+
+    retryable = True
+    default_hint = "nothing is wrong: updates go on once the mirror has a later version"
+
+
+class StaleChainError(ChainError):
+    """The newest version that the store shows, and the heartbeat, are older than allowed."""
+
+    retryable = True
+    default_hint = (
+        "the publisher does not run, or the store withholds its newer versions; see which, or "
+        "raise DELTACHAIN_MAX_HEARTBEAT_AGE_S"
+    )
+
+
 class BrokenChainError(ChainError):
     """No readable sequence of edges leads to the version."""
 
-    default_hint = "publish an anchor, or give the base checkpoint"
+    default_hint = (
+        "restart the publisher, which adds an anchor; or give `deltachain maintain --copy` a folder "
+        "that follows this chain, or the command the base checkpoint"
+    )
 
 
 class FormatError(DeltaChainError):
@@ -197,6 +225,15 @@ class MalformedError(FormatError):
     """The object violates FORMAT.md."""
 
     default_hint = _DAMAGED
+
+
+class SignatureError(FormatError):
+    """The document is not signed by a trusted key; nothing of it was used."""
+
+    default_hint = (
+        "another writer signed it, the writer has no signing key, or its public key is missing from "
+        "DELTACHAIN_TRUSTED_KEYS"
+    )
 
 
 class DigestMismatchError(FormatError):

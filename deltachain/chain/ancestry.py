@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from typing import Final
 
 from deltachain.chain.head_hint import read_hint
 from deltachain.chain.log import Committed, Manifests
 from deltachain.chain.plan import Plan, least_from_before, make_plan
-from deltachain.chain.recent_edges import VERSIONS_LISTED, edge_id, newest_start
-from deltachain.errors import BrokenChainError
+from deltachain.chain.prunes import Prunes
+from deltachain.chain.recent_edges import ANCHORS_LISTED, edge_id, newest_start, windows_before
+from deltachain.chain.skips import Skips
+from deltachain.errors import BrokenChainError, SignatureError
 from deltachain.format.documents import EdgeSummary, Manifest
 from deltachain.store import Store
 from deltachain.types import StateDigest, Version
 
-STATE_WINDOWS: Final = 4
+STATE_WINDOWS: Final = 8
 """Windows searched for a state. A target with older, unidentified bits starts from nothing, which
 costs less than reading a long history."""
 
@@ -28,11 +31,15 @@ class Past:
     Args:
         store: Store of the chain.
         manifests: Manifests of the chain.
+        prunes: Prune records of the chain.
+        skips: Skips of the chain.
     """
 
-    def __init__(self, store: Store, manifests: Manifests) -> None:
+    def __init__(self, store: Store, manifests: Manifests, prunes: Prunes, skips: Skips) -> None:
         self._store = store
         self._manifests = manifests
+        self._prunes = prunes
+        self._skips = skips
 
     def find_state(self, state: StateDigest, head: Committed | None) -> Committed | None:
         """Find the newest version with a state, among recent versions and version 0.
@@ -42,7 +49,7 @@ class Past:
         if head is None:
             return None
         start = newest_start((*head.manifest.recent, head.manifest.summary()))
-        for count, committed in enumerate(self._back(head, STATE_WINDOWS), 1):
+        for count, committed in enumerate(self.windows(head, STATE_WINDOWS), 1):
             manifest = committed.manifest
             if committed.state == state:
                 return committed
@@ -62,28 +69,68 @@ class Past:
         *,
         encodings: Collection[str],
         avoid: Collection[EdgeSummary],
+        pruned: bool = False,
     ) -> Plan:
         """Find the cheapest plan from ``held`` to a committed version; see :func:`plan.make_plan`.
 
-        Reads older manifests until none can yield a cheaper plan, at most ``PLAN_WINDOWS``.
+        Edges beyond the first window are looked up by their keys, if the chain has skips.
+        Otherwise, reads older manifests until none can yield a cheaper plan, at most
+        ``PLAN_WINDOWS``. Pruned edges are left out, unless ``pruned`` is set; edges that the newest
+        manifest lists never are pruned (FORMAT.md 5), so that a plan to the head that needs no
+        others saves the lookup.
 
         Raises:
             BrokenChainError: No plan exists.
         """
         version = target.version
-        later = self._manifests.find(version + 1)  # lists an anchor of this version
+        later = None
+        with suppress(SignatureError):  # nobody needs the next version
+            later = self._manifests.find(version + 1)  # lists an anchor of this version
         hinted = [edge for edge in read_hint(self._store).anchors if edge.version <= version]
         search = _Search(held, version, encodings, avoid)
         search.add([*hinted, *(later.manifest.recent if later else ())])
-        for count, committed in enumerate(self._back(target, PLAN_WINDOWS), 1):
+        search.add((*target.manifest.recent, target.manifest.summary()))
+        if later is not None and not pruned:
+            self._leave_out_pruned(search)
+        plan = None
+        with suppress(BrokenChainError):  # edges of the window may be pruned
+            plan = search.plan(target.manifest.window_from, is_last=False)
+        if plan is None:
+            if not pruned:
+                self._leave_out_pruned(search)
+            without = None if pruned or not self._prunes.names_edges else self._prunes.is_pruned
+            if search.add(self._skips.edges(search.starts, version, without=without)):
+                with suppress(BrokenChainError):
+                    plan = search.end()
+        return plan or self._plan_back(held, target, search)
+
+    def _leave_out_pruned(self, search: _Search) -> None:
+        self._prunes.refresh()
+        search.leave_out(self._prunes.is_pruned)
+
+    def _plan_back(self, held: Version | None, target: Committed, search: _Search) -> Plan:
+        """Find the cheapest plan by reading manifests backward.
+
+        Raises:
+            BrokenChainError: No plan exists.
+        """
+        manifest = target.manifest
+        for count, committed in enumerate(self.windows(target, PLAN_WINDOWS), 1):
             manifest = committed.manifest
             search.add((*manifest.recent, manifest.summary()))
             plan = search.plan(manifest.window_from, is_last=count >= PLAN_WINDOWS)
             if plan is not None:
                 return plan
-        return search.end()
+        try:
+            return search.end()
+        except BrokenChainError as exc:
+            if held is None or held >= manifest.version or exc.hint != exc.default_hint:
+                raise
+            raise _missing(
+                manifest.version - 1, target.version
+            ) from exc  # the search ended at a gap
 
-    def _back(self, newest: Committed, expected: int) -> Iterator[Committed]:
+    def windows(self, newest: Committed, expected: int) -> Iterator[Committed]:
         """Yield manifests whose windows together cover the history, newest first.
 
         A missing manifest is replaced by a near one. Ends at version 0, or at a gap that is wider
@@ -95,9 +142,7 @@ class Past:
         """
         yield newest
         first = newest.manifest.window_from
-        self._manifests.looks.ahead(
-            range(first, max(-1, first - expected * VERSIONS_LISTED), -VERSIONS_LISTED)
-        )
+        self._manifests.looks.ahead(windows_before(first, expected))
         committed = self._before(newest.manifest)
         while committed is not None:
             yield committed
@@ -111,6 +156,14 @@ class Past:
             if found is not None:
                 return found
         return None
+
+
+def _missing(version: Version, newest: Version) -> BrokenChainError:
+    return BrokenChainError(
+        f"manifest of version {version} is missing, although version {newest} exists",
+        version=version,
+        hint="manifests must never be deleted: restore it, or publish an anchor that avoids it",
+    )
 
 
 class _Search:
@@ -127,16 +180,34 @@ class _Search:
         self._version = version
         self._encodings = encodings
         self._avoid = avoid
+        self._left_out: Callable[[EdgeSummary], bool] = lambda _: False
         self._edges: dict[tuple[int, str, int, str], EdgeSummary] = {}
         self._start: Version = -1
 
-    def add(self, edges: Iterable[EdgeSummary]) -> None:
-        """Add the usable ones of ``edges``."""
+    @property
+    def starts(self) -> tuple[Version, ...]:
+        """The version held, and the newest versions that an edge from nothing leads to."""
+        anchors = sorted({edge.version for edge in self._edges.values() if edge.base is None})
+        held = () if self._held is None or self._held > self._version else (self._held,)
+        return (*held, *anchors[-ANCHORS_LISTED:])
+
+    def leave_out(self, unwanted: Callable[[EdgeSummary], bool]) -> None:
+        """Remove edges, and ignore such edges from now on."""
+        self._left_out = unwanted
+        known, self._edges, self._start = tuple(self._edges.values()), {}, -1
+        self.add(known)
+
+    def add(self, edges: Iterable[EdgeSummary]) -> bool:
+        """Add the usable ones of ``edges``; return whether there are any."""
+        added = False
         for edge in edges:
-            if edge.version <= self._version and edge not in self._avoid:
+            wanted = edge not in self._avoid and not self._left_out(edge)
+            if edge.version <= self._version and wanted:
+                added = True
                 self._edges[edge_id(edge)] = edge
                 if edge.base is None:
                     self._start = max(self._start, edge.version)
+        return added
 
     def plan(self, reached: Version, *, is_last: bool) -> Plan | None:
         """Return the cheapest plan if the edges back to version ``reached`` determine it.

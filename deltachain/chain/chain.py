@@ -16,7 +16,12 @@ from deltachain.chain.head_hint import read_hint
 from deltachain.chain.identity import check_digest, identity_there, lost_chain, make, read_model
 from deltachain.chain.log import Committed, Manifests
 from deltachain.chain.lookup import SEEN, Standing
+from deltachain.chain.mirror_record import mirrored_from
 from deltachain.chain.plan import Plan
+from deltachain.chain.prunes import Prunes
+from deltachain.chain.recent_edges import VERSIONS_LISTED
+from deltachain.chain.skips import Skips
+from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS
 from deltachain.errors import (
     AlreadyExistsError,
@@ -35,7 +40,6 @@ from deltachain.format.documents import (
     Manifest,
     Table,
     dump,
-    seal,
     summarise,
     unseal,
 )
@@ -48,15 +52,16 @@ __all__ = ["Chain", "Committed", "Standing"]
 class Chain:
     """One chain in one store.
 
-    Every call asks the store. Earlier answers are kept only to pin the content of the next read and
-    to detect forks.
+    Every call asks the store. Earlier answers only pin the next read's content and show forks.
 
     Attributes:
         store: Store of the chain.
         identity: Chain id and digest of the table.
         table: Tensors of the model.
         documents: Exact bytes of identity and table, by key.
+        trust: Keys that sign and check documents; by default those of a reader's environment.
         latest: The newest version seen by this object; ``None`` before the first look.
+        prunes: Its prune records.
 
     Example:
         >>> chain = deltachain.Chain.open(deltachain.open_store(url))
@@ -74,19 +79,30 @@ class Chain:
         table: Table,
         seen: ObjectInfo | None = None,
         documents: Mapping[str, bytes] | None = None,
+        trust: Trust | None = None,
     ) -> None:
         self.store = store
         self.identity = identity
         self.table = table
         self.documents = documents or {keys.CHAIN_KEY: dump(identity), keys.TABLE_KEY: dump(table)}
+        self.trust = trust or Trust.of_reader()
         self.latest: Version | None = None
-        self._manifests = Manifests(store, identity.chain, seen)
-        self._commits = Commits(store, self._manifests, identity, self.documents)
-        self._past = Past(store, self._manifests)
+        self._manifests = Manifests(store, identity.chain, seen, self.trust)
+        self._commits = Commits(store, self._manifests, identity, self.documents, self.trust)
+        self.prunes = Prunes(store, identity.chain, self.trust)
+        skips = Skips(store, self._manifests, identity.chain, self.trust)
+        self._past = Past(store, self._manifests, self.prunes, skips)
 
     @classmethod
     def create(
-        cls, store: Store, table: Table, *, chain_id: str, time: float, assets: Mapping[str, bytes]
+        cls,
+        store: Store,
+        table: Table,
+        *,
+        chain_id: str,
+        time: float,
+        assets: Mapping[str, bytes],
+        trust: Trust | None = None,
     ) -> Chain:
         """Create the chain, or open an existing one of the same model.
 
@@ -95,21 +111,30 @@ class Chain:
         Raises:
             ChainMismatchError: The URL holds the chain of another model.
             BrokenChainError: The URL has versions, but their identity is lost.
+            SignatureError: No trusted key signed the existing chain.
         """
-        return cls(store, *make(store, table, chain_id=chain_id, time=time, assets=assets))
+        trust = trust or Trust.of_reader()
+        made = make(store, table, chain_id=chain_id, time=time, assets=assets, trust=trust)
+        return cls(store, *made, trust)
 
     @classmethod
-    def open(cls, store: Store) -> Chain:
+    def open(cls, store: Store, trust: Trust | None = None) -> Chain:
         """Open the chain in a store.
+
+        Args:
+            store: Store of the chain.
+            trust: Keys that sign and check documents; those of a reader's environment if ``None``.
 
         Raises:
             ObjectNotFoundError: The store has no chain yet.
             FormatError: A document is damaged, or needs a newer deltachain.
+            SignatureError: No trusted key signed the chain.
         """
+        trust = trust or Trust.of_reader()
         try:
-            return cls(store, *read_model(store))
+            return cls(store, *read_model(store, trust), trust)
         except FormatError:  # a bit may have flipped in transit
-            return cls(store, *read_model(store))
+            return cls(store, *read_model(store, trust), trust)
 
     def check_present(self) -> None:
         """Raise if the store no longer has the chain.
@@ -143,7 +168,8 @@ class Chain:
         looks.missed = None
         if beyond is None and digest is None:
             head = self.head()
-            return Standing(digest, identity, head.version if head else None)
+            newest = head.version if head else None
+            return Standing(digest, identity, newest, mirrored_from(self.store))
         return Standing(digest, identity, version if beyond is None else beyond)
 
     def went_back(self, version: Version) -> None:
@@ -181,10 +207,9 @@ class Chain:
         return newest
 
     def later(self, known: Version) -> Committed | None:
-        """Find a version after a committed one; ``None`` if there is none.
+        """Find the newest version after a committed one; ``None`` if there is none.
 
-        Returns the newest version. A store that shows one version a request, asked again from the
-        newest known version, returns the next one instead, which saves a round trip.
+        A store that shows one version a request, asked from the newest, returns the next one.
         """
         can = self.store.capabilities
         if self.latest == known and can.probes == 1 and can.conditional_put:
@@ -197,8 +222,7 @@ class Chain:
     def head(self) -> Committed | None:
         """Return the newest committed version; ``None`` before the first commit.
 
-        Takes a handful of probes, starting at the head hint. A wrong hint costs more probes but
-        never a wrong answer. Versions behind a gap count as well.
+        Takes a few probes from the head hint, more if it is wrong. Versions behind a gap count too.
         """
         hinted, looks = read_hint(self.store).version, self._manifests.looks
         known = next((version for version in (hinted, 0) if self.has(version)), None)
@@ -230,6 +254,10 @@ class Chain:
                 )
             yield committed
             parent = committed
+
+    def windows(self, newest: Committed) -> Iterator[Committed]:
+        """Yield manifests whose edge lists together cover the history, newest first."""
+        return self._past.windows(newest, SEEN // VERSIONS_LISTED)
 
     def look_ahead(self, plan: Plan) -> None:
         """Prefetch the metadata of a plan's manifests in one request, if the store supports it."""
@@ -263,6 +291,7 @@ class Chain:
 
         Raises:
             MalformedError: The existing record leads to another state.
+            SignatureError: No trusted key signed the existing record.
         """
         manifest = committed.manifest
         record = EdgeRecord(
@@ -273,13 +302,15 @@ class Chain:
             state=manifest.state,
             edge=edge,
         )
-        key, data = keys.edge_key(manifest.version, edge.kind, edge.base), seal(record)
+        key = keys.edge_key(manifest.version, edge.kind, edge.base)
+        data = self.trust.seal(record, self.identity.chain)
         try:
             self.store.put_if_absent(key, data)
         except AlreadyExistsError:
             data = self.store.get(key)
             record = unseal(data, EdgeRecord, key=key)
             check_record(record, committed.digest, manifest.state, key)
+            self.check_listed(data, key)
         return summarise(
             manifest.version, record.edge, record.state, record=key, digest=object_digest(data)
         )
@@ -297,6 +328,7 @@ class Chain:
 
         Raises:
             ObjectNotFoundError: The edge record is gone.
+            SignatureError: No trusted key signed the edge record or a manifest that lists it.
             DigestMismatchError: The edge record does not have the listed digest.
             MalformedError: The edge differs from its summary, or leads to another state than the
                 manifest.
@@ -313,34 +345,55 @@ class Chain:
         data = self.store.get(summary.record)
         check_digest(data, summary.digest, summary.record)
         record = unseal(data, EdgeRecord, key=summary.record)
+        self.check_listed(data, key)
         check_record(record, known.digest, manifest.state, key)
-        state, digest = record.state, summary.digest
-        found = summarise(record.version, record.edge, state, record=key, digest=digest)
+        version, state = record.version, record.state
+        found = summarise(version, record.edge, state, record=key, digest=summary.digest)
         return check_edge(record.edge, found, summary, key)
 
+    def sign_identity(self) -> dict[str, bytes]:
+        """Return key and content of the identity's signature; empty without a signing key."""
+        return self.trust.sign_identity(self.identity.chain, self.documents[keys.CHAIN_KEY])
+
+    def check_listed(self, record: bytes, key: str) -> None:
+        """Raise unless a trusted key signed an edge record, or an accepted manifest lists it.
+
+        Args:
+            record: The record in its envelope.
+            key: Its key.
+
+        Raises:
+            SignatureError: Neither is so, and trusted keys are given.
+        """
+        if not self._manifests.lists(object_digest(record)):
+            self.trust.check(record, EdgeRecord, chain=self.identity.chain, key=key)
+
     def plan(
-        self, held: Version | None, target: Committed, *, avoid: Collection[EdgeSummary] = ()
+        self,
+        held: Version | None,
+        target: Committed,
+        *,
+        without: Collection[str] = (),
+        avoid: Collection[EdgeSummary] = (),
+        pruned: bool = False,
     ) -> Plan:
         """Find the cheapest plan from ``held`` to a committed version.
-
-        Reads one manifest for each window of versions at most.
 
         Args:
             held: The version held; ``None`` for nothing.
             target: The version to reach.
+            without: Encodings that cannot be used, though they are known.
             avoid: Edges known to be unusable.
+            pruned: Whether to use pruned edges, whose objects may be gone.
 
         Raises:
             BrokenChainError: No plan exists.
         """
+        known = frozenset(ENCODINGS) - set(without) if without else ENCODINGS
         own = target.manifest.summary()
-        if (
-            own.base == held
-            and own not in avoid
-            and all(name in ENCODINGS for name in own.encodings)
-        ):
+        if own.base == held and own not in avoid and all(name in known for name in own.encodings):
             return Plan(held=held, target=own.version, edges=(own,))  # no plan is cheaper
-        return self._past.plan(held, target, encodings=ENCODINGS, avoid=avoid)
+        return self._past.plan(held, target, encodings=known, avoid=avoid, pruned=pruned)
 
     def find_state(self, state: StateDigest) -> Committed | None:
         """Find the newest version with a state digest, in few manifests; see :class:`Past`."""

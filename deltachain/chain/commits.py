@@ -23,8 +23,9 @@ from deltachain.chain.fencing import (
     check_own,
     parent_was_replaced,
 )
-from deltachain.chain.identity import is_same, lost_chain, put_back, replace
-from deltachain.chain.log import Committed, Manifests, misplaced
+from deltachain.chain.identity import check_digest, is_same, lost_chain, put_back, replace
+from deltachain.chain.log import TRUSTING, Committed, Manifests, misplaced
+from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
     ObjectNotFoundError,
@@ -34,6 +35,7 @@ from deltachain.errors import (
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Identity, Manifest, seal, unseal
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
+from deltachain.format.signed import opened
 from deltachain.store import ObjectInfo, Store
 from deltachain.types import Version
 
@@ -54,6 +56,7 @@ class Commits:
         manifests: Manifests of the chain.
         identity: Identity of the chain.
         documents: Exact bytes of identity and table, by key.
+        trust: Keys of the publisher.
 
     Attributes:
         restored: Keys that were missing and were restored.
@@ -67,6 +70,7 @@ class Commits:
         manifests: Manifests,
         identity: Identity,
         documents: Mapping[str, bytes],
+        trust: Trust = TRUSTING,
     ) -> None:
         self.restored: list[str] = []
         self.anchor, self.anchor_is_gone = "", False
@@ -74,6 +78,8 @@ class Commits:
         self._manifests = manifests
         self._identity = identity
         self._documents = documents
+        self._trust = trust
+        self._signature = trust.sign_identity(identity.chain, documents[CHAIN_KEY])
         self._newest: Committed | None = None
         self._newest_seen: ObjectInfo | None = None
         self._identity_seen: ObjectInfo | None = None
@@ -84,7 +90,7 @@ class Commits:
     def commit(self, manifest: Manifest) -> Committed:
         """Commit a version exactly once.
 
-        After a lost reply the manifest is read back; finding its own commit id means success. In a
+        After a lost reply the manifest is read back; finding exactly its bytes means success. In a
         store without conditional puts it is always read back.
 
         Raises:
@@ -96,7 +102,7 @@ class Commits:
             StoreUnavailableError: The put failed; the version is not committed, or its outcome is
                 unknown.
         """
-        version, data = manifest.version, seal(manifest)
+        version, data = manifest.version, self._sealed(manifest)
         is_taken = version in self._before(manifest)
         certain = not is_taken and self._put(manifest_key(version), data)
         found = self._behind(manifest)
@@ -110,7 +116,7 @@ class Commits:
         if not is_taken:
             check_no_successor(version, found)
         if certain and self._decides and found[version].nbytes == len(data):
-            return self._remember(Committed(manifest, object_digest(data)), found[version])
+            return self._remember(self._own(manifest, data), found[version])
         return self._remember(self._read_back(manifest, found[version]), found[version])
 
     def settle(self, manifest: Manifest) -> Committed | None:
@@ -130,7 +136,7 @@ class Commits:
         version = manifest.version
         due = self._newest is None or version % IDENTITY_EVERY == 0
         keys = [CHAIN_KEY] if due or self._always else []
-        keys += [key for key in (TABLE_KEY, self.anchor) if key and due]
+        keys += [key for key in (TABLE_KEY, self.anchor, *self._signature) if key and due]
         wanted = [] if version == 0 else [version - 1]
         infos = self._look(keys, wanted if self._decides else [*wanted, version])
         if version > 0 and manifest_key(version - 1) not in infos:
@@ -141,6 +147,8 @@ class Commits:
             self._check_parent(manifest, parent)
         if keys:
             self._check_identity(manifest, infos, due=due)
+        if due:
+            self._sign_identity(infos)
         self.anchor_is_gone = due and bool(self.anchor) and self.anchor not in infos
         return _versions(infos, [version])
 
@@ -224,6 +232,17 @@ class Commits:
         elif due and infos[TABLE_KEY].nbytes != len(self._documents[TABLE_KEY]):
             replace(self._store, self._documents, TABLE_KEY)
 
+    def _sign_identity(self, infos: Mapping[str, ObjectInfo]) -> None:
+        """Put this publisher's signature of the identity unless it is there."""
+        for key, data in self._signature.items():
+            is_there = key in infos and infos[key].nbytes == len(data)
+            if is_there and (self._newest or self._store.get(key) == data):
+                continue
+            self._store.put(key, data)
+            if self._newest is not None:
+                logger.warning("%s was missing from %s and was restored", key, self._store.url)
+                self.restored.append(key)
+
     def _put_identity_back(self, manifest: Manifest, key: str) -> None:
         if manifest.version == 0:
             raise lost_chain(self._store.url)
@@ -242,13 +261,14 @@ class Commits:
             return
         if newest is None or newest.digest != manifest.parent or not self._is_whole(newest):
             raise self._went_back(manifest, put=False)
-        put_back(self._store, {key: seal(newest.manifest)}, key)
+        put_back(self._store, {key: seal(newest.manifest, newest.signatures)}, key)
         self.restored.append(key)
 
     def _is_whole(self, newest: Committed) -> bool:
         """Return whether the parent, the identity and all parts of a manifest are unchanged."""
         manifest = newest.manifest
-        if object_digest(seal(manifest)) != newest.digest or self._store.find(CHAIN_KEY) is None:
+        data = seal(manifest, newest.signatures)
+        if object_digest(data) != newest.digest or self._store.find(CHAIN_KEY) is None:
             return False
         if not is_same(self._store, self._identity, self._documents):
             return False
@@ -271,11 +291,23 @@ class Commits:
             PublisherFencedError: It is another publisher's.
             BrokenChainError: It belongs to a lost history.
             ChainMismatchError: It belongs to another chain.
+            DigestMismatchError: It has this publisher's commit id, but other bytes than it put.
         """
         data = self._read(info)
         found = unseal(data, Manifest, key=info.key)
         check_own(manifest, found, key=info.key)
-        return Committed(found, object_digest(data))
+        own = self._sealed(manifest)
+        if data != own:  # the next version would vouch for whatever is there
+            check_digest(data, object_digest(own), info.key)
+        return self._own(manifest, own)
+
+    def _sealed(self, manifest: Manifest) -> bytes:
+        """Return the bytes of a manifest of this publisher: always the same ones."""
+        return self._trust.seal(manifest, self._identity.chain)
+
+    def _own(self, manifest: Manifest, data: bytes) -> Committed:
+        signers = self._trust.signers(data, Manifest, self._identity.chain)
+        return Committed(manifest, object_digest(data), opened(data)[1], signers)
 
     def _went_back(self, manifest: Manifest, *, put: bool) -> StoreWentBackError:
         """Build the error for a missing parent.

@@ -11,6 +11,7 @@ from collections.abc import Container
 from deltachain.errors import BrokenChainError, ChainMismatchError, PublisherFencedError
 from deltachain.format.documents import Manifest
 from deltachain.format.keys import CHAIN_KEY
+from deltachain.format.revert_mark import reverted_to
 from deltachain.types import Version
 
 
@@ -44,11 +45,17 @@ def check_own(manifest: Manifest, found: Manifest, *, key: str) -> None:
             hint=f"stop every other publisher, then remove {key} and all later manifests; "
             "publishing then continues",
         )
+    goal = reverted_to(found)
+    who, hint = "another publisher", ""
+    if goal is not None:
+        who = f"a revert to version {goal}"
+        hint = f"stop this publisher, load the weights of version {goal}, and start it again"
     raise PublisherFencedError(
-        f"version {version} was committed by another publisher "
+        f"version {version} was committed by {who} "
         f"(commit {found.commit_id}, epoch {found.epoch}; this publisher's was "
         f"{manifest.commit_id}, epoch {manifest.epoch})",
         version=version,
+        hint=hint,
     )
 
 

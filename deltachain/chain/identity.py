@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 from deltachain.chain.checks import check_assets
+from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
@@ -58,10 +59,15 @@ def lost_chain(url: str) -> ObjectNotFoundError:
     )
 
 
-def read_model(store: Store) -> Model:
+def read_model(store: Store, trust: Trust) -> Model:
     """Read identity and table.
 
+    Args:
+        store: Store of the chain.
+        trust: Keys of the caller.
+
     Raises:
+        SignatureError: No trusted key signed the identity.
         ObjectNotFoundError: The store has no chain yet, or identity or table is lost.
         FormatError: A document is damaged, or needs a newer deltachain.
     """
@@ -84,6 +90,7 @@ def read_model(store: Store) -> Model:
     except MalformedError as exc:
         exc.hint = DAMAGED
         raise
+    trust.check_identity(store, identity.chain, data)
     document, table = _read_table(store, identity)
     return identity, table, seen, {CHAIN_KEY: data, TABLE_KEY: document}
 
@@ -113,7 +120,13 @@ def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
 
 
 def make(
-    store: Store, table: Table, *, chain_id: str, time: float, assets: Mapping[str, bytes]
+    store: Store,
+    table: Table,
+    *,
+    chain_id: str,
+    time: float,
+    assets: Mapping[str, bytes],
+    trust: Trust,
 ) -> Model:
     """Create the identity, or read an existing one of the same model.
 
@@ -125,21 +138,27 @@ def make(
     """
     document = dump(table)
     if store.find(CHAIN_KEY) is not None:
-        return _read_same(store, document)
+        return _read_same(store, document, trust)
     if has_versions(store):  # the identity of a chain is always put before its first version
         if store.find(CHAIN_KEY) is None:
             raise _lost(store)
-        return _read_same(store, document)
+        return _read_same(store, document, trust)
     try:
         store.put_if_absent(TABLE_KEY, document)
     except AlreadyExistsError:
         if store.get(TABLE_KEY) != document:
             raise _another_model(store, table) from None
-    return put(store, document, chain_id=chain_id, time=time, assets=assets)
+    return put(store, document, chain_id=chain_id, time=time, assets=assets, trust=trust)
 
 
 def put(
-    store: Store, document: bytes, *, chain_id: str, time: float, assets: Mapping[str, bytes]
+    store: Store,
+    document: bytes,
+    *,
+    chain_id: str,
+    time: float,
+    assets: Mapping[str, bytes],
+    trust: Trust,
 ) -> Model:
     """Put an identity for an existing table, unless there is one.
 
@@ -149,16 +168,19 @@ def put(
         chain_id: Id of the chain.
         time: Time of creation, in seconds since 1970.
         assets: Assets of the checkpoint, by name.
+        trust: Keys of the writer. The signature is put first, so that no reader misses it.
     """
     refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
     identity = Identity(chain=chain_id, created=time, table=object_digest(document), assets=refs)
     data = dump(identity)
+    for key, signature in trust.sign_identity(chain_id, data).items():
+        store.put(key, signature)
     try:
         store.put_if_absent(CHAIN_KEY, data)
     except AlreadyExistsError:
-        return read_model(store)
+        return read_model(store, trust)
     if not store.capabilities.conditional_put:
-        return read_model(store)  # another publisher may have created one since the check
+        return read_model(store, trust)  # another publisher may have created one since the check
     table = parse(document, Table, key=TABLE_KEY)
     return identity, table, None, {CHAIN_KEY: data, TABLE_KEY: document}
 
@@ -241,10 +263,10 @@ def _has_traces(store: Store) -> bool:
     return bool(store.find_all([HEAD_KEY, manifest_key(0)]))
 
 
-def _read_same(store: Store, document: bytes) -> Model:
+def _read_same(store: Store, document: bytes, trust: Trust) -> Model:
     """Read the identity and check that it has this table; restore a lost table."""
     try:
-        opened = read_model(store)
+        opened = read_model(store, trust)
     except ObjectNotFoundError as exc:
         if exc.key != TABLE_KEY:
             raise
@@ -256,7 +278,7 @@ def _read_same(store: Store, document: bytes) -> Model:
                 hint=exc.hint,
             ) from exc
         put_back(store, {TABLE_KEY: document}, TABLE_KEY)
-        opened = read_model(store)
+        opened = read_model(store, trust)
     if opened[3][TABLE_KEY] != document:
         raise _another_model(store, parse(document, Table, key=TABLE_KEY))
     return opened

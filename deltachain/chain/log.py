@@ -7,8 +7,10 @@ detected by later lookups.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from deltachain.chain.lookup import Looks
+from deltachain.chain.trust import Trust
 from deltachain.errors import (
     ChainMismatchError,
     FormatError,
@@ -16,18 +18,28 @@ from deltachain.errors import (
     ObjectNotFoundError,
 )
 from deltachain.format.digest import object_digest
-from deltachain.format.documents import Manifest, read_state, unseal
+from deltachain.format.documents import Manifest, Signature, read_state, unseal
 from deltachain.format.keys import CHAIN_KEY, manifest_key
+from deltachain.format.signed import opened
 from deltachain.store import ObjectInfo, Store
 from deltachain.types import Buffer, StateDigest, Version
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A committed manifest and the blake3 of its exact bytes."""
+    """A committed manifest.
+
+    Attributes:
+        manifest: The manifest.
+        digest: blake3 of its exact bytes.
+        signatures: Signatures in its envelope, true or not.
+        signed_by: Ids of the trusted keys that signed it; empty without trusted keys.
+    """
 
     manifest: Manifest
     digest: str
+    signatures: tuple[Signature, ...] = ()
+    signed_by: tuple[str, ...] = ()
 
     @property
     def version(self) -> Version:
@@ -50,6 +62,13 @@ def misplaced(key: str, found: Manifest) -> MalformedError:
     )
 
 
+TRUSTING: Final = Trust()
+"""Trust of a reader without trusted keys."""
+
+LISTED: Final = 1 << 14
+"""Number of edge records that are remembered as listed by accepted manifests."""
+
+
 class Manifests:
     """The manifests of one chain.
 
@@ -58,14 +77,25 @@ class Manifests:
         chain: Id of the chain.
         identity: Store metadata of the identity when it was read; ``None`` if the store has
             conditional puts, so that it cannot be replaced.
+        trust: Keys of the caller.
 
     Attributes:
         looks: Lookup of existing manifests.
     """
 
-    def __init__(self, store: Store, chain: str, identity: ObjectInfo | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        chain: str,
+        identity: ObjectInfo | None = None,
+        trust: Trust = TRUSTING,
+    ) -> None:
         self._store = store
         self._chain = chain
+        self._trust = trust
+        self._oldest_signed: Version | None = None
+        self._named: dict[Version, str] = {}
+        self._listed: dict[str, None] = {}
         self.looks = Looks(store, chain, identity)
 
     def read(self, version: Version) -> Committed:
@@ -74,9 +104,54 @@ class Manifests:
         Raises:
             ObjectNotFoundError: The version is not committed.
             FormatError: The manifest is unreadable, or of another version.
+            SignatureError: No trusted key signed it or a manifest that descends from it.
             ChainMismatchError: The manifest belongs to another chain: the URL has two.
             ForkedChainError: The manifest was replaced since the last look.
         """
+        found = self._checked(version)
+        if self._trust.trusted is not None:
+            self._prove(found)
+            listed = (edge.digest for edge in found.manifest.recent if edge.record)
+            self._listed.update(dict.fromkeys(listed))
+            for digest in list(self._listed)[:-LISTED]:
+                del self._listed[digest]
+        return found
+
+    def lists(self, digest: str) -> bool:
+        """Return whether a manifest that was read lists an edge record by its digest."""
+        return digest in self._listed
+
+    def _prove(self, found: Committed) -> None:
+        """Raise unless a trusted key signed a manifest, or one that descends from it.
+
+        Manifests from before the first signature, or by a key that is no longer trusted, are named
+        by digest: each by the next one as its parent, up to one that a trusted key signed.
+
+        Raises:
+            SignatureError: There is none.
+        """
+        oldest = self._oldest_signed
+        if found.signed_by:
+            self._oldest_signed = found.version if oldest is None else min(oldest, found.version)
+        if found.signed_by or self._named.get(found.version) == found.digest:
+            return
+        refusal = self._trust.refusal(found.signatures, manifest_key(found.version))
+        if oldest is None or oldest < found.version:
+            oldest = self.looks.newest(found.version)
+            if oldest == found.version or not self._checked(oldest).signed_by:
+                raise refusal
+        named = {found.version: found.digest}
+        for version in range(found.version + 1, oldest + 1):
+            later = self._checked(version)
+            if later.manifest.parent != named[version - 1]:
+                raise refusal
+            if later.signed_by or self._named.get(version) == later.digest:
+                self._named |= named
+                return
+            named[version] = later.digest
+
+    def _checked(self, version: Version) -> Committed:
+        """Read a manifest that may not be trusted; once more if it is unreadable."""
         key = manifest_key(version)
         try:
             found = self._read(key, version)
@@ -114,12 +189,16 @@ class Manifests:
         known = self.looks.digest(version)
         if known is not None:
             return known
-        found = self.find(version)
-        return found.digest if found else None
+        try:  # the caller compares digests, trusted or not
+            return self._checked(version).digest
+        except ObjectNotFoundError:
+            return None
 
     def _read(self, key: str, version: Version) -> Committed:
         data = bytes(self._bytes(version))
-        return Committed(unseal(data, Manifest, key=key), object_digest(data))
+        manifest = unseal(data, Manifest, key=key)
+        signers = self._trust.signers(data, Manifest, self._chain)
+        return Committed(manifest, object_digest(data), opened(data)[1], signers)
 
     def find(self, version: Version) -> Committed | None:
         """Read the manifest of a version; ``None`` if it is not committed."""

@@ -19,8 +19,8 @@ from deltachain.store.base import check_nbytes, not_found
 from deltachain.types import Buffer
 
 LOST: Final = (
-    "a lifecycle rule or a user removed it: restore it, or restart the publisher, "
-    "whose next anchor makes it unnecessary"
+    "a lifecycle rule or a user removed it: restore it, give `deltachain maintain --copy` a folder "
+    "that follows this chain, or restart the publisher, whose next anchor makes it unnecessary"
 )
 """Hint for a missing part without an alternative plan."""
 

@@ -81,7 +81,7 @@ def agent(  # noqa: PLR0913 - one argument an option
         if adapter
         else ReloadServer(engine, key=key)
     )
-    with Agent(config, folder, server) as led, stopping(stop, led.subscriber) as by:
+    with Agent(config, folder, server) as led, stopping(stop, led.subscriber.notify) as by:
         if once:
             receipt = led.update()
             if receipt is not None:

@@ -21,8 +21,14 @@ from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
 from deltachain.cli.inspecting import inspect
 from deltachain.cli.log import log
+from deltachain.cli.maintaining import anchor, maintain, prune
+from deltachain.cli.mirror import mirror
 from deltachain.cli.pull import pull
 from deltachain.cli.push import push
+from deltachain.cli.revert import revert
+from deltachain.cli.signing import keygen, sign
+from deltachain.cli.stats import stats
+from deltachain.cli.tag import tag
 from deltachain.cli.verify import verify
 from deltachain.errors import ConfigError, DeltaChainError
 
@@ -39,6 +45,7 @@ EXTRAS: Final = {
     "fsspec": "fsspec",
     "gcsfs": "gcs",
     "adlfs": "azure",
+    "cryptography": "signing",
     "fastapi": "server",
 }
 """Extra of deltachain, by package."""
@@ -114,8 +121,10 @@ def options(
 
 
 PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
-    "Look": (log, inspect, verify),
-    "Publish and follow": (push, pull, follow),
+    "Look": (log, inspect, verify, stats, tag),
+    "Publish and follow": (push, pull, follow, revert),
+    "Maintain": (maintain, prune, anchor, mirror),
+    "Signatures": (keygen, sign),
     "Replicas": (fleet, agent),
     "Offline": (diff, patch),
     "Try": (demo, demo_async, bench),

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -136,6 +137,14 @@ def percent(share: float) -> str:
     if share in (0.0, 1.0):
         return f"{100 * share:.0f} %"
     return f"{100 * share:.2f} %" if share >= 1e-4 else "<0.01 %"
+
+
+def moment(seconds: float) -> str:
+    """Format a time of this machine's time zone: ``23 Nov 09:00``."""
+    try:
+        return time.strftime("%d %b %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # the publisher's clock may be wrong
+        return "?"
 
 
 def bits_per_change(stored: int, nnz: int) -> float | None:

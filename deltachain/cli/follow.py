@@ -45,7 +45,7 @@ def follow(  # noqa: PLR0913 - one argument an option
 
     config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
     stop = Event()
-    with Subscriber(config, OwnFolder(out)) as subscriber, stopping(stop, subscriber) as by:
+    with Subscriber(config, OwnFolder(out)) as subscriber, stopping(stop, subscriber.notify) as by:
         receipts = _catch_up if once else _follow
         for receipt in receipts(subscriber, stop, every_version=every_version):
             write_assets(subscriber.chain, out, trusted=trust_remote_code)
@@ -99,14 +99,19 @@ def show_version(receipt: ApplyReceipt, *, as_json: bool) -> None:
 
 
 @contextmanager
-def stopping(stop: Event, subscriber: Subscriber) -> Iterator[list[int]]:
-    """Make Ctrl-C and SIGTERM end the loop between two swaps; a second signal ends it at once."""
+def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Make Ctrl-C and SIGTERM end a loop between two steps; a second signal ends it at once.
+
+    Args:
+        stop: Set by a signal.
+        wake: Called then, to end a wait.
+    """
     by: list[int] = []
 
     def handle(number: int, _: FrameType | None) -> None:
         by.append(number)
         stop.set()
-        subscriber.notify()
+        wake()
         if len(by) > 1:
             raise KeyboardInterrupt
 

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson
+from deltachain.cli.options import AsJson, At, AtStep, TagName, choice_of
+from deltachain.cli.signing import signed, signers
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
+    from deltachain.chain.choose import VersionChoice
     from deltachain.format.documents import BaseRef, EdgeSummary
 
 TENSORS_SHOWN = 12
 
 
-def inspect(
+def inspect(  # noqa: PLR0913 - one argument an option
     place: Annotated[
         str, typer.Argument(metavar="FILE|URL", help="A delta file, or the URL of a chain.")
     ],
@@ -27,6 +29,9 @@ def inspect(
     version: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
     ] = None,
+    step: AtStep = None,
+    tag: TagName = "",
+    at: At = "",
     anchor: Annotated[
         bool, typer.Option("--anchor", help="Show the newest anchor up to the version.")
     ] = False,
@@ -45,7 +50,8 @@ def inspect(
     if Path(place).is_file():
         report = _file(Path(place))
     else:
-        report = _chain(place, version, anchor=anchor, tensor_table=tensor_table)
+        choice = choice_of(version, step=step, tag=tag, at=at)
+        report = _chain(place, choice, anchor=anchor, tensor_table=tensor_table)
     if as_json:
         c.write_json(report)
         return
@@ -72,18 +78,15 @@ def _file(path: Path) -> dict[str, Any]:
     }
 
 
-def _chain(url: str, version: int | None, *, anchor: bool, tensor_table: bool) -> dict[str, Any]:
+def _chain(url: str, choice: VersionChoice, *, anchor: bool, tensor_table: bool) -> dict[str, Any]:
     from deltachain.chain.chain import Chain
-    from deltachain.errors import ChainError
+    from deltachain.chain.choose import choose
     from deltachain.store import open_store
 
     chain = Chain.open(open_store(url))
     if tensor_table:
         return _table(chain)
-    committed = chain.head() if version is None else chain.find(version)
-    if committed is None:
-        which = "any version" if version is None else f"version {version}"
-        raise ChainError(f"{url} does not have {which}", version=version)
+    committed = choose(chain, choice)
     edge = _newest_anchor(chain, committed) if anchor else committed.manifest.summary()
     about = {
         "url": chain.store.url,
@@ -91,6 +94,7 @@ def _chain(url: str, version: int | None, *, anchor: bool, tensor_table: bool) -
         "kind": edge.kind,
         "base": edge.base,
         "state": edge.state,
+        **signers(committed if edge.version == committed.version else chain.read(edge.version)),
     }
     reference = chain.edge(edge).reference
     return about | (_edge(chain, edge) if reference is None else _reference(reference))
@@ -106,7 +110,7 @@ def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
     plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
     refs = chain.edge(edge).parts
     with watching(chain.store, f"reading version {edge.version}") as store:
-        parts = fetch(Chain(store, chain.identity, chain.table), plan).parts
+        parts = fetch(Chain(store, chain.identity, chain.table, trust=chain.trust), plan).parts
         contents = dissect(parts, [ref.nbytes for ref in refs])
     return {"objects": [ref.key for ref in refs], "contents": contents}
 
@@ -158,6 +162,8 @@ def _show_facts(report: Mapping[str, Any]) -> None:
         for name, value in report.items()
         if value is not None and isinstance(value, str | int)
     }
+    if "signatures" in report and (by := signed(report)):
+        named["signed by"] = by
     if report.get("aliases"):
         named["tied"] = ", ".join(f"{alias} = {of}" for alias, of in report["aliases"].items())
     contents = report.get("contents")

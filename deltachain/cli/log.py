@@ -3,7 +3,6 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -12,7 +11,8 @@ import typer
 from rich.text import Text
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Url
+from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of
+from deltachain.cli.signing import SHOWN_DIGITS, signed, signers
 
 COLUMNS: Final = (
     ">version",
@@ -37,12 +37,19 @@ if TYPE_CHECKING:
     from deltachain.format.documents import Edge
 
 
-def log(
+def log(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=1, metavar="N", help="Versions to show.")
     ] = 20,
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="The newest version to show. Default: the head."),
+    ] = None,
+    step: AtStep = None,
+    tag: TagName = "",
+    at: At = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the versions of a chain, newest first.
@@ -51,20 +58,22 @@ def log(
     later, such as anchors, follow below their version.
 
     Example: `deltachain log /mnt/policy -n 5`
+
+    Example: `deltachain log /mnt/policy --at 2026-11-23T09:00`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.errors import ChainError
+    from deltachain.chain.choose import VersionChoice, choose
     from deltachain.store import open_store
     from deltachain.verify import edge_records
 
+    choice = choice_of(version, step=step, tag=tag, at=at)
     chain = Chain.open(open_store(url))
-    head = chain.head()
-    if head is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
-    first = max(0, head.version - limit + 1)
-    shown = list(chain.history(first, head.version))[::-1]
+    head = choose(chain, VersionChoice())
+    last = head.version if choice == VersionChoice() else choose(chain, choice).version
+    first = max(0, last - limit + 1)
+    shown = list(chain.history(first, last))[::-1]
     records: dict[int, list[Edge]] = defaultdict(list)
-    for record, summary in edge_records(chain, first, head.version):
+    for record, summary in edge_records(chain, first, last):
         records[summary.version].append(record.edge)
     model = describe_model(chain)
     versions = [_version(committed, records, model["nbytes"]) for committed in shown]
@@ -97,6 +106,8 @@ def describe_model(chain: Chain) -> dict[str, Any]:
 def _version(
     committed: Committed, records: Mapping[int, list[Edge]], dense_nbytes: int
 ) -> dict[str, Any]:
+    from deltachain.format.revert_mark import reverted_to
+
     manifest = committed.manifest
     edge = manifest.edge
     return {
@@ -112,6 +123,8 @@ def _version(
         "state": manifest.state,
         "manifest": committed.digest,
         "metadata": manifest.metadata,
+        **signers(committed),
+        "reverted_to": reverted_to(manifest),
         "edges": [_edge(added, dense_nbytes) for added in records.get(manifest.version, [])],
     }
 
@@ -140,9 +153,13 @@ def _show(
             f"state {head.manifest.state}",
             model=f"{c.count(model['numel'])} elements in {model['tensors']:,} tensors{tied}, "
             f"{c.nbytes(model['nbytes'])} ({dtypes})",
+            **({"signed by": by} if (by := signed(signers(head))) else {}),
         )
     )
+    versions = list(versions)
     columns = [name for name in COLUMNS if out.width >= FULL_WIDTH or name not in GIVE_WAY]
+    if any(version["signatures"] for version in versions):
+        columns.append("signed by")
     grid = c.table(*columns)
     for version in versions:
         row = _row(version)
@@ -161,16 +178,24 @@ def _row(version: Mapping[str, Any]) -> dict[str, Text | str]:
     return {
         ">version": str(version["version"]),
         ">epoch": Text(str(version["epoch"]), "dim"),
-        "kind": version["kind"] if is_delta else Text(version["kind"], "cyan"),
+        "kind": _kind(version),
         ">step": "" if version["step"] is None else str(version["step"]),
-        "committed": Text(_moment(version["time"]), "dim"),
+        "committed": Text(c.moment(version["time"]), "dim"),
         ">changed": c.count(version["nnz"]),
         ">density": c.percent(version["density"]),
         ">bytes": _stored(version),
         ">bits": f"{bits:.2f}" if bits and is_delta else "",
         ">dense": f"1/{version['dense_ratio']:,.0f}" if version["nbytes"] and is_delta else "",
         "state": Text(version["state"][:8], "dim"),
+        "signed by": Text(signed(version, SHOWN_DIGITS).partition(" (")[0], "dim"),
     }
+
+
+def _kind(version: Mapping[str, Any]) -> Text | str:
+    if version["reverted_to"] is not None:
+        return Text(f"revert to {version['reverted_to']}", "yellow")
+    kind = version["kind"]
+    return kind if kind == "delta" else Text(kind, "cyan")
 
 
 def _added(edge: Mapping[str, Any]) -> dict[str, Text | str]:
@@ -186,10 +211,3 @@ def _stored(edge: Mapping[str, Any]) -> str:
     """Format the size of an edge, and its number of objects if above 1."""
     parts = f" in {edge['parts']}" if edge["parts"] > 1 else ""
     return c.nbytes(edge["nbytes"]) + parts
-
-
-def _moment(seconds: float) -> str:
-    try:
-        return time.strftime("%d %b %H:%M", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # the publisher's clock may be wrong
-        return "?"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from deltachain import environment
 from deltachain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deltachain.chain.choose import VersionChoice
 
 
 def secret(name: str, file: Path | None) -> str:
@@ -60,6 +65,16 @@ Encode: TypeAlias = Annotated[
         "opens in any safetensors reader. Installed packages add more.",
     ),
 ]
+EncodeOrAuto: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="<step|overwrite|raw|max|auto>",
+        help="**step** is the default; **max** is smaller and slower to decode; **auto** chooses "
+        "one of these two by the speed of the link, where every reader can read `max`; "
+        "**overwrite** carries new bits instead of steps; **raw** opens in any safetensors reader. "
+        "Installed packages add more.",
+    ),
+]
 Base: TypeAlias = Annotated[
     Path | None,
     typer.Option(
@@ -96,3 +111,56 @@ Poll: TypeAlias = Annotated[
     float | None,
     typer.Option(metavar="S", help="Seconds between looks. Default: what the store bears."),
 ]
+AtStep: TypeAlias = Annotated[
+    int | None,
+    typer.Option(metavar="S", help="The newest version of this step of the trainer."),
+]
+TagName: TypeAlias = Annotated[
+    str, typer.Option("--tag", metavar="NAME", help="The version that this tag stands for.")
+]
+At: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        "--at",
+        metavar="TIME",
+        help="The newest version committed at or before: `2026-11-23T09:00`, of this machine's "
+        "time zone if it names none, or seconds since 1970.",
+    ),
+]
+
+
+def choice_of(
+    version: int | None = None, *, step: int | None = None, tag: str = "", at: str = ""
+) -> VersionChoice:
+    """Return the choice of a version that options make.
+
+    Raises:
+        ConfigError: Several are given, or the time is no time.
+    """
+    from deltachain.chain.choose import VersionChoice  # noqa: PLC0415 - when a command runs
+
+    return VersionChoice(version=version, step=step, tag=tag, at=seconds(at) if at else None)
+
+
+def seconds(text: str) -> float:
+    """Parse a time, as ISO 8601 or in seconds since 1970.
+
+    Raises:
+        ConfigError: The text is neither.
+    """
+    try:
+        found = float(text)
+    except ValueError:
+        try:
+            found = datetime.fromisoformat(text).timestamp()
+        except (ValueError, OverflowError, OSError) as exc:
+            raise _no_time(text) from exc
+    if not math.isfinite(found):
+        raise _no_time(text)
+    return found
+
+
+def _no_time(text: str) -> ConfigError:
+    return ConfigError(
+        f"{text!r} is no time", hint="write 2026-11-23T09:00:00+01:00, or seconds since 1970"
+    )

@@ -8,12 +8,14 @@ from typing import TypeVar
 
 from rich.progress import (
     BarColumn,
+    DownloadColumn,
     FileSizeColumn,
     MofNCompleteColumn,
     Progress,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
+    TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from typing_extensions import override
@@ -42,6 +44,30 @@ def watching(store: Store, doing: str) -> Iterator[Store]:
     ) as progress:
         task = progress.add_task(doing, total=None)
         yield MeteredStore(store, lambda nbytes: progress.advance(task, nbytes))
+
+
+@contextmanager
+def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], None]]]:
+    """Yield a store whose traffic is shown, and a function that adds bytes to the total."""
+    console = err()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=32, complete_style="cyan", finished_style="cyan"),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task, total = progress.add_task(doing, total=None), 0
+
+        def planned(nbytes: int) -> None:
+            nonlocal total
+            total += nbytes
+            progress.update(task, total=total)
+
+        yield MeteredStore(store, lambda nbytes: progress.advance(task, nbytes)), planned
 
 
 def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:

@@ -10,19 +10,32 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.follow import receipt_row
-from deltachain.cli.options import AsJson, Base, Out, TrustRemoteCode, Url
+from deltachain.cli.options import (
+    AsJson,
+    At,
+    AtStep,
+    Base,
+    Out,
+    TagName,
+    TrustRemoteCode,
+    Url,
+    choice_of,
+)
 
 if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt, Subscriber
 
 
-def pull(
+def pull(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     out: Out,
     version: Annotated[
         int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
     ] = None,
+    step: AtStep = None,
+    tag: TagName = "",
+    at: At = "",
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -33,13 +46,17 @@ def pull(
     written before the result is proven. Folders with other weights are refused.
 
     Example: `deltachain pull /mnt/policy --version 7 --out policy-7`
+
+    Example: `deltachain pull /mnt/policy --tag eval-step-4000 --out policy-4000`
     """
     from deltachain.chain.chain import Chain
+    from deltachain.chain.choose import choose
     from deltachain.cli.progress import watching
     from deltachain.store import open_store
     from deltachain.subscribe import SubscribeConfig, Subscriber
     from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
 
+    choice = choice_of(version, step=step, tag=tag, at=at)
     config, folder = SubscribeConfig(url=url, base=base, undo_applies=0), OwnFolder(out)
     with (
         watching(open_store(url), f"pulling into {out.name}") as store,
@@ -47,6 +64,8 @@ def pull(
     ):
         folder.refuse_other(Chain.open(store).identity.chain)  # before its record is believed
         chain = subscriber.chain  # opening it identifies the version in the folder
+        if choice.is_search:
+            version = choose(chain, choice).version
         receipt = _bring(subscriber, version)
         written = write_assets(chain, out, trusted=trust_remote_code)
         report = _report(subscriber, receipt, out) | {"files": written}

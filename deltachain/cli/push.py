@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Encode, TrustRemoteCode, Url
+from deltachain.cli.options import AsJson, EncodeOrAuto, TrustRemoteCode, Url
+from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Committed
     from deltachain.publish.push import Pushed
+    from deltachain.publish.quantise.settings import Quantization
 
 
 def push(  # noqa: PLR0913 - one argument an option
@@ -27,13 +29,22 @@ def push(  # noqa: PLR0913 - one argument an option
     step: Annotated[
         int | None, typer.Option(metavar="N", help="The trainer's step, recorded in the manifest.")
     ] = None,
-    encoding: Encode = "step",
+    encoding: EncodeOrAuto = "step",
     quantization: Annotated[
         str | None,
         typer.Option(
             metavar="RECIPE",
             help="Quantise linear layers and experts first: `fp8-block`, `fp8-block-ue8m0`, "
             "`fp8-row`, `fp8-tensor` or `int8-row`. Give it at every push of the chain.",
+        ),
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER",
+            help="Layer that `--quantization` leaves as it is: its name or the end of it, or "
+            "`re:` and a regular expression; several times for several. By default `lm_head`, "
+            "which others replace.",
         ),
     ] = None,
     base: Annotated[
@@ -45,6 +56,14 @@ def push(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
+    continue_reverted: Annotated[
+        bool,
+        typer.Option(
+            "--continue-reverted",
+            help="Publish on top of a head that `revert` committed; else other weights than its "
+            "are refused there.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint as the newest version of a chain.
@@ -56,6 +75,9 @@ def push(  # noqa: PLR0913 - one argument an option
     Example: `deltachain push out/checkpoint-40 /mnt/policy --step 40`
 
     Example: `deltachain push out/checkpoint-40 /mnt/policy-fp8 --quantization fp8-block`
+
+    Example: `deltachain push out/checkpoint-40 /mnt/policy-fp8 --quantization fp8-block
+    --ignore lm_head --ignore re:model.visual`
     """
     from deltachain.cli.progress import watching
     from deltachain.publish.config import PublishConfig
@@ -66,9 +88,10 @@ def push(  # noqa: PLR0913 - one argument an option
     config = PublishConfig(
         url=url,
         encoding=encoding,
-        quantization=quantization,
+        quantization=_quantization(quantization, ignore),
         base=base,
         trust_remote_code=trust_remote_code,
+        continue_reverted=continue_reverted,
     )
     with watching(open_store(url), f"pushing {checkpoint.name}") as store:
         pushed = publish(store, checkpoint, config, step=step)
@@ -79,8 +102,18 @@ def push(  # noqa: PLR0913 - one argument an option
         _show(pushed, report)
 
 
+def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization | None:
+    from deltachain.publish.quantise.settings import Quantization
+
+    if recipe is None:
+        if ignore:
+            raise ConfigError("--ignore needs --quantization", hint="name a recipe as well")
+        return None
+    return Quantization(recipe, ignore=tuple(ignore)) if ignore else Quantization(recipe)
+
+
 def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
-    anchor = pushed.anchor
+    anchor, chosen = pushed.anchor, pushed.encoding
     return {
         "url": pushed.chain.store.url,
         "chain": pushed.chain.identity.chain,
@@ -89,6 +122,8 @@ def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
         "state": pushed.head.manifest.state,
         "committed": [_version(committed) for committed in pushed.committed],
         "anchor": None if anchor is None else {"version": anchor.version, "nbytes": anchor.nbytes},
+        "encoding": None if chosen is None else chosen.encoding,
+        "encoding_reason": None if chosen is None else chosen.reason,
         "seconds": round(seconds, 3),
     }
 
@@ -125,5 +160,7 @@ def _show(pushed: Pushed, report: dict[str, Any]) -> None:
             markup=True,
             soft_wrap=True,
         )
+        if version["kind"] == "delta" and report["encoding"]:
+            out.print(f"   {report['encoding']}: {report['encoding_reason']}", soft_wrap=True)
     if report["anchor"]:
         out.print(f"   and an anchor for newcomers, {c.nbytes(report['anchor']['nbytes'])}")

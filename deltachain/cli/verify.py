@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Base, Url
+from deltachain.cli.options import AsJson, At, AtStep, Base, TagName, Url, choice_of
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
     from deltachain.verify import EdgeProof, VersionProof
 
 
-def verify(
+def verify(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     first: Annotated[
@@ -28,6 +28,9 @@ def verify(
     last: Annotated[
         int | None, typer.Option("--to", min=0, metavar="N", help="The last. Default: the head.")
     ] = None,
+    step: AtStep = None,
+    tag: TagName = "",
+    at: At = "",
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
@@ -36,18 +39,24 @@ def verify(
     Reads all manifests, edge records and payload objects; checks sizes, digests, directories,
     frames and decoding; rebuilds the weights in memory from version to version, and recomputes the
     state digest of each. Anchors and skips must lead to the same states. A missing payload counts
-    as expired if a later anchor replaces it. The first error ends the command with its exit code.
+    as pruned if a prune record names it, and as expired if a later anchor replaces it. The first
+    error ends the command with its exit code.
+
+    The options `--step`, `--tag` and `--at` name the last version, as `--to` does.
 
     Example: `deltachain verify /mnt/policy --from 100`
     """
     from deltachain.chain.chain import Chain
+    from deltachain.chain.choose import choose
     from deltachain.cli.progress import counted
     from deltachain.store import open_store
     from deltachain.verify import newest
     from deltachain.verify import verify as prove
 
-    start = time.perf_counter()
+    start, choice = time.perf_counter(), choice_of(last, step=step, tag=tag, at=at)
     chain = Chain.open(open_store(url))
+    if choice.is_search:
+        last = choose(chain, choice).version
     end = newest(chain) if last is None else last
     proofs = prove(chain, first=first, last=end, base=base)
     done = list(counted(proofs, max(end - first + 1, 0), "proving versions"))
@@ -63,6 +72,7 @@ def _report(chain: Chain, done: Sequence[VersionProof], seconds: float) -> dict[
     for proof in done:
         for edge in proof.edges:
             kinds[edge.kind].append(edge)
+    gone = [edge for proof in done for edge in proof.edges if edge.expired]
     return {
         "url": chain.store.url,
         "chain": chain.identity.chain,
@@ -72,10 +82,22 @@ def _report(chain: Chain, done: Sequence[VersionProof], seconds: float) -> dict[
         "state": str(done[-1].state),
         "seconds": round(seconds, 3),
         "edges": {kind: _totals(edges) for kind, edges in kinds.items()},
-        "expired": [edge.expired for proof in done for edge in proof.edges if edge.expired],
+        "expired": [edge.expired for edge in gone if not edge.pruned],
+        "pruned": [edge.expired for edge in gone if edge.pruned],
+        "signed": _signed(done),
+        "checked": chain.trust.trusted is not None,
         "not_rebuilt": [proof.version for proof in done if not proof.rebuilt],
         "refetched": [key for proof in done for edge in proof.edges for key in edge.refetched],
     }
+
+
+def _signed(done: Sequence[VersionProof]) -> dict[str, list[int]]:
+    """Return the versions that each key signed, as far as checked."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for proof in done:
+        for key_id in dict.fromkeys(proof.signed_by or proof.signatures):
+            found[key_id].append(proof.version)
+    return dict(found)
 
 
 def _totals(edges: Sequence[EdgeProof]) -> dict[str, int]:
@@ -96,6 +118,8 @@ def _version(proof: VersionProof) -> dict[str, Any]:
         "manifest": proof.manifest,
         "state": str(proof.state),
         "rebuilt": proof.rebuilt,
+        "signatures": list(proof.signatures),
+        "signed_by": list(proof.signed_by),
         "edges": [dataclasses.asdict(edge) for edge in proof.edges],
     }
 
@@ -121,10 +145,13 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
                 out.print(
                     f"\n{where}: read, but not proven: it starts before version {done[0].version}"
                 )
+    if report["pruned"]:
+        out.print(f"\npayloads of {len(report['pruned']):,} edges were pruned")
     if report["expired"] or report["not_rebuilt"]:
-        out.print(f"\n{_expired(report)}", style="yellow")
+        out.print(f"\n{_expired(report)}", style="yellow" if report["expired"] else "")
     for key in report["refetched"]:
         out.print(f"\n{key}: corrupt on the first read, intact on the second", style="yellow")
+    _show_signed(report)
     rebuilt = [proof.version for proof in done if proof.rebuilt]
     span = f"version {rebuilt[0]} is" if len(rebuilt) == 1 else f"versions {_ranges(rebuilt)} are"
     out.print(
@@ -134,15 +161,25 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
     )
 
 
+def _show_signed(report: dict[str, Any]) -> None:
+    for key_id, versions in report["signed"].items():
+        unchecked = "" if report["checked"] else "; not checked, since no keys are trusted"
+        c.out().print(
+            f"\nsigned by {c.clean(key_id[:64])}: versions {_ranges(versions)}{unchecked}",
+            soft_wrap=True,
+        )
+
+
 def _expired(report: dict[str, Any]) -> str:
     """Describe expired payloads and their consequences."""
     gone, versions = report["expired"], report["not_rebuilt"]
     text = [f"payloads of {len(gone)} edges have expired, {gone[0]} first"] if gone else []
     if versions:
         what = "version" if len(versions) == 1 else "versions"
+        only_pruned = report["pruned"] and not gone
+        why = "payloads were pruned" if only_pruned else "payloads have expired"
         text.append(
-            f"{what} {_ranges(versions)} cannot be rebuilt, because payloads have expired; the "
-            "manifests are intact"
+            f"{what} {_ranges(versions)} cannot be rebuilt, because {why}; the manifests are intact"
         )
     return "; ".join(text)
 

@@ -355,11 +355,12 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
 
 
-def seal(document: Document) -> bytes:
-    """Encode a document in an envelope with its digest."""
+def seal(document: Document, signatures: tuple[Signature, ...] = ()) -> bytes:
+    """Encode a document in an envelope with its digest and signatures."""
     payload = dump(document)
+    digest = object_digest(payload)
     return msgspec.json.encode(
-        Envelope(blake3=object_digest(payload), payload=msgspec.Raw(payload))
+        Envelope(blake3=digest, payload=msgspec.Raw(payload), signatures=signatures)
     )
 
 

@@ -13,8 +13,19 @@ TABLE_KEY: Final = "table.json"
 """The tensor table; put-if-absent, immutable."""
 HEAD_KEY: Final = "head.json"
 """Head hint, may be out of date; overwritten."""
+MIRROR_KEY: Final = "mirror.json"
+"""What a mirror copies and leaves out; only in mirrors, and removed when one is promoted."""
+
+TAG_PREFIX: Final = "tags/"
+"""Common prefix of the keys of all tag records."""
+
+HEARTBEAT_KEY: Final = "heartbeat.json"
+"""Signed word of the publisher that a version is the newest; overwritten."""
 
 PayloadKind = Literal["delta", "anchor", "skip"]
+
+PAYLOADS: Final = ("deltas/", "anchors/", "skips/")
+"""Key prefixes of payload objects, which may be deleted (FORMAT.md 1)."""
 
 
 def manifest_key(version: Version) -> str:
@@ -38,11 +49,38 @@ def payload_prefix(kind: PayloadKind, version: Version) -> str:
     return f"{kind}s/{version:020d}-"
 
 
+def prune_key(number: int) -> str:
+    """Return the key of a prune record."""
+    return f"prunes/{number:08d}.json"
+
+
 def asset_key(digest: str, name: str) -> str:
     """Return the content-addressed key of an asset such as ``config.json``."""
     return f"assets/{digest[:32]}/{name}"
 
 
+def signature_key(chain: str, key_id: str) -> str:
+    """Return the key of the signature of ``chain.json`` by one key."""
+    return f"signatures/{chain}/{key_id}.json"
+
+
+def signature_prefix(chain: str) -> str:
+    """Return the common prefix of the keys of the signatures of one ``chain.json``."""
+    return f"signatures/{chain}/"
+
+
+def tag_key(name: str, number: int) -> str:
+    """Return the key of a record of a tag."""
+    return f"{TAG_PREFIX}{name}/{number:08d}.json"
+
+
+def tag_of(key: str) -> tuple[str, int] | None:
+    """Return name and number of a tag record, ``None`` for other keys."""
+    found = _TAG.fullmatch(key)
+    return (found[1], int(found[2])) if found else None
+
+
+_TAG: Final = re.compile(r"tags/([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})/([0-9]{8})\.json")
 _VERSIONED: Final = re.compile(r"(?:manifests|edges|deltas|anchors|skips)/([0-9]{20})[./-].*")
 
 

@@ -56,7 +56,8 @@ class ReplicaSettings:
     """Settings of a replica; each is an environment variable, ``DELTACHAIN_`` and the given name.
 
     Attributes:
-        subscribe: ``URL``, and ``BASE``, ``POLL_S`` and ``STAGE_BUDGET`` if set.
+        subscribe: ``URL``, and ``BASE``, ``POLL_S``, ``STAGE_BUDGET``, ``TRUSTED_KEYS`` and
+            ``MAX_HEARTBEAT_AGE_S`` if set.
         follow: ``FOLLOW``: whether to apply versions as they are committed.
         strict: ``STRICT``: whether a server that cannot follow exits at startup.
         pause: ``PAUSE``: pause mode of the engine, which decides about running requests.
@@ -86,7 +87,11 @@ class ReplicaSettings:
         if "URL" not in given:
             return None
         subscribe = SubscribeConfig(
-            url=given["URL"], base=given.get("BASE"), poll_s=given.get("POLL_S")
+            url=given["URL"],
+            base=given.get("BASE"),
+            poll_s=given.get("POLL_S"),
+            trusted_keys=given.get("TRUSTED_KEYS"),
+            max_heartbeat_age_s=given.get("MAX_HEARTBEAT_AGE_S"),
         )
         if "STAGE_BUDGET" in given:
             subscribe = replace(subscribe, stage_budget=given["STAGE_BUDGET"])

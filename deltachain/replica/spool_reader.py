@@ -2,7 +2,8 @@
 
 A *tensor plan* is what a plan says of one tensor. In a plan of one edge every object gives elements
 of its own (FORMAT.md 2): each of its tensors is decoded by itself, while later objects are on their
-way. Longer plans are folded, tensor by tensor, once all objects are there.
+way, unless it needs old bits that another object may change. Longer plans are folded, tensor by
+tensor, once all objects are there.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -50,6 +53,7 @@ class TensorPlan:
     Attributes:
         spec: Spec of the tensor.
         parts: Open objects that give elements of the tensor, oldest first.
+        edges: Number of the edge of each object; by default, each has an edge of its own.
         base: Checkpoint with its bits before them; ``None`` if there is none.
         from_nothing: Whether the plan needs no base bits.
     """
@@ -58,6 +62,7 @@ class TensorPlan:
     parts: tuple[Part, ...]
     base: Checkpoint | None = field(default=None, repr=False)
     from_nothing: bool = False
+    edges: tuple[int, ...] = ()
 
     def read(
         self, low: int, high: int, old: Callable[[int, int], OldBits] | None = None
@@ -67,7 +72,7 @@ class TensorPlan:
         Args:
             low: Flat index of the first element.
             high: Flat index after the last one.
-            old: Function that copies the bits held of a range of elements, for encodings that need
+            old: Function that returns the bits held of a range of elements, for encodings that need
                 them; a plan from nothing needs none.
 
         Returns:
@@ -79,21 +84,22 @@ class TensorPlan:
             MalformedError: An object violates FORMAT.md.
             BrokenChainError: A plan from nothing has only some of the elements.
             BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
-            ConfigError: An object needs old bits that are not held.
+            OldBitsError: An object needs old bits that are not held.
         """
         name = self.spec.name
         deltas: list[TensorDelta] = []
         if self.base is not None:
             deltas.append(TensorDelta.run(self.spec, low, self.base.bits(name)[low:high]))
         before: OldBits | None = None
-        for part in self.parts:
-            if before is None and part.needs_old(name):
+        edges = self.edges or range(len(self.parts))
+        for _, same in groupby(zip(edges, self.parts, strict=True), key=itemgetter(0)):
+            parts = [part for _, part in same]
+            if before is None and any(part.needs_old(name) for part in parts):
                 before = self._before(deltas, low, high, old)
-            delta = self._decode(part, (low, high), before)
-            if before is not None:
-                before.apply_(delta)
-            if delta.nnz:
-                deltas.append(delta)
+            read = [self._decode(part, (low, high), before) for part in parts]
+            if before is not None and parts[-1] is not self.parts[-1]:
+                before = before.after(read)
+            deltas += (delta for delta in read if delta.nnz)
         found = fold_within(deltas, low, high) if deltas else _empty(self.spec)
         if self.from_nothing and low < high and not found.covers(low, high):
             raise BrokenChainError(f"{name}: the plan from nothing gives only {found.nnz} elements")
@@ -127,9 +133,7 @@ class TensorPlan:
             before = OldBits(bits, start, np.zeros(stop - start, np.bool_))
         else:
             return None
-        for delta in deltas:
-            before.apply_(delta)
-        return before
+        return before.after(deltas)
 
     def steps(self, low: int, high: int) -> TensorReader | None:
         """Return the reader of the segments near ``[low, high)`` if they are all of one ``step``.
@@ -172,19 +176,25 @@ class SpoolReader:
             DigestMismatchError: An object has another directory than the chain says.
         """
         folds = self._base is not None or len({one.edge for one in self._index.objects}) > 1
-        later: dict[str, list[Part]] = {}
+        later: dict[str, list[tuple[int, Part]]] = {}
         specs: dict[str, TensorSpec] = dict(self._base.specs) if self._base else {}
         for number, spooled in enumerate(self._index.objects):
             part = self._open(number, spooled)
             for name, row in part.rows.items():
-                if folds or (self.from_nothing and not _gives_all(part, name)):
-                    later.setdefault(name, []).append(part)
+                if folds or self._waits(part, name):
+                    later.setdefault(name, []).append((spooled.edge, part))
                     specs.setdefault(name, row.spec)
                 else:
                     yield TensorPlan(row.spec, (part,), None, self.from_nothing)
         for name, spec in specs.items():
-            parts = tuple(later.get(name, ()))
-            yield TensorPlan(spec, parts, self._base, self.from_nothing)
+            edges, parts = zip(*later[name], strict=True) if name in later else ((), ())
+            yield TensorPlan(spec, parts, self._base, self.from_nothing, edges)
+
+    def _waits(self, part: Part, name: str) -> bool:
+        """Return whether a tensor of a plan of one edge is decoded with those of later objects."""
+        if self.from_nothing:
+            return not _gives_all(part, name)
+        return part.needs_old(name) and len(self._index.objects) > 1
 
     def _open(self, number: int, spooled: SpooledObject) -> Part:
         file, ref = object_file(self._folder, number), spooled.ref

@@ -253,7 +253,14 @@ def _prepared(given: TensorPlan, share: Share) -> list[tuple[HolderKey, Write]]:
 
 
 def _held_bits(share: Share, spec: TensorSpec, low: int, high: int) -> OldBits:
-    """Copy the bits of the elements ``[low, high)`` that a rank holds on the host."""
+    """Return the bits of the elements ``[low, high)`` that a rank holds on the host.
+
+    Consecutive ones are the live bits themselves; others are copied to their places.
+    """
+    (_, first), *others = share.places
+    run = None if others else _run(first)
+    if run is not None:
+        return run
     bits, held = np.zeros(high - low, spec.bits_dtype), np.zeros(high - low, np.bool_)
     for _, place in share.places:
         offset, at, dims = place.box
@@ -263,6 +270,18 @@ def _held_bits(share: Share, spec: TensorSpec, low: int, high: int) -> OldBits:
         host.strided(bits, *where)[...] = host.strided(storage, at, sizes, live)
         host.strided(held, *where)[...] = True
     return OldBits(bits, low, held)
+
+
+def _run(place: LiveElements) -> OldBits | None:
+    """Return live bits on the host as they are, if all of them are consecutive in the tensor."""
+    offset, at, dims = place.box
+    numel = 1
+    for size, there, live in reversed(dims.tolist()):
+        if size > 1 and (there, live) != (numel, numel):
+            return None
+        numel *= size
+    storage: Any = place.storage
+    return OldBits(storage[at : at + numel], offset, shared=True)
 
 
 def _placed(share: Share, delta: TensorDelta) -> list[tuple[HolderKey, Write]]:

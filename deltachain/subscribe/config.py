@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deltachain.chain.trust import Trust
 from deltachain.errors import ConfigError
 
 
@@ -45,9 +46,27 @@ class SubscribeConfig:
     verify_at_start: bool = True
     """Verify the state digest of a target that records its version (a folder) when it is opened."""
 
+    trusted_keys: str | None = None
+    """Public keys as ``deltachain keygen`` prints them, with commas between them, or a file with
+    one a line; ``None``: those in ``DELTACHAIN_TRUSTED_KEYS``, if any. With trusted keys only what
+    one of them signed is applied."""
+
+    max_heartbeat_age_s: float | None = None
+    """Largest age of the publisher's last sign, its newest version or heartbeat, in seconds; beyond
+    it the store may withhold versions, and none is applied. Needs trusted keys. ``None``: as in
+    ``DELTACHAIN_MAX_HEARTBEAT_AGE_S``, if set."""
+
     trust_remote_code: bool = False
     """Keep references to remote code in assets (``auto_map``: ``repo--modeling.Class``), which run
     when the folder is loaded. By default they are removed with a warning."""
+
+    def trust(self) -> Trust:
+        """Return the trusted keys and the largest age.
+
+        Raises:
+            ConfigError: A key is invalid, or an age is given without trusted keys.
+        """
+        return Trust.of_reader(self.trusted_keys, self.max_heartbeat_age_s)
 
     def __post_init__(self) -> None:
         polls = self.poll_s is None or self.poll_s > 0

@@ -3,27 +3,57 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetching
 from deltachain.chain.plan import Plan
+from deltachain.chain.reachable import plan_present
+from deltachain.codec import ENCODINGS
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
     DeltaChainError,
     FormatError,
     ObjectNotFoundError,
+    OldBitsError,
 )
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import manifest_key, version_of
 from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class UsablePlans:
+    """What the plans of a target may be made of.
+
+    Attributes:
+        base: Local folder of the base checkpoint.
+        without: Encodings that need old bits which the target turned out not to hold.
+        lack: Its error then.
+    """
+
+    base: Path | None
+    without: frozenset[str] = frozenset()
+    lack: OldBitsError | None = None
+
+    def leave_out(self, plan: Plan, exc: OldBitsError) -> bool:
+        """Leave out the encodings of a plan that need old bits; return whether there is one."""
+        names = {name for edge in plan.edges for name in edge.encodings}
+        lost = {name for name in names - self.without if ENCODINGS.get(name).needs_old}
+        if lost:
+            logger.warning("planning without %s from now on: %s", ", ".join(sorted(lost)), exc)
+            self.without, self.lack = self.without | lost, exc
+        return bool(lost)
 
 
 def fetch_around(
@@ -32,7 +62,7 @@ def fetch_around(
     committed: Committed,
     use: Callable[[Fetched], _T],
     *,
-    base: Path | None,
+    usable: UsablePlans,
     hold: bool = True,
 ) -> tuple[Fetched, _T]:
     """Use the cheapest plan while it is fetched; again without an edge that has an unusable object.
@@ -43,7 +73,7 @@ def fetch_around(
         committed: The version to reach.
         use: Called with a plan whose objects may still be on their way; called again with another
             plan if one of them turns out to be unusable.
-        base: Local folder of the base checkpoint.
+        usable: What plans may be made of; has fewer encodings afterwards where old bits lack.
         hold: Whether large objects are held in memory in any case; see :func:`fetching`.
 
     Returns:
@@ -51,19 +81,25 @@ def fetch_around(
 
     Raises:
         DeltaChainError: An object is unusable, and no plan avoids it.
+        OldBitsError: Every plan needs old bits that the target does not hold.
     """
     avoid: list[EdgeSummary] = []
-    failure: DeltaChainError | None = None
+    failure: DeltaChainError | None = usable.lack
+    have = held.version if held else None
     while True:
         try:
-            plan = chain.plan(held.version if held else None, committed, avoid=avoid)
+            plan = _plan(chain, have, committed, usable.without, avoid)
         except BrokenChainError:
             if failure is not None:
                 raise _named(failure, committed) from failure.__cause__
             raise
         try:
-            with fetching(chain, plan, target=committed, base=base, hold=hold) as fetched:
+            with fetching(chain, plan, target=committed, base=usable.base, hold=hold) as fetched:
                 return fetched, use(fetched)
+        except OldBitsError as exc:
+            if not usable.leave_out(plan, exc):
+                raise
+            failure = exc
         except (FormatError, ObjectNotFoundError, ConfigError) as exc:
             bad = _unusable(plan, exc)
             if not bad:
@@ -71,6 +107,33 @@ def fetch_around(
             logger.warning("planning around %s->%d: %s", bad[0].kind, bad[0].version, exc)
             avoid += bad
             failure = exc
+
+
+def _plan(
+    chain: Chain,
+    held: Version | None,
+    committed: Committed,
+    without: Collection[str],
+    avoid: Collection[EdgeSummary],
+) -> Plan:
+    """Find the cheapest plan; with pruned edges whose objects are there if no other leads on.
+
+    A prune record only advises readers: on a chain without signatures anybody may have forged it.
+
+    Raises:
+        BrokenChainError: No plan exists.
+    """
+    try:
+        return chain.plan(held, committed, without=without, avoid=avoid)
+    except BrokenChainError as broken:
+        if chain.prunes.names_edges:
+            with suppress(BrokenChainError):
+                plan = plan_present(
+                    chain, held, committed, without=without, avoid=avoid, pruned=True
+                )
+                logger.warning("planning over pruned edges: %s", broken)
+                return plan
+        raise
 
 
 def _named(failure: DeltaChainError, committed: Committed) -> DeltaChainError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from threading import Event
 from typing import TYPE_CHECKING, Final
 
+from deltachain.chain.heartbeat import check_age
 from deltachain.errors import (
     BaseMismatchError,
     BrokenChainError,
@@ -96,12 +97,15 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
     if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
         return None, True
     try:
-        return None, watch.look(chain, held)
+        is_there = watch.look(chain, held)
     except BrokenChainError as exc:
         receipt = None if subscriber.pinned else _around(subscriber, exc)
         if receipt is None:
             raise
         return receipt, True
+    if is_there and chain.latest == held.version and chain.trust.max_age_s is not None:
+        check_age(chain, chain.read(held.version))
+    return None, is_there
 
 
 def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.heartbeat import check_age
 from deltachain.errors import BrokenChainError, ChainError, ForkedChainError
 from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.subscribe.watch import judge
@@ -54,6 +55,7 @@ def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None
     Raises:
         ForkedChainError: The history in the store is another one.
         StoreWentBackError: The held version is gone, and no newer one exists.
+        MirrorLagsError: The same, in a mirror, which may not have it yet.
         BrokenChainError: The held version is gone, and ``committed`` is older.
     """
     manifest = committed.manifest
@@ -150,12 +152,15 @@ def require(
         ObjectNotFoundError: The whole chain is gone.
         BrokenChainError: The manifest is missing, although later ones exist.
         StoreWentBackError: The held version is gone as well.
+        StaleChainError: The head is older than the reader allows.
         ChainError: The version is not committed.
     """
     if isinstance(version, Committed):
         return version
     committed = chain.head() if version is None else chain.find(version)
     if committed is not None:
+        if version is None:
+            check_age(chain, committed)
         return committed
     head = chain.head()
     if held is not None and (head is None or head.version < held.version):

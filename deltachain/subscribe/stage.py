@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 
 from deltachain.chain.fetch import Fetched
+from deltachain.errors import BaseMismatchError
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
-from deltachain.types import StateDigest
+from deltachain.types import StateDigest, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +59,9 @@ class Staged:
             swap_s=swap_s,
             pause_s=pause_s,
         )
+
+
+def overtaken(version: Version) -> BaseMismatchError:
+    """Return the error of a staged version that another swap has overtaken."""
+    message = f"version {version} was staged before another swap"
+    return BaseMismatchError(message, version=version, hint="stage again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deltachain.errors import ChainError, ObjectNotFoundError
+from deltachain.errors import ChainError, MirrorLagsError, ObjectNotFoundError
 from deltachain.format.documents import Struct
 from deltachain.subscribe.history import check_standing
 from deltachain.types import Version
@@ -52,6 +52,8 @@ def status_of(subscriber: Subscriber) -> Status:
     try:
         if held is not None:
             check_standing(chain, held)
+    except MirrorLagsError:
+        pass  # what is held was proven from a store that is ahead of this one
     except (ChainError, ObjectNotFoundError) as exc:
         doubt = exc
     newest = head.version if head else None

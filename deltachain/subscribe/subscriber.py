@@ -25,11 +25,11 @@ from deltachain.errors import (
 )
 from deltachain.store import Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.fetch import fetch_around
+from deltachain.subscribe.fetch import UsablePlans, fetch_around
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged
+from deltachain.subscribe.stage import Staged, overtaken
 from deltachain.subscribe.status import Status, status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target
@@ -51,8 +51,7 @@ class Subscriber(Closeable):
 
     Args:
         config: Settings, or the URL alone.
-        target: A torch module, a dict of tensors by checkpoint name, the path of a checkpoint
-            folder, or any :class:`Target`.
+        target: Torch module, dict of tensors by name, path of a folder, or any :class:`Target`.
         store: The store; opened from the URL if ``None``.
 
     Example:
@@ -70,6 +69,7 @@ class Subscriber(Closeable):
         self.last: ApplyReceipt | None = None
         self.told = Event()
         self.watch = Watch()
+        self._usable = UsablePlans(self.config.base)
         self._store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None
         self._held: HeldVersion | None = None
@@ -82,6 +82,7 @@ class Subscriber(Closeable):
 
         Raises:
             ObjectNotFoundError: The store has no chain yet.
+            SignatureError: No trusted key signed the chain.
             TensorMismatchError: The target is not the model of the chain.
         """
         if self._chain is None:
@@ -90,7 +91,7 @@ class Subscriber(Closeable):
         return self._chain
 
     def _open(self) -> Chain:
-        chain = Chain.open(self._store)
+        chain = Chain.open(self._store, self.config.trust())
         specs = {spec.name: spec for spec in chain.table.specs()}
         self.target.bind(specs, chain.table.aliases)
         self._held = identify(chain, self.target, verify=self.config.verify_at_start)
@@ -204,7 +205,7 @@ class Subscriber(Closeable):
         """
         with self._writing:
             if staged.generation != self._generation:
-                raise _overtaken(staged.to.version)
+                raise overtaken(staged.to.version)
             start = time.perf_counter()
             swap_s = self._write(staged.prepared, staged.to)
             self.watch.proved(staged.to)
@@ -344,7 +345,7 @@ class Subscriber(Closeable):
             except BaseMismatchError:
                 with self._writing:
                     if generation != self._generation:
-                        raise _overtaken(committed.version) from None
+                        raise overtaken(committed.version) from None
                     if not fetched.from_nothing:
                         self._poison()
                 raise
@@ -352,7 +353,7 @@ class Subscriber(Closeable):
         with Pool(1) as pool:  # looks up the head during the fetch, without another round trip
             looking = pool.submit(self._newest, committed.version)
             fetched, prepared = fetch_around(
-                self.chain, held, committed, stage, base=self.config.base, hold=not once
+                self.chain, held, committed, stage, usable=self._usable, hold=not once
             )
         fetched_at = max([start, *fetched.times])
         staged_at = time.perf_counter()
@@ -392,8 +393,3 @@ class Subscriber(Closeable):
         self.poisoned = True
         self._generation += 1
         self._undo.clear()
-
-
-def _overtaken(version: Version) -> BaseMismatchError:
-    message = f"version {version} was staged before another swap"
-    return BaseMismatchError(message, version=version, hint="stage again")

@@ -16,6 +16,7 @@ from deltachain.errors import (
     ChainMismatchError,
     DeltaChainError,
     ForkedChainError,
+    MirrorLagsError,
     StoreWentBackError,
 )
 from deltachain.subscribe.targets.base import HeldVersion
@@ -40,7 +41,7 @@ def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | Non
             "join the one that is there from nothing",
         )
     if found.manifest is None:
-        return _gone(held, found.newest, url)
+        return _gone(held, found, url)
     if found.manifest != held.manifest:
         return ForkedChainError(
             f"version {held.version} in the store differs from the held one: its manifest is "
@@ -52,10 +53,17 @@ def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | Non
     return None
 
 
-def _gone(held: HeldVersion, newest: Version | None, url: str) -> DeltaChainError:
+def _gone(held: HeldVersion, found: Standing, url: str) -> DeltaChainError:
+    newest = found.newest
     if newest is not None and newest > held.version:
         return _missing(held.version, newest)
     there = "none is there" if newest is None else f"the newest there is {newest}"
+    if found.source is not None:
+        return MirrorLagsError(
+            f"the mirror lags: version {held.version} is held, {there} at {url}, a mirror of "
+            f"{found.source}",
+            version=held.version,
+        )
     back = "" if newest is None else f" (`rollback` to {newest}, then `release`)"
     return StoreWentBackError(
         f"the store went back: version {held.version} is held, {there} at {url}",
@@ -123,6 +131,6 @@ class Watch:
         ahead = isinstance(finding, BrokenChainError) and finding.version != held.version
         if ahead:
             self._proven, self.doubt = held.manifest, None  # the held version is in the store
-        elif counts:
+        elif counts and not isinstance(finding, MirrorLagsError):
             self.doubt = finding
         return counts

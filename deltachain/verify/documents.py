@@ -15,6 +15,7 @@ from deltachain.errors import (
     FormatError,
     MalformedError,
     ObjectNotFoundError,
+    SignatureError,
 )
 from deltachain.format import keys
 from deltachain.format.digest import object_digest
@@ -105,6 +106,7 @@ def edge_records(
 
     Raises:
         MalformedError: A record has the key of another edge.
+        SignatureError: No trusted key signed a record, and no manifest lists it.
     """
     found = []
     for info in chain.store.list("edges/"):
@@ -118,9 +120,23 @@ def edge_records(
         if record.chain != chain.identity.chain or place != info.key:
             raise MalformedError(f"{info.key}: is {place} of chain {record.chain}", key=info.key)
         digest = object_digest(data)
+        _check_signed(chain, data, info.key, version)
         summary = summarise(version, edge, record.state, record=info.key, digest=digest)
         found.append((record, summary))
     return tuple(found)
+
+
+def _check_signed(chain: Chain, data: bytes, key: str, version: Version) -> None:
+    """Raise unless a record is signed, or a later manifest lists it; these are read if needed."""
+    try:
+        chain.check_listed(data, key)
+    except SignatureError:
+        digest, later = object_digest(data), version + 1
+        while (committed := chain.find(later)) is not None:
+            if any(edge.digest == digest for edge in committed.manifest.recent):
+                return
+            later += 1
+        raise
 
 
 def check_manifest(chain: Chain, committed: Committed, before: Committed | None) -> None:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
@@ -27,9 +26,6 @@ from deltachain.verify.documents import (
 )
 from deltachain.verify.weights import Weights
 
-PAYLOADS: Final = ("deltas/", "anchors/", "skips/")
-"""Key prefixes of objects that a lifecycle rule may delete (FORMAT.md 1)."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeProof:
@@ -46,6 +42,7 @@ class EdgeProof:
         proven: Whether it leads to the state of its version. An edge from before the first verified
             version, or from an expired one, can only be read.
         expired: Key of a missing part that a later anchor makes unnecessary; empty for none.
+        pruned: Whether it expired because a prune record names the edge.
         refetched: Keys of objects that were corrupt on the first read.
     """
 
@@ -59,6 +56,7 @@ class EdgeProof:
     proven: bool
     refetched: tuple[str, ...]
     expired: str = ""
+    pruned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +64,10 @@ class VersionProof:
     """Result for one version: its manifest follows its parent, its weights have its state.
 
     If its payload has expired, the weights cannot be checked, and ``rebuilt`` is false.
+
+    Attributes:
+        signatures: Ids of the keys in the manifest's signatures.
+        signed_by: Those that are trusted, and whose signature is true; empty without trusted keys.
     """
 
     version: Version
@@ -74,6 +76,8 @@ class VersionProof:
     state: StateDigest
     edges: tuple[EdgeProof, ...]
     rebuilt: bool = True
+    signatures: tuple[str, ...] = ()
+    signed_by: tuple[str, ...] = ()
 
 
 def verify(
@@ -100,6 +104,7 @@ def verify(
         raise ChainError(f"version {first} is not committed, head is {end}", version=end)
     for _ in chain.assets():  # verified while read
         pass
+    chain.prunes.newest()
     walk = _Walk(chain, base, first, end, edge_records(chain, first, end))
     before: Committed | None = None
     for committed in history(chain, first, end):
@@ -122,6 +127,7 @@ class _Walk:
 
     Attributes:
         lost: Error for the missing part since which no version can be rebuilt; ``None`` for none.
+            The weights are then those of the last version before, from which a skip may lead on.
     """
 
     def __init__(
@@ -139,6 +145,7 @@ class _Walk:
         self._specs = {spec.name: spec for spec in chain.table.specs()}
         self._weights = Weights(self._specs)
         self.lost: ObjectNotFoundError | None = None
+        self._at: Version | None = None  # of the weights
         self._known: dict[tuple[Version, str], EdgeSummary] = {}
         self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
 
@@ -154,6 +161,9 @@ class _Walk:
                 self._known[version, summary.record] = summary
                 if summary.base is None:
                     proofs.append(self._prove(summary, write=self.lost is not None))
+                elif self.lost is not None and summary.base == self._at:
+                    self._skips.pop(version, None)  # it was proven there, and leads on here
+                    proofs.append(self._prove(summary, write=True))
                 elif summary.base < self._first:
                     proofs.append(self._read(summary))
         self._check_window(committed)
@@ -165,6 +175,8 @@ class _Walk:
             state=committed.state,
             edges=(*proofs, *self._skips.pop(version, ())),
             rebuilt=self.lost is None,
+            signatures=tuple(signature.key_id for signature in committed.signatures),
+            signed_by=committed.signed_by,
         )
 
     def _begin(self, committed: Committed) -> EdgeProof:
@@ -216,18 +228,18 @@ class _Walk:
 
         An edge with expired parts or an unknown base is only read.
         """
-        if edge.base is not None and self.lost is not None:
+        if edge.base is not None and self.lost is not None and edge.base != self._at:
             return self._read(edge)
         try:
             fetched = self._fetch(edge)
         except ObjectNotFoundError as exc:
-            proof = _expired(edge, exc)
+            proof = self._expired(edge, exc)
             if write and self.lost is None:
-                self.lost, self._weights = exc, Weights(self._specs)
+                self.lost = exc
             return proof
         self._weights.prove(fetched, StateDigest.parse(edge.state), write=write)
         if write:
-            self.lost = None
+            self.lost, self._at = None, edge.version
         return _proof(fetched, proven=True)
 
     def _read(self, edge: EdgeSummary) -> EdgeProof:
@@ -235,7 +247,7 @@ class _Walk:
         try:
             return _proof(self._fetch(edge), proven=False)
         except ObjectNotFoundError as exc:
-            return _expired(edge, exc)
+            return self._expired(edge, exc)
 
     def _fetch(self, edge: EdgeSummary) -> Fetched:
         plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
@@ -284,23 +296,23 @@ class _Walk:
                 hint=way_behind(self._chain, back, edge.version, self._last),
             )
 
-
-def _expired(edge: EdgeSummary, gone: ObjectNotFoundError) -> EdgeProof:
-    """Build the result of an edge whose payload has expired; re-raise for a document."""
-    if not gone.key.startswith(PAYLOADS):
-        raise gone
-    return EdgeProof(
-        kind=edge.kind,
-        base=edge.base,
-        key=edge.record or keys.manifest_key(edge.version),
-        nbytes=0,
-        parts=0,
-        frames=0,
-        nnz=0,
-        proven=False,
-        refetched=(),
-        expired=gone.key,
-    )
+    def _expired(self, edge: EdgeSummary, gone: ObjectNotFoundError) -> EdgeProof:
+        """Build the result of an edge whose payload is gone; re-raise for a document."""
+        if not gone.key.startswith(keys.PAYLOADS):
+            raise gone
+        return EdgeProof(
+            kind=edge.kind,
+            base=edge.base,
+            key=edge.record or keys.manifest_key(edge.version),
+            nbytes=0,
+            parts=0,
+            frames=0,
+            nnz=0,
+            proven=False,
+            refetched=(),
+            expired=gone.key,
+            pruned=self._chain.prunes.is_pruned(edge),
+        )
 
 
 def _proof(fetched: Fetched, *, proven: bool) -> EdgeProof:

@@ -1,0 +1,83 @@
+"""Prune records of a chain in its store: lookup of the newest one."""
+
+from __future__ import annotations
+
+from deltachain.chain.numbered import NONE, newest_number
+from deltachain.chain.trust import Trust
+from deltachain.errors import ChainMismatchError, FormatError, MalformedError, ObjectNotFoundError
+from deltachain.format.documents import EdgeSummary, unseal
+from deltachain.format.keys import prune_key
+from deltachain.format.prune_record import PruneRecord
+from deltachain.store import Store
+
+
+class Prunes:
+    """The prune records of one chain, numbered from 0 without gaps.
+
+    Args:
+        store: Store of the records.
+        chain: Id of the chain.
+        trust: Keys that sign and check records.
+    """
+
+    def __init__(self, store: Store, chain: str, trust: Trust) -> None:
+        self._store = store
+        self._chain = chain
+        self._trust = trust
+        self._newest: PruneRecord | None = None
+
+    def newest(self) -> PruneRecord | None:
+        """Read the newest record; ``None`` before the first.
+
+        Takes a logarithmic number of lookups the first time, and one while there is no newer one.
+
+        Raises:
+            FormatError: The record is damaged or under the key of another.
+            SignatureError: No trusted key signed it.
+            ChainMismatchError: It belongs to another chain.
+        """
+        known = self._newest.number if self._newest else NONE
+        number = newest_number(self._store, prune_key, known=known)
+        if number > known:
+            self._newest = self.read(number)
+        return self._newest
+
+    def read(self, number: int) -> PruneRecord:
+        """Read a record; once more if it is damaged.
+
+        Raises:
+            ObjectNotFoundError: There is no such record.
+            FormatError: The record is damaged or under the key of another.
+            ChainMismatchError: It belongs to another chain.
+        """
+        try:
+            return self._read(number)
+        except FormatError:  # a bit may have flipped in transit
+            return self._read(number)
+
+    @property
+    def names_edges(self) -> bool:
+        """Whether the newest record that was read names any edge."""
+        return self._newest is not None and bool(self._newest.pruned)
+
+    def is_pruned(self, edge: EdgeSummary) -> bool:
+        """Return whether the newest record that was read names an edge."""
+        return self._newest is not None and self._newest.covers(edge)
+
+    def refresh(self) -> None:
+        """Read the newest record, if it is readable: planning does without it."""
+        try:
+            self.newest()
+        except (FormatError, ObjectNotFoundError, ChainMismatchError):
+            return
+
+    def _read(self, number: int) -> PruneRecord:
+        key = prune_key(number)
+        data = self._store.get(key)
+        record = unseal(data, PruneRecord, key=key)
+        self._trust.check(data, PruneRecord, chain=self._chain, key=key)
+        if record.chain != self._chain:
+            raise ChainMismatchError(f"{key}: belongs to chain {record.chain[:80]}")
+        if record.number != number:
+            raise MalformedError(f"{key}: is prune record {record.number}", key=key)
+        return record

@@ -1,0 +1,247 @@
+"""Tags: names of versions, such as ``eval-step-4000``.
+
+A tag is a sequence of numbered records, each written once; the newest counts. Moving a tag adds a
+record, removing it adds one without a version. A tag counts once its version was seen to be
+reachable after the record was written, so that who deletes payloads and read the tags before keeps
+what it must, or the tag is taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.mirror_record import refuse_mirror
+from deltachain.chain.numbered import NONE, newest_number
+from deltachain.chain.reachable import is_reachable
+from deltachain.errors import (
+    AlreadyExistsError,
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    ForkedChainError,
+    FormatError,
+    MalformedError,
+    StoreUnavailableError,
+    StoreWentBackError,
+)
+from deltachain.format.documents import unseal
+from deltachain.format.keys import TAG_PREFIX, tag_key, tag_of
+from deltachain.format.tag import NAME, Tag
+
+TRIES: Final = 16
+"""Numbers tried for a record while others write records of the same tag."""
+
+
+def read(chain: Chain, name: str) -> Tag | None:
+    """Read a tag; ``None`` if it does not exist or was removed.
+
+    Raises:
+        ConfigError: No tag can have that name.
+        FormatError: The newest record is damaged, or of another tag.
+    """
+    record = _newest(chain, check_name(name))
+    return record if record is not None and record.version is not None else None
+
+
+def committed(chain: Chain, tag: Tag) -> Committed:
+    """Read the version of a tag, and check that it is the one that was tagged.
+
+    Raises:
+        StoreWentBackError: The version is no longer in the store.
+        ForkedChainError: The store has another history now.
+    """
+    found = None if tag.version is None else chain.find(tag.version)
+    if found is None:
+        raise StoreWentBackError(
+            f"tag {tag.name!r} names version {tag.version}, which is not in {chain.store.url}",
+            version=tag.version,
+        )
+    if found.digest != tag.manifest:
+        raise ForkedChainError(
+            f"tag {tag.name!r} names version {tag.version} with manifest {tag.manifest[:16]}, "
+            f"{chain.store.url} has another one there, {found.digest[:16]}",
+            version=tag.version,
+            hint="the store was restored from a backup and other versions were committed since; "
+            "set the tag again, or remove it",
+        )
+    return found
+
+
+def read_all(chain: Chain) -> tuple[Tag, ...]:
+    """List the tags that stand for a version, by name.
+
+    Raises:
+        FormatError: A newest record is damaged, or of another tag.
+    """
+    listed: dict[str, int] = {}
+    for info in chain.store.list(TAG_PREFIX):
+        if (found := tag_of(info.key)) is not None:
+            name, number = found
+            listed[name] = max(number, listed.get(name, NONE))
+    records = (_newest(chain, name, known=number) for name, number in sorted(listed.items()))
+    return tuple(record for record in records if record and record.version is not None)
+
+
+def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
+    """Make a name stand for a version; return the record that says so.
+
+    Two callers at once both succeed, one after the other. Nothing is written if the tag already
+    stands for the version.
+
+    Args:
+        chain: The chain.
+        name: Name of the tag.
+        target: The version.
+        time: Now, in seconds since 1970.
+
+    Raises:
+        ConfigError: No tag can have that name, or the store is a mirror.
+        BrokenChainError: The version cannot be rebuilt from the store: the tag is as it was, or
+            removed if that came to light only after the record was written.
+    """
+    check_name(name)
+    refuse_mirror(chain.store)
+    if not is_reachable(chain, target.version):
+        raise _unreachable(chain, name, target, "the tag was not set")
+    before = _newest(chain, name)
+    if before is not None and (before.version, before.manifest) == (target.version, target.digest):
+        return before
+    record = partial(
+        Tag,
+        chain=chain.identity.chain,
+        name=name,
+        version=target.version,
+        state=target.manifest.state,
+        manifest=target.digest,
+        time=time,
+    )
+    tag = _put_next(chain, name, record, after=before.number if before else NONE)
+    if not is_reachable(chain, target.version):
+        _put(chain, _removal(chain, name, time, tag.number + 1))  # unless another one is newer
+        raise _unreachable(chain, name, target, "the tag was removed")
+    return tag
+
+
+def remove(chain: Chain, name: str, *, time: float) -> Tag:
+    """Remove a tag; return the record that stood for a version until now.
+
+    Args:
+        chain: The chain.
+        name: Name of the tag.
+        time: Now, in seconds since 1970.
+
+    Raises:
+        ConfigError: No tag can have that name, or the store is a mirror.
+        ChainError: There is no such tag.
+    """
+    refuse_mirror(chain.store)
+    tag = read(chain, name)
+    if tag is None:
+        raise unknown(chain, name)
+    _put_next(chain, name, partial(_removal, chain, name, time), after=tag.number)
+    return tag
+
+
+def check_name(name: str) -> str:
+    """Return the name of a tag.
+
+    Raises:
+        ConfigError: No tag can have that name.
+    """
+    if NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"{name[:140]!r} is not a name of 1 to 128 characters from A-Z a-z 0-9 . _ - that "
+            "does not begin with a dot"
+        )
+    return name
+
+
+def unknown(chain: Chain, name: str) -> ChainError:
+    """Build the error for a tag that does not exist; its hint names some that do."""
+    names = [tag.name for tag in read_all(chain)]
+    some = ", ".join(names[:8]) + (" and others" if names[8:] else "")
+    hint = f"tags are {some}" if names else "no tag is set; `deltachain tag URL NAME` sets one"
+    return ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
+
+
+def _unreachable(chain: Chain, name: str, target: Committed, outcome: str) -> BrokenChainError:
+    return BrokenChainError(
+        f"version {target.version} cannot be rebuilt from {chain.store.url}: payloads of every way "
+        f"to it are gone; {outcome} ({name!r})",
+        version=target.version,
+        hint="tag a later version, or restore the payloads from a backup and set the tag again",
+    )
+
+
+def _removal(chain: Chain, name: str, time: float, number: int) -> Tag:
+    return Tag(
+        chain=chain.identity.chain,
+        name=name,
+        number=number,
+        version=None,
+        state="",
+        manifest="",
+        time=time,
+    )
+
+
+def _newest(chain: Chain, name: str, *, known: int = NONE) -> Tag | None:
+    """Read the newest record of a tag; ``None`` if there is none."""
+    number = newest_number(chain.store, partial(tag_key, name), known=known)
+    return None if number == NONE else _record(chain, name, number)
+
+
+def _record(chain: Chain, name: str, number: int) -> Tag:
+    """Read one record; once more if it is unreadable."""
+    key = tag_key(name, number)
+    try:
+        record = _read(chain, key)
+    except FormatError:  # a bit may have flipped in transit
+        record = _read(chain, key)
+    if (record.chain, record.name, record.number) != (chain.identity.chain, name, number):
+        raise MalformedError(
+            f"{key}: is number {record.number} of tag {record.name!r} of chain {record.chain}",
+            key=key,
+        )
+    return record
+
+
+def _read(chain: Chain, key: str) -> Tag:
+    data = chain.store.get(key)
+    record = unseal(data, Tag, key=key)
+    chain.trust.check(data, Tag, chain=chain.identity.chain, key=key)
+    return record
+
+
+def _put_next(chain: Chain, name: str, record: Callable[..., Tag], *, after: int) -> Tag:
+    """Write a record under the first free number after ``after``.
+
+    Raises:
+        ChainError: Other writers took every number that was tried.
+    """
+    for number in range(after + 1, after + 1 + TRIES):
+        made = record(number=number)
+        if _put(chain, made):
+            return made
+    raise ChainError(
+        f"tag {name!r} was set by others {TRIES} times while it was to be set here",
+        hint="see that one process sets a tag, and try again",
+    )
+
+
+def _put(chain: Chain, record: Tag) -> bool:
+    """Write a record; return whether it is the one under its number now."""
+    store, key = chain.store, tag_key(record.name, record.number)
+    data = chain.trust.seal(record, chain.identity.chain)
+    try:
+        store.put_if_absent(key, data)
+    except AlreadyExistsError:
+        return store.get(key) == data  # an own earlier attempt may have written it
+    except StoreUnavailableError:
+        if store.find(key) is None:
+            raise
+        return store.get(key) == data
+    return store.capabilities.conditional_put or store.get(key) == data

@@ -1,0 +1,194 @@
+"""Encoding and upload of the parts of an edge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import BoundedSemaphore
+from types import TracebackType
+from typing import Final, Self
+
+from deltachain.chain.upload_clock import MeasuredTransfer, UploadClock
+from deltachain.codec import Change, EncodedPart, encode_part
+from deltachain.format.digest import digest_of_pieces
+from deltachain.format.documents import Edge, ObjectRef
+from deltachain.format.keys import PayloadKind, payload_key
+from deltachain.store import Store
+from deltachain.threads import Pool
+from deltachain.types import Version
+
+DENSE_SHARE: Final = 0.67
+"""Compression ratio of dense bf16 weights by byte planes and zstd, N(0, 0.02)."""
+
+PARTS_ON_THE_WAY: Final = 3
+"""Parts in memory beside the one that is gathered: one being encoded, others being uploaded."""
+
+UPLOADS: Final = 2
+"""Parts uploaded at a time: the second hides the round trips of the first."""
+
+ANCHOR_PARTS: Final = 16
+"""Parts of an anchor, about: enough that encoding and upload overlap."""
+
+SMALL_PART_NBYTES: Final = 64 << 20
+"""Size of an anchor's part, in bytes, below which more parts cost more requests than time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeKeys:
+    """Unique names of the parts of one rank in one attempt."""
+
+    kind: PayloadKind
+    version: Version
+    epoch: int
+    commit_id: str
+
+
+class EdgeUpload:
+    """Encoder and uploader of an edge's changes, in parts of bounded size.
+
+    One part is encoded, by all cores, while others are uploaded; ``add`` waits when
+    ``PARTS_ON_THE_WAY`` are, so that memory does not grow with the model. A single part is
+    encoded and uploaded by the caller. Parts are invisible to followers until a manifest or an
+    edge record names them. Use as a context manager: leaving it early abandons parts that are not
+    being uploaded yet.
+
+    Args:
+        store: Store of the parts.
+        keys: Names of the parts.
+        raw: Whether the parts are readable by any safetensors reader.
+        part_nbytes: Largest size of the changes in a part before compression, in bytes.
+    """
+
+    def __init__(self, store: Store, keys: EdgeKeys, *, raw: bool, part_nbytes: int) -> None:
+        self._store, self._keys = store, keys
+        self._raw, self._part_nbytes = raw, part_nbytes
+        self._group: dict[str, Change] = {}
+        self._nbytes = 0
+        self._parts: list[Future[Future[ObjectRef]]] = []
+        self._encodings: set[str] = set()
+        self._encoder = Pool(1, "deltachain-encode")
+        self._uploader = Pool(UPLOADS, "deltachain-upload")
+        self._room = BoundedSemaphore(PARTS_ON_THE_WAY)
+        self._failure: BaseException | None = None
+        self._clock = UploadClock()
+
+    @property
+    def transfer(self) -> MeasuredTransfer:
+        """Size and time of all parts that were uploaded."""
+        return self._clock.total
+
+    def add(self, change: Change) -> None:
+        """Add a change; first pass the current part on if it is full or has the same tensor.
+
+        Raises:
+            StoreError: A part could not be uploaded.
+        """
+        name, nbytes = change.delta.spec.name, change.delta.nbytes
+        if self._group and (self._nbytes + nbytes > self._part_nbytes or name in self._group):
+            self._pass_on()
+        self._group[name] = change
+        self._nbytes += nbytes
+
+    def finish(self) -> Edge:
+        """Upload the last part, wait for all parts, and return the edge.
+
+        Raises:
+            StoreError: A part could not be uploaded.
+        """
+        with self:
+            if self._group and self._parts:
+                self._pass_on()
+            parts = [part.result().result() for part in self._parts]
+            if self._group:
+                group = self._take()
+                part = self._encode(group)
+                parts.append(self._put(self._key(0), part, part.digest))
+        kind, version = self._keys.kind, self._keys.version
+        return Edge(
+            kind=kind,
+            base=version - 1 if kind == "delta" else None,
+            encodings=tuple(sorted(self._encodings)),
+            parts=tuple(parts),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._failure = self._failure or error
+        self._encoder.shutdown()
+        self._uploader.shutdown()
+
+    def _key(self, number: int) -> str:
+        keys = self._keys
+        return payload_key(keys.kind, keys.version, keys.epoch, keys.commit_id, number)
+
+    def _take(self) -> Sequence[Change]:
+        """Return the gathered changes in the order of the table, and begin another part."""
+        group = [self._group[name] for name in sorted(self._group)]
+        self._group, self._nbytes = {}, 0
+        return group
+
+    def _pass_on(self) -> None:
+        """Have the gathered changes encoded and uploaded; wait for room."""
+        self._room.acquire()
+        if self._failure is not None:
+            self._room.release()
+            raise self._failure
+        key = self._key(len(self._parts))
+        self._parts.append(self._encoder.submit(self._encode_and_submit, key, self._take()))
+
+    def _encode_and_submit(self, key: str, group: Sequence[Change]) -> Future[ObjectRef]:
+        try:
+            return self._uploader.submit(self._put_and_release, key, self._encode(group))
+        except BaseException as error:
+            self._failure = self._failure or error
+            self._room.release()
+            raise
+
+    def _put_and_release(self, key: str, part: EncodedPart) -> ObjectRef:
+        try:
+            # By one thread: the others encode, and none of a group waits for them.
+            return self._put(key, part, digest_of_pieces([part.content]))
+        except BaseException as error:
+            self._failure = self._failure or error
+            raise
+        finally:
+            self._room.release()
+
+    def _encode(self, group: Sequence[Change]) -> EncodedPart:
+        if self._failure is not None:
+            raise self._failure
+        raw = self._raw and not any(change.windows for change in group)
+        part = encode_part(group, raw=raw)
+        self._encodings.update(part.encodings)
+        return part
+
+    def _put(self, key: str, part: EncodedPart, digest: str) -> ObjectRef:
+        if self._failure is not None:
+            raise self._failure
+        with self._clock.upload(len(part.content)):
+            pin = self._store.put(key, part.content)
+        return ObjectRef(
+            key=key,
+            nbytes=len(part.content),
+            blake3=digest,
+            directory=part.directory,
+            pin=pin,
+        )
+
+
+def anchor_part_nbytes(nbytes: int, limit: int) -> int:
+    """Return the size of an anchor's parts before compression, at most ``limit``, in bytes.
+
+    Args:
+        nbytes: Size of all bits of the anchor on this rank, in bytes.
+        limit: Largest allowed size of a part, in bytes.
+    """
+    return min(limit, max(SMALL_PART_NBYTES, nbytes // ANCHOR_PARTS))

@@ -1,0 +1,160 @@
+"""``deltachain mirror``: copy a chain into another store, and keep it there."""
+
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from collections.abc import Iterator
+from threading import Event
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+import deltachain
+from deltachain.cli import console as c
+from deltachain.cli.follow import stopping
+from deltachain.cli.options import Poll
+from deltachain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deltachain.mirror import Mirror, MirrorReceipt
+    from deltachain.store import Store
+
+
+def mirror(  # noqa: PLR0913 - one argument an option
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="The chain; with `--promote`, the mirror.")
+    ],
+    destination: Annotated[
+        str | None, typer.Argument(metavar="[DST]", help="An empty store, or this chain's mirror.")
+    ] = None,
+    *,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on copying versions as they are committed.")
+    ] = False,
+    start: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="<head|N>",
+            help="Leave out payloads before the anchor that leads to the head, or to version N.",
+        ),
+    ] = None,
+    promote: Annotated[
+        bool,
+        typer.Option("--promote", help="End the mirror SRC, so that a publisher may go on there."),
+    ] = False,
+    poll: Poll = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
+    ] = False,
+) -> None:
+    """Copy a chain into another store, byte for byte, in the order of dependence.
+
+    Digests are proven before anything is copied. Ended at any moment, by Ctrl-C or a kill, it
+    leaves a chain that followers can read; the next start continues. Publishers refuse the mirror
+    until it is promoted.
+
+    Example: `deltachain mirror s3://policies/run-1 hf://buckets/me/run-1 --follow`
+
+    Example: `deltachain mirror --promote hf://buckets/me/run-1`
+    """
+    if promote:
+        _promote(source, destination, as_json=as_json)
+        return
+    if destination is None:
+        raise ConfigError("mirror needs two URLs", hint="deltachain mirror SRC DST")
+    stop = Event()
+    with stopping(stop) as by:
+        done = _copy(
+            source, destination, stop, follow=follow, start=start, poll=poll, lines=as_json
+        )
+    if not as_json:
+        c.say(done, "dim")
+    if signal.SIGINT in by:
+        raise typer.Exit(130)
+
+
+def _promote(url: str, other: str | None, *, as_json: bool) -> None:
+    from deltachain.mirror import promote
+    from deltachain.store import open_store
+
+    if other is not None:
+        raise ConfigError("--promote takes one URL, that of the mirror")
+    version = promote(open_store(url, writer=True))
+    if as_json:
+        c.write_json({"url": url, "version": version})
+    else:
+        c.out().print(f"{c.clean(url)} is promoted; a publisher may continue after {version}")
+
+
+def _copy(  # noqa: PLR0913 - one argument an option
+    source: str,
+    destination: str,
+    stop: Event,
+    *,
+    follow: bool,
+    start: str | None,
+    poll: float | None,
+    lines: bool,
+) -> str:
+    """Mirror a chain, and show each version; return what was done."""
+    from deltachain.cli.progress import moving
+    from deltachain.mirror import Mirror
+    from deltachain.store import open_store
+
+    there = open_store(source)
+    begun, objects, nbytes = time.perf_counter(), 0, 0
+    with moving(open_store(destination, writer=True), "mirroring") as (store, planned):
+        copy = Mirror(
+            there,
+            store,
+            start=_start(start),
+            writer=f"deltachain {deltachain.__version__}",
+            planned=planned,
+        )
+        for receipt in _receipts(copy, there, stop, follow=follow, poll=poll):
+            objects, nbytes = objects + receipt.objects, nbytes + receipt.nbytes
+            if lines:
+                c.write_json(_row(receipt))
+            elif follow:
+                _show(receipt)
+    seconds = time.perf_counter() - begun
+    left = f"; {len(copy.left_out)} payloads are gone from {source}" if copy.left_out else ""
+    held = "no version yet" if copy.version < 0 else f"version {copy.version}"
+    return f"{destination}: {held}; {objects} objects, {c.nbytes(nbytes)} in {seconds:.1f} s{left}"
+
+
+def _receipts(
+    copy: Mirror, source: Store, stop: Event, *, follow: bool, poll: float | None
+) -> Iterator[MirrorReceipt]:
+    """Catch up once, or follow; a chain that is followed may be made later."""
+    from deltachain.mirror import follow as keep
+
+    if not follow:
+        return copy.catch_up(stop)
+    return keep(copy, stop=stop, poll_s=poll or source.capabilities.poll_s)
+
+
+def _start(text: str | None) -> int | Literal["head"] | None:
+    if text is None or text == "head":
+        return "head" if text else None
+    if not text.isdecimal():
+        raise ConfigError(f"--from {text}: expected 'head' or the number of a version")
+    return int(text)
+
+
+def _row(receipt: MirrorReceipt) -> dict[str, Any]:
+    return dataclasses.asdict(receipt) | {"lag_versions": receipt.lag_versions}
+
+
+def _show(receipt: MirrorReceipt) -> None:
+    """Print one line for a version."""
+    behind = f"  {receipt.lag_versions} behind" if receipt.lag_versions else ""
+    c.out().print(
+        f"version {receipt.version:>5}  {receipt.objects:>3} objects  "
+        f"{c.nbytes(receipt.nbytes):>8} copied in {receipt.seconds:.2f} s{behind}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,125 @@
+"""``deltachain keygen`` and ``deltachain sign``: make a key, and begin to sign a chain with it."""
+
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJson, Url
+from deltachain.errors import ChainError, ConfigError, SignatureError
+
+if TYPE_CHECKING:
+    from deltachain.chain.chain import Committed
+    from deltachain.chain.trust import Trust
+    from deltachain.store import Store
+
+SHOWN_DIGITS = 8
+"""Digits of a key id in tables."""
+
+
+def keygen(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A new file for the private key.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Make a key with which a publisher signs, and print its public key.
+
+    The file holds the private key, which only its owner may read; an existing file is refused. Set
+    DELTACHAIN_SIGNING_KEY to the file for the publisher, and DELTACHAIN_TRUSTED_KEYS to the printed
+    line, or to a file of such lines, for followers.
+
+    Example: `deltachain keygen policy.key`
+    """
+    from deltachain.chain.signatures import SigningKey
+
+    key = SigningKey.generate()
+    try:
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as exc:
+        hint = "name another file; a private key is never overwritten"
+        raise ConfigError(f"{file} exists", hint=hint) from exc
+    with os.fdopen(descriptor, "wb") as out:
+        out.write(key.pem())
+    if as_json:
+        public = {"public_key": str(key.public), "key_id": key.public.key_id}
+        c.write_json({"file": str(file), **public})
+    else:
+        print(key.public)
+
+
+def sign(url: Url, *, as_json: AsJson = False) -> None:
+    """Begin to sign a chain that was published without a signing key.
+
+    Signs the chain's identity with the key in DELTACHAIN_SIGNING_KEY and commits a signed version
+    without changes, which fences the publisher. Whatever the chain holds then counts as signed:
+    verify it before. A publisher that signs from its first version needs no such command.
+
+    Example: `deltachain sign /mnt/policy`
+    """
+    from deltachain.chain.trust import Trust
+    from deltachain.store import open_store
+
+    trust = Trust.of_writer()
+    if trust.key is None:
+        hint = "`deltachain keygen` makes a key"
+        raise ConfigError("DELTACHAIN_SIGNING_KEY is not set", hint=hint)
+    with closing(open_store(url)) as store:
+        done, committed = _begin(store, trust)
+    report = {"url": url, "committed": done, "version": committed.version, **signers(committed)}
+    if as_json:
+        c.write_json(report)
+    elif done:
+        c.out().print(
+            f"[bold green]✓[/]  version {committed.version} is signed by {trust.key.public.key_id}",
+            markup=True,
+        )
+    else:
+        by = ", ".join(committed.signed_by)
+        c.out().print(f"nothing to do: version {committed.version} is signed by {by}")
+
+
+def _begin(store: Store, trust: Trust) -> tuple[bool, Committed]:
+    """Sign identity and head unless they are; return whether a version was committed, and it."""
+    from deltachain.chain.chain import Chain
+    from deltachain.publish.writer import take_over
+
+    try:
+        head = Chain.open(store, trust).head()
+    except SignatureError:
+        head = None
+    if head is not None:
+        return False, head
+    chain = Chain.open(store, trust.unchecked())
+    for key, data in chain.sign_identity().items():
+        store.put(key, data)
+    numel = sum(spec.numel for spec in chain.table.specs())
+    writer = take_over(chain, numel=numel, metadata={})
+    if writer is None or writer.parent is None:
+        raise ChainError(f"{store.url} has no version yet", hint="its identity is signed now")
+    return True, Chain.open(store, trust).read(writer.parent.version)
+
+
+def signers(committed: Committed) -> dict[str, list[str]]:
+    """Return the keys in a manifest's signatures, and those that are trusted and whose are true."""
+    ids = dict.fromkeys(signature.key_id for signature in committed.signatures)
+    return {"signatures": list(ids), "signed_by": list(committed.signed_by)}
+
+
+def signed(report: Mapping[str, Sequence[str]], digits: int | None = None) -> str:
+    """Describe the result of :func:`signers`; empty for no signature.
+
+    Args:
+        report: The result.
+        digits: Number of digits of each key id; all if ``None``.
+    """
+    if report["signed_by"]:
+        return ", ".join(key_id[:digits] for key_id in report["signed_by"])
+    ids = ", ".join(c.clean(key_id[:64][:digits]) for key_id in report["signatures"])
+    return f"{ids} (not checked)" if ids else ""

@@ -1,0 +1,123 @@
+"""``deltachain stats``: size and cost of a chain."""
+
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deltachain.cli import console as c
+from deltachain.cli.maintaining import KeepEvery, KeepLast, KeepWithin, dry_prune
+from deltachain.cli.options import AsJson, Url
+from deltachain.errors import ChainError
+
+if TYPE_CHECKING:
+    from deltachain.chain.plan import Plan
+    from deltachain.maintain.prices import Prices
+    from deltachain.maintain.stats import ReaderPlan
+
+
+def stats(
+    url: Url,
+    *,
+    keep_last: KeepLast = 1024,
+    keep_within: KeepWithin = None,
+    keep_every: KeepEvery = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what lies in a chain's store, what it costs, and what joining it takes.
+
+    Lists every object. Prices are public list prices without discounts; bytes to readers are priced
+    as leaving the provider. The last line says what `deltachain prune` would free.
+
+    Example: `deltachain stats s3://bucket/run-1`
+    """
+    from deltachain.chain.chain import Chain
+    from deltachain.maintain.prices import LIST_PRICES
+    from deltachain.maintain.stats import per_thousand, reader_plans, totals
+    from deltachain.store import open_store
+
+    chain = Chain.open(open_store(url))
+    head = chain.head()
+    if head is None:
+        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+    by_kind = {total.kind: total for total in totals(chain.store.list())}
+    deltas = by_kind["deltas"].objects if "deltas" in by_kind else 0
+    plans = reader_plans(chain, head)
+    nbytes = sum(total.nbytes for total in by_kind.values())
+    more, objects = per_thousand(by_kind, deltas)
+    kinds = [{"kind": t.kind, "objects": t.objects, "nbytes": t.nbytes} for t in by_kind.values()]
+    report = {
+        "url": chain.store.url,
+        "chain": chain.identity.chain,
+        "head": head.version,
+        "kinds": kinds,
+        "nbytes": nbytes,
+        "per_thousand_versions": {"nbytes": more, "objects": objects},
+        "readers": [_reader(one) for one in plans],
+        "dollars": [
+            {
+                "provider": prices.provider,
+                "month": prices.storage(nbytes),
+                "thousand_versions": prices.storage(more) + prices.writing(objects),
+                "newcomer": _price(prices, plans[0].plan),
+            }
+            for prices in LIST_PRICES
+        ],
+        "prune": dry_prune(chain, keep_last, keep_within, keep_every),
+    }
+    if as_json:
+        c.write_json(report)
+    else:
+        _show(report)
+
+
+def _price(prices: Prices, plan: Plan | None) -> float | None:
+    return None if plan is None else prices.reading(plan.nbytes, plan.requests)
+
+
+def _reader(one: ReaderPlan) -> dict[str, Any]:
+    plan = one.plan
+    return {
+        "age": one.age,
+        "nbytes": None if plan is None else plan.nbytes,
+        "edges": None if plan is None else len(plan.edges),
+        "objects": None if plan is None else plan.requests,
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    out = c.out()
+    out.print(c.facts(chain=f"{report['chain']}  at {report['url']}", head=f"{report['head']}"))
+    kinds = c.table("objects", ">number", ">bytes", "")
+    for row in report["kinds"]:
+        share = row["nbytes"] / max(report["nbytes"], 1)
+        kinds.add_row(row["kind"], f"{row['objects']:,}", c.nbytes(row["nbytes"]), c.bar(share))
+    out.print()
+    out.print(kinds)
+    ways = c.table("reader", ">edges", ">bytes")
+    for row in report["readers"]:
+        who = "newcomer" if row["age"] is None else f"{row['age']:,} behind"
+        if row["edges"] is None:
+            ways.add_row(who, "none", "no way: run deltachain maintain --copy DIR")
+        else:
+            ways.add_row(who, f"{row['edges']:,}", c.nbytes(row["nbytes"]))
+    out.print()
+    out.print(ways)
+    prices = c.table("list price", ">a month", ">1,000 versions a month", ">a newcomer")
+    for row in report["dollars"]:
+        cells = (row["month"], row["thousand_versions"], row["newcomer"])
+        prices.add_row(row["provider"], *(_dollars(value) for value in cells))
+    out.print()
+    out.print(prices)
+    prune = report["prune"]
+    freed = prune["deleted"]["nbytes"] + prune["waiting"]["nbytes"]
+    out.print(f"\npruning would free {c.nbytes(freed)}: deltachain prune URL --dry-run")
+
+
+def _dollars(value: float | None) -> str:
+    """Format dollars with three digits; an amount above 0 is never shown as 0."""
+    if value is None:
+        return ""
+    if 0 < value < 0.001:
+        return "<$0.001"
+    return f"${value:,.3f}" if value < 10 else f"${value:,.0f}"
