@@ -38,7 +38,7 @@ from tests.unit.cli.support import Done, invoke
 LOOKS: int = 40
 """Looks within which a follower must have found out what is wrong."""
 
-FACTOR = 8.0
+EVERY = 8
 """An anchor comes every few versions: some are older than what an accident takes, some not."""
 
 
@@ -64,7 +64,7 @@ def recording(versions: int) -> Recording:
     """A chain of so many versions, made once."""
     history: dict[str, State] = {}
     journal, store, model = Journal(), MemoryStore(), plain_model()
-    trainer = Trainer(model, Kept(store, journal), lambda _: None, anchor_factor=FACTOR).attach()
+    trainer = Trainer(model, Kept(store, journal), lambda _: None, anchor_every=EVERY).attach()
     chain = Chain.open(store)
     while trainer.publisher.version < versions:
         history[str(state_digest(chain, bits_of(model)))] = bits_of(model)
@@ -130,7 +130,7 @@ class Scene:
         """
         self.model = model or self.model
         kept = Kept(open_store(self.url, writer=True), self.journal)
-        trainer = Trainer(self.model, kept, self._note, anchor_factor=FACTOR)
+        trainer = Trainer(self.model, kept, self._note, anchor_every=EVERY)
         trainer.step = 10_000 * (len(self.trainers) + 1)
         self.trainers.append(trainer)
         trainer.attach()

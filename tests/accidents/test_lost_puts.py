@@ -28,7 +28,7 @@ def liar(seaweed: Seaweed) -> Iterator[Liar]:
 
 def train(url: str, options: dict[str, str], model: nn.Module, liar: Liar, lost: str) -> None:
     """Publish 24 versions; a put of a payload or a manifest is lost in the middle of them."""
-    config = PublishConfig(url=url, on_error="warn", anchor_factor=8.0)
+    config = PublishConfig(url=url, on_error="warn", anchor_every=8)
     at_once = lost in ("chain.json", "table.json", "anchors/")
     liar.lies = [lost] if at_once and not liar.lost else []
     with Publisher(config, store=open_store(url, options, writer=True)) as publisher:

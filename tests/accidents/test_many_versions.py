@@ -86,7 +86,7 @@ class Counting(Kept):
 def long() -> Long:
     """The chain, made by a publisher whose anchors come every hundred versions or so."""
     store, model = MemoryStore(), plain_model()
-    config = PublishConfig(url=store.url, anchor_factor=60.0)
+    config = PublishConfig(url=store.url, anchor_every=60)
     with Publisher(config, store=store).attach(model) as publisher:
         for step in range(1, VERSIONS + 1):
             train_(model, step)

@@ -1,4 +1,4 @@
-"""One process of a crash test: it publishes or follows until it kills itself.
+"""One process of a crash test: it publishes, follows or mirrors until it kills itself.
 
 A fork server runs :func:`run_job` in a process of its own.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deltachain.format.keys import manifest_key
+from deltachain.mirror import Mirror
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
@@ -65,6 +66,13 @@ def follow(url: str, kind: str, folder: str, versions: list[int], kill: list[Any
     subscriber.swap(staged)
 
 
+def mirror(url: str, destination: str, do: Any, nth: int) -> None:
+    """Copy a chain into another store, until a fault of that store."""
+    there = FaultyStore(open_store(destination, writer=True), Fault(do, nth=nth))
+    for _ in Mirror(open_store(url), there).catch_up():
+        pass
+
+
 def die_in(module: str, name: str, nth: int, when: str) -> None:
     """Let the n-th call of a function be the last thing that this process does."""
     home: Any = importlib.import_module(module)
@@ -84,11 +92,11 @@ def die_in(module: str, name: str, nth: int, when: str) -> None:
 
 
 def run_job(job: dict[str, Any], environment: Mapping[str, str], printed: Path) -> None:
-    """Publish or follow, with the environment of the test and not that of the fork server."""
+    """Play a role, with the environment of the test and not that of the fork server."""
     os.environ.clear()
     os.environ.update(environment)
     with printed.open("w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    role = publish if job.pop("role") == "publish" else follow
-    role(**job)
+    roles: dict[str, Any] = {"publish": publish, "follow": follow, "mirror": mirror}
+    roles[job.pop("role")](**job)

@@ -120,11 +120,11 @@ class Machine(RuleBasedStateMachine):
 
     fresh: Callable[[], Store] = MemoryStore
 
-    @initialize(encoding=ENCODINGS, factor=st.sampled_from([0.001, 3.0, 1e6]))
-    def begin(self, encoding: str, factor: float) -> None:
+    @initialize(encoding=ENCODINGS, every=st.sampled_from([1, 3, 1000]))
+    def begin(self, encoding: str, every: int) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="deltachain-machine-"))
         self.inner = type(self).fresh()
-        self.settings: dict[str, Any] = {"encoding": encoding, "anchor_factor": factor}
+        self.settings: dict[str, Any] = {"encoding": encoding, "anchor_every": every}
         self.truth: list[State] = []
         self.manifests: list[bytes] = []
         self.damaged: dict[str, bytes] = {}

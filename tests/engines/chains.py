@@ -77,7 +77,7 @@ def train(
     versions: int = 20,
     *,
     seed: int = 0,
-    anchor_factor: float = 3.0,
+    anchor_every: int = 3,
     rate: float = LEARNING_RATE,
 ) -> Trained:
     """Train a model of 2 layers on the demo's text, and publish every step after the first ones.
@@ -90,8 +90,7 @@ def train(
         folder: Gets the checkpoint, the chain and the dumps; empty or not there yet.
         versions: Optimizer steps to publish, after version 0.
         seed: Decides the first weights and the text.
-        anchor_factor: Of the publisher. Its own default adds an anchor every few versions to models
-            as small as these; at 1e9 there is none but version 0.
+        anchor_every: Versions between two anchors.
         rate: Learning rate of the published steps. At ten times the usual one a model says
             something else from version to version.
 
@@ -109,7 +108,7 @@ def train(
         model = masters_of(base)
         dump_bits(model, dumps / "0.npz")
         densities, losses = [], []
-        config = PublishConfig(url=url, when_busy="wait", anchor_factor=anchor_factor)
+        config = PublishConfig(url=url, when_busy="wait", anchor_every=anchor_every)
         with Publisher(config) as publisher:
             publisher.attach(model)
             steps = optimizer_steps(model, batches, rate)

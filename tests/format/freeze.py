@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,7 +16,9 @@ import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.recent_edges import listed_edges, window_from
-from deltachain.codec import Change, Part, encode_part
+from deltachain.chain.trust import Trust
+from deltachain.codec import ENCODINGS, Change, Part, encode_part
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, TensorDelta, changes
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
@@ -23,6 +26,7 @@ from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import reference
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
+from tests.format.forge import take_apart
 
 FOLDER: Final = Path(__file__).parent / "v1"
 
@@ -77,6 +81,11 @@ def absolute(spec: TensorSpec, old: Bits, new: Bits) -> Change:
     return Change(delta, change_of(spec, old, new))
 
 
+def as_max(spec: TensorSpec, old: Bits, new: Bits) -> Change:
+    before, encoding = partial(OldBits, old), ENCODINGS.get("max")
+    return Change(changes(spec, old, new), change_of(spec, old, new), encoding=encoding, old=before)
+
+
 def change_of(spec: TensorSpec, old: Bits, new: Bits) -> StateDigest:
     indices, key = np.flatnonzero(old != new), digest_key(spec)
     after = reference.digest_at(key, indices, new[indices])
@@ -119,17 +128,51 @@ def parts() -> Iterator[tuple[str, bytes]]:
     yield "plain", encode_part(every, raw=True).data
 
 
+def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
+    """A part whose only segment has some tiles side by side, and its old bits."""
+    spec = TensorSpec("w", "BF16", (8, 6))
+    old = np.array([0x3C00 + 61 * n % 1024 for n in range(48)], np.uint16)
+    new = old.copy()
+    new[[0, 7, 8, 20, 47]] += np.array([1, 0xFFFF, 3, 0x8000, 40], np.uint16)
+    indices = np.flatnonzero(new != old)
+    pieces = take_apart(encode_part([as_max(spec, old, new)]).data)
+    table = np.frombuffer(pieces.streams["#0.class"], np.uint8)
+    grid = reference.TileGrid(6, cuts, 7, 255)
+    steps: Bits = new - old
+    coded = reference.encode_tiles(np.array([[0, 48]]), indices, steps[indices], old, table, grid)
+    pieces.rows[0]["gap"] = cuts
+    pieces.segments["gaps"] = coded.nbytes.tolist()
+    pieces.streams["#0.tile"] = coded.data.tobytes()
+    return pieces.build(), {"w": old}
+
+
+def tiles() -> Iterator[tuple[str, bytes, Weights]]:
+    """Parts of the encoding ``max``, with the bits before them."""
+    old, new = version(0), version(2)
+    pairs = [(spec, old[spec.name], new[spec.name]) for spec in SPECS[:4]]
+    yield "whole", encode_part(as_max(*pair) for pair in pairs).data, old
+    for cuts in (2, 3):
+        yield (f"beside{cuts}", *tiles_beside(cuts))
+
+
 class Builder:
     """A chain in memory, made of fixed ids and times."""
 
-    def __init__(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        specs: Iterable[TensorSpec],
+        aliases: Mapping[str, str],
+        *,
+        trust: Trust | None = None,
+        chain_id: str = f"{7:032x}",
+    ) -> None:
         self.store = MemoryStore()
         rows = tuple((s.name, s.dtype, s.shape) for s in specs)
         self.numel = sum(spec.numel for spec in specs)
         table = Table(tensors=rows, aliases=dict(aliases))
         assets = {"config.json": b'{"model_type":"tiny"}'}
         self.chain = Chain.create(
-            self.store, table, chain_id=f"{7:032x}", time=1700000000.5, assets=assets
+            self.store, table, chain_id=chain_id, time=1700000000.5, assets=assets, trust=trust
         )
         self.parent: Committed | None = None
         self.added: list[EdgeSummary] = []
@@ -206,8 +249,9 @@ def chain() -> Iterator[tuple[str, bytes]]:
         yield info.key, builder.store.get(info.key)
 
 
-def contents(part: Part) -> dict[str, Any]:
+def contents(part: Part, old: Mapping[str, Bits] | None = None) -> dict[str, Any]:
     """What a part says, in a form that any language can compare with."""
+    given = {name: OldBits(bits) for name, bits in (old or {}).items()}
     return {
         delta.spec.name: {
             "encoding": part.rows[delta.spec.name].encoding,
@@ -216,7 +260,7 @@ def contents(part: Part) -> dict[str, Any]:
             "indices": None if delta.indices is None else delta.indices.tolist(),
             "values": delta.values.tobytes().hex(),
         }
-        for delta in part
+        for delta in (part.read(name, old=given.get(name)) for name in part.rows)
     }
 
 
@@ -230,11 +274,24 @@ def expected(files: Mapping[str, bytes]) -> bytes:
     return json.dumps({"parts": found, "versions": versions}, indent=1).encode() + b"\n"
 
 
+def max_files() -> Iterator[tuple[str, bytes]]:
+    """The parts of ``max``, what a reader must find in them, and the bits that it needs."""
+    found = {}
+    for name, data, old in tiles():
+        rows = contents(Part.from_bytes(data), old)
+        for tensor, row in rows.items():
+            row["old"] = old[tensor].tobytes().hex()
+        found[name] = rows
+        yield f"{name}.safetensors", data
+    yield "expected.json", json.dumps(found, indent=1).encode() + b"\n"
+
+
 def build() -> dict[str, bytes]:
     """Every fixture, by path inside its folder."""
     files = {f"parts/{name}.safetensors": data for name, data in parts()}
     files |= {f"chain/{key}": data for key, data in chain()}
-    return files | {"expected.json": expected(files)}
+    files |= {"expected.json": expected(files)}
+    return files | {f"max/{name}": data for name, data in max_files()}
 
 
 def main(folder: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,47 @@ from deltachain.format.documents import (
     parse,
     unseal,
 )
+from deltachain.format.keys import edge_key, manifest_key, prune_key, tag_key
+from deltachain.format.prune_record import PruneRecord
+from deltachain.format.tag import Tag
 from deltachain.store.memory import MemoryStore
-from tests.format import stranger_chain
+from tests.format import stranger_chain as stranger
 from tests.format.documents import KEYS, TABLES, enveloped, no_documents
 from tests.format.stranger_base import RefusedError, read_json
+from tests.format.stranger_prunes import read_prune
+from tests.format.stranger_tags import read_tag
 
 VALUES: tuple[Any, ...] = (
     *(None, -1, 1 << 70, 10**4000, 1.5, True, "x", ""),
     *([], {}, [None], {"x": None}),
 )
-CHAIN = Path(__file__).parent / "v1" / "chain"
-FILES: dict[str, tuple[str, type[Document], stranger_chain.Fields]] = {
-    "chain": ("chain.json", Identity, stranger_chain.CHAIN),
-    "table": ("table.json", Table, stranger_chain.TABLE),
-    "head": ("head.json", Head, stranger_chain.HEAD),
-    "manifest": (f"manifests/{3:020d}.json", Manifest, stranger_chain.MANIFEST),
-    "record": (f"edges/{2:020d}/skip-{0:020d}.json", EdgeRecord, stranger_chain.RECORD),
+FOLDER = Path(__file__).parent
+CHAIN = FOLDER / "v1" / "chain"
+Reader = Callable[[bytes], object]
+
+
+def bare(fields: stranger.Fields, data: bytes) -> object:
+    return stranger.check_document(read_json(data), fields)
+
+
+def envelope(fields: stranger.Fields) -> Reader:
+    return partial(stranger.open_envelope, fields=fields)
+
+
+FILES: dict[str, tuple[Path, type[Document], Reader]] = {
+    "chain": (CHAIN / "chain.json", Identity, partial(bare, stranger.CHAIN)),
+    "table": (CHAIN / "table.json", Table, partial(bare, stranger.TABLE)),
+    "head": (CHAIN / "head.json", Head, partial(bare, stranger.HEAD)),
+    "manifest": (CHAIN / manifest_key(3), Manifest, envelope(stranger.MANIFEST)),
+    "record": (CHAIN / edge_key(2, "skip", 0), EdgeRecord, envelope(stranger.RECORD)),
+    "prune": (FOLDER / "v1_prunes" / prune_key(1), PruneRecord, read_prune),
+    "tag": (FOLDER / "v1_tags" / tag_key("best", 1), Tag, read_tag),
 }
-ENVELOPES = ("manifest", "record")
+ENVELOPES = ("manifest", "record", "prune", "tag")
 
 
 def frozen(name: str) -> bytes:
-    return (CHAIN / FILES[name][0]).read_bytes()
+    return FILES[name][0].read_bytes()
 
 
 def read(name: str, data: bytes) -> Document:
@@ -67,12 +87,8 @@ def is_refused(name: str, data: bytes) -> bool:
 
 
 def is_refused_by_stranger(name: str, data: bytes) -> bool:
-    fields = FILES[name][2]
     try:
-        if name in ENVELOPES:
-            stranger_chain.open_envelope(data, fields)
-        else:
-            stranger_chain.check_document(read_json(data), fields)
+        FILES[name][2](data)
     except RefusedError:
         return True
     return False
@@ -131,6 +147,8 @@ def test_values_of_other_types_are_refused_by_both_readers_or_by_none(name: str)
             # Shapes, keys and ways are checked where they are used, which is elsewhere there.
             elsewhere = {"tensors", "key", "record", "recent", "version", "base", "kind", "parts"}
             elsewhere |= {"reference", "window_from", "edge", "anchors"}
+            if name in ("prune", "tag"):
+                elsewhere = set()
             if not elsewhere & set(path) and ours != is_refused_by_stranger(name, data):
                 differ.append((path, value))
     assert differ == []
@@ -298,3 +316,59 @@ def test_tables_of_no_model_are_malformed(what: str) -> None:
     store.put("chain.json", sealed("chain", identity))
     with pytest.raises(MalformedError):
         Chain.open(store)
+
+
+ROW = {"kind": "delta", "span": 1, "first": 1, "last": 8, "after": 0.0}
+ANCHOR, SKIP = ROW | {"kind": "anchor", "span": 0}, ROW | {"kind": "skip", "span": 8}
+RANGES: dict[str, list[dict[str, Any]]] = {
+    "a delta over no version": [ROW | {"span": 0}],
+    "a delta over two versions": [ROW | {"span": 2}],
+    "an anchor with a span": [ANCHOR | {"span": 1}],
+    "a skip from nothing": [SKIP | {"span": 0}],
+    "a skip over one version": [SKIP | {"span": 1}],
+    "a base": [ANCHOR | {"kind": "base"}],
+    "a range that ends before it begins": [ROW | {"first": 9}],
+    "a range beyond the head": [ROW | {"last": 1041}],
+    "two that overlap": [ROW, ROW | {"first": 8, "last": 9}],
+    "one inside another": [ROW, ROW | {"first": 2, "last": 3}],
+    "one twice": [ROW, ROW],
+    "a later one first": [ROW | {"first": 9, "last": 10}, ROW],
+    "kinds out of order": [ROW, ANCHOR],
+    "spans out of order": [SKIP | {"span": 64}, SKIP],
+}
+
+
+@pytest.mark.parametrize("what", RANGES)
+def test_ranges_that_cannot_be_are_malformed(what: str) -> None:
+    data = sealed("prune", document("prune") | {"pruned": RANGES[what]})
+    with pytest.raises(MalformedError):
+        read("prune", data)
+    assert is_refused_by_stranger("prune", data)
+
+
+def test_ranges_in_order_are_sound() -> None:
+    rows = [ANCHOR, ROW, ROW | {"first": 9, "last": 1040}, SKIP, SKIP | {"span": 64}]
+    data = sealed("prune", document("prune") | {"pruned": rows})
+    assert not is_refused("prune", data)
+    assert not is_refused_by_stranger("prune", data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": None},
+        {"version": None, "state": ""},
+        {"state": ""},
+        {"manifest": ""},
+        {"name": ""},
+        {"name": ".best"},
+        {"name": "a/b"},
+        {"name": "a" * 129},
+        {"number": 10**8},
+    ],
+)
+def test_tags_that_cannot_be_are_malformed(change: dict[str, Any]) -> None:
+    data = sealed("tag", document("tag") | change)
+    with pytest.raises(MalformedError):
+        read("tag", data)
+    assert is_refused_by_stranger("tag", data)

@@ -16,10 +16,12 @@ from deltachain.chain.plan import Plan, make_plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
 from deltachain.store.memory import MemoryStore
-from tests.format import freeze
+from deltachain.types import Bits
+from tests.format import freeze, stranger
 from tests.format.forge import take_apart
 
 EXPECTED: dict[str, Any] = json.loads((freeze.FOLDER / "expected.json").read_bytes())
+TILES: dict[str, Any] = json.loads((freeze.FOLDER / "max" / "expected.json").read_bytes())
 FILES = {
     str(file.relative_to(freeze.FOLDER)): file.read_bytes()
     for file in sorted(freeze.FOLDER.rglob("*"))
@@ -49,6 +51,27 @@ def test_every_encoding_is_frozen() -> None:
     rows = [row for tensors in EXPECTED["parts"].values() for row in tensors.values()]
     assert {row["encoding"] for row in rows} == {"step", "overwrite", "dense", "raw", "plain"}
     assert {row["dtype"] for row in rows} == {"BF16", "F32", "F8_E4M3", "I64", "F16"}
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_frozen_tiles_say_what_they_said(name: str) -> None:
+    data, rows = FILES[f"max/{name}.safetensors"], TILES[name]
+    part = Part.from_bytes(data)
+    part.verify()
+    old: dict[str, Bits] = {
+        tensor: np.frombuffer(bytes.fromhex(row["old"]), part.rows[tensor].spec.bits_dtype)
+        for tensor, row in rows.items()
+    }
+    found = {
+        tensor: row | {"old": rows[tensor]["old"]}
+        for tensor, row in freeze.contents(part, old).items()
+    }
+    assert found == rows
+    theirs = stranger.read_part(data, {tensor: bits.tolist() for tensor, bits in old.items()})
+    for tensor, row in rows.items():
+        assert list(theirs[tensor].indices) == row["indices"]
+        values = np.array(theirs[tensor].values, old[tensor].dtype)
+        assert values.tobytes().hex() == row["values"]
 
 
 @pytest.mark.parametrize("name", ["raw", "plain"])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from deltachain.codec import ENCODINGS, Change, Part, encode_part
+from deltachain.codec import Part, encode_part
 from deltachain.codec.old_bits import OldBits
-from deltachain.delta import changes
 from deltachain.errors import MalformedError
-from deltachain.kernels import reference
 from deltachain.types import Bits, TensorSpec
 from tests.format import freeze, stranger
 from tests.format.forge import take_apart
@@ -25,31 +22,14 @@ SPEC = TensorSpec(NAME, "BF16", (8, 6))
 OLD: Bits = np.array([0x3C00 + 61 * n % 1024 for n in range(48)], np.uint16)
 
 
-def as_max(spec: TensorSpec, old: Bits, new: Bits) -> Change:
-    digest = freeze.change_of(spec, old, new)
-    before = partial(OldBits, old)
-    return Change(changes(spec, old, new), digest, encoding=ENCODINGS.get("max"), old=before)
-
-
 def part_of(cuts: int = 1) -> bytes:
     """A part whose only segment has some tiles side by side."""
-    new = OLD.copy()
-    new[[0, 7, 8, 20, 47]] += np.array([1, 0xFFFF, 3, 0x8000, 40], np.uint16)
-    indices = np.flatnonzero(new != OLD)
-    pieces = take_apart(encode_part([as_max(SPEC, OLD, new)]).data)
-    table = np.frombuffer(pieces.streams["#0.class"], np.uint8)
-    grid = reference.TileGrid(6, cuts, 7, 255)
-    window = np.array([[0, 48]])
-    coded = reference.encode_tiles(window, indices, (new - OLD)[indices], OLD, table, grid)
-    pieces.rows[0]["gap"] = cuts
-    pieces.segments["gaps"] = coded.nbytes.tolist()
-    pieces.streams["#0.tile"] = coded.data.tobytes()
-    return pieces.build()
+    return freeze.tiles_beside(cuts)[0]
 
 
 def test_stranger_finds_the_same_in_tensors_of_every_dtype() -> None:
     items = list(models(5))
-    data = encode_part(as_max(*item) for item in items).data
+    data = encode_part(freeze.as_max(*item) for item in items).data
     part = Part.from_bytes(data)
     theirs = stranger.read_part(data, {spec.name: old.tolist() for spec, old, _ in items})
     for spec, old, new in items:

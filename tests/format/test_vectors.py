@@ -5,26 +5,39 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
+from cryptography.hazmat.primitives.asymmetric import ed25519
+from msgspec import to_builtins
 
 from deltachain.chain.plan import REQUEST_NBYTES
 from deltachain.chain.recent_edges import ANCHORS_LISTED, VERSIONS_LISTED
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import MAX_HEADER
 from deltachain.codec.directory import MAX_DIRECTORY, SEGMENT
-from deltachain.codec.encode import BUCKET
+from deltachain.codec.encode import BUCKET, TURNS
 from deltachain.codec.encodings.sparse import WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
 from deltachain.format.digest import digest_key
+from deltachain.format.documents import EdgeKind, EdgeSummary, unseal
+from deltachain.format.keys import manifest_key
+from deltachain.format.prune_record import PruneRecord
+from deltachain.format.signed import RECORD_TYPES, signed_bytes
 from deltachain.kernels import host, reference
 from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
-from tests.format import freeze, stranger
+from tests.format import (
+    freeze,
+    freeze_prunes,
+    freeze_signed,
+    stranger,
+    stranger_prunes,
+    stranger_signed,
+)
 from tests.format.stranger_base import mix, state_text, tensor_key, tensor_lanes
 
 TEXT: Final = (freeze.FOLDER.parents[2] / "deltachain" / "FORMAT.md").read_text(encoding="utf-8")
@@ -213,6 +226,66 @@ def test_the_part_in_the_dump_decodes_as_it_says() -> None:
     assert dict(zip(theirs.indices, theirs.values, strict=True)) == steps
 
 
+SIGNED = section("8.10 Signatures")
+SIGNATURES = table(SIGNED)
+PUBLIC = freeze_signed.KEY.public
+
+
+def test_the_keys_of_the_signatures() -> None:
+    key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+    assert key.public_key().public_bytes_raw() == PUBLIC.raw
+    assert stranger_signed.key_id(PUBLIC.raw) == PUBLIC.key_id
+    assert f"`{PUBLIC}`" in SIGNED
+    assert f"`{PUBLIC.key_id}`" in SIGNED
+    assert len(SIGNATURES) == 5
+
+
+@pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: f"{row['type']} {row['chain'][-1]}")
+def test_signatures(row: dict[str, str]) -> None:
+    (kind,) = (kind for kind, name in RECORD_TYPES.items() if name == row["type"])
+    payload = b'{"format":1}'
+    signature = freeze_signed.KEY.sign(kind, row["chain"], payload)
+    assert signature.value == row["value"]
+    signed = stranger_signed.signed_bytes(row["type"], row["chain"], payload)
+    assert signed == signed_bytes(kind, row["chain"], payload)
+    assert stranger_signed.verifies(PUBLIC.raw, to_builtins(signature), signed)
+    assert not stranger_signed.verifies(PUBLIC.raw, to_builtins(signature), signed + b" ")
+
+
+def test_the_signed_documents_on_the_page_are_the_frozen_ones() -> None:
+    (signature,) = freeze_signed.FOLDER.glob("signatures/*/*.json")
+    frozen = {
+        "identity": freeze_signed.FOLDER / "chain.json",
+        "signature": signature,
+        "envelope": freeze_signed.FOLDER / manifest_key(1),
+    }
+    for name, file in frozen.items():
+        assert block(f"json {name}") == file.read_text(encoding="utf-8") + "\n"
+
+
+def test_the_prune_record_on_the_page_is_the_frozen_one() -> None:
+    ((key, data),) = freeze_prunes.build().items()
+    assert data == (freeze_prunes.FOLDER / key).read_bytes()
+    assert block("json prune") == data.decode() + "\n"
+    assert unseal(data, PruneRecord, key=key) == freeze_prunes.RECORD
+    found = stranger_prunes.read_prune(block("json prune").rstrip().encode())
+    for row in table(section("8.11 A prune record")):
+        kind, version = row["kind"], int(row["version"])
+        base = None if row["base"] == "none" else int(row["base"])
+        edge = EdgeSummary(
+            version=version,
+            kind=cast(EdgeKind, kind),
+            base=base,
+            nbytes=0,
+            parts=0,
+            encodings=(),
+            state="",
+        )
+        expected = row["pruned"] == "yes"
+        assert freeze_prunes.RECORD.covers(edge) == expected
+        assert stranger_prunes.is_pruned(found, kind, base, version) == expected
+
+
 def test_the_limits_are_those_of_the_code() -> None:
     found = {row["limit"]: row["value"] for row in table(TEXT.split("\n\n| wire dtype")[0])}
     assert found["dimensions of a tensor"] == str(MAX_DIMS)
@@ -249,6 +322,7 @@ def test_the_choices_of_our_writer_are_those_of_the_code() -> None:
         f"the newest {listed} edges that start from nothing",
         f"segments of 2^{SEGMENT.bit_length() - 1} elements",
         f"2^{BUCKET.bit_length() - 1} elements are passed",
+        f"changes more than {TURNS} times",
         f"below a density of {100 * WIDE_GAPS_BELOW:.1f} %",
         f"compresses at level {LEVEL}",
         f"(parts + 1) * 2^{REQUEST_NBYTES.bit_length() - 1}",

@@ -278,4 +278,5 @@ MUTATORS: Final[dict[str, Mutator]] = {
     "table": mutate_document,
     "chain": mutate_document,
     "head": mutate_document,
+    "tag": mutate_envelope,
 }

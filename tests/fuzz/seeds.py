@@ -9,7 +9,7 @@ from deltachain.format import keys
 from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.format.freeze import parts
 from tests.format.test_stranger_tiles import part_of as max_part
-from tests.fuzz.targets import FROZEN, MANIFEST_KEY, RECORD_KEY
+from tests.fuzz.targets import FROZEN, MANIFEST_KEY, RECORD_KEY, TAG_KEY
 from tests.hostile.corpus import CORPUS
 from tests.hostile.scene import Scene
 
@@ -19,6 +19,7 @@ KEYS: Final = {
     "table": keys.TABLE_KEY,
     "chain": keys.CHAIN_KEY,
     "head": keys.HEAD_KEY,
+    "tag": TAG_KEY,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
@@ -18,9 +19,11 @@ from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
     ConfigError,
+    ForkedChainError,
     FormatError,
     MalformedError,
     ObjectNotFoundError,
+    StoreWentBackError,
 )
 from deltachain.format import keys
 from deltachain.format.digest import digest_key, object_digest
@@ -37,21 +40,23 @@ from deltachain.format.documents import (
     seal,
     unseal,
 )
+from deltachain.format.tag import Tag
 from deltachain.kernels import host
 from deltachain.store import MemoryStore
 from deltachain.types import MAX_NUMEL, Bits, TensorSpec
-from tests.format import stranger
+from tests.format import freeze_tags, stranger
 from tests.format.freeze import chain
 
 Target = Callable[[bytes], None]
 
 _D = TypeVar("_D", bound=Document)
 
-FROZEN: Final = dict(chain())
-"""The objects of a sound chain of four versions, by key."""
+FROZEN: Final = dict(chain()) | freeze_tags.build()
+"""The objects of a sound chain of four versions and of two tags, by key."""
 
 MANIFEST_KEY: Final = keys.manifest_key(3)
 RECORD_KEY: Final = keys.edge_key(2, "skip", 0)
+TAG_KEY: Final = keys.tag_key("best", 1)
 MAX_OLD: Final = 1 << 14
 """Elements of a tensor whose bits the fuzzer makes up."""
 COMPARED_NNZ: Final = 1 << 12
@@ -62,6 +67,16 @@ class FindingError(Exception):
     """A reader accepted what it must not, or raised what it must not."""
 
 
+REFUSALS: Final = (
+    FormatError,
+    BrokenChainError,
+    ChainMismatchError,
+    ForkedChainError,
+    StoreWentBackError,
+)
+"""What a reader may say of bytes that are not a publisher's."""
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """What a hostile object may lead to, beside being read."""
@@ -69,7 +84,7 @@ def refusing() -> Iterator[None]:
         yield
     except ObjectNotFoundError:
         pass
-    except (FormatError, BrokenChainError, ChainMismatchError) as exc:
+    except REFUSALS as exc:
         if not exc.args[0] or not exc.hint:
             raise FindingError("an error that says nothing") from exc
 
@@ -200,6 +215,20 @@ def read_chain(data: bytes) -> None:
     follow_(store)
 
 
+def read_tag(data: bytes) -> None:
+    """Read a tag whose newest record is these bytes, and the version that it names."""
+    with refusing():
+        record = unseal(data, Tag, key=TAG_KEY)
+        must(unseal(seal(record), Tag, key="again") == record, "another record")
+    opened = Chain.open(stored({TAG_KEY: data}))
+    with refusing():
+        tag = tags.read(opened, "best")
+        if tag is not None:
+            must(tag.version == tags.committed(opened, tag).version, "another version")
+    with refusing():
+        must(len(tags.read_all(opened)) <= 1, "a tag that was removed")
+
+
 def read_head(data: bytes) -> None:
     """Follow a chain with this hint: whatever it says, the head is the head."""
     with refusing():
@@ -256,4 +285,5 @@ TARGETS: Final[dict[str, Target]] = {
     "table": read_table,
     "chain": read_chain,
     "head": read_head,
+    "tag": read_tag,
 }

@@ -1,13 +1,15 @@
 """Lets real followers read hostile objects, in a process with little memory.
 
 ``python -m tests.hostile.follow_cases`` prints a JSON object for each case and kind of target, and
-exits with 0 after the last. The caller checks the objects.
+exits with 0 after the last. With ``signed``, the chains are signed, and the followers trust only
+their key; the kinds are then those of the attacker. The caller checks the objects.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import resource
 import signal
 import sys
@@ -24,6 +26,8 @@ import torch
 from torch import Tensor
 
 from deltachain.chain.chain import Chain
+from deltachain.chain.signatures import SigningKey, TrustedKeys
+from deltachain.chain.trust import Trust
 from deltachain.checkpoint import HELD_FILE, WEIGHTS_FILE
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, HeldVersion, Subscriber
@@ -43,6 +47,11 @@ DEADLINE_S: Final = 20
 
 KINDS: Final = ("dict", "folder")
 CONTROL: Final = "control"
+STRIPS: Final = "strips signatures"
+KEEPS: Final = "keeps signatures"
+SIGNED_KINDS: Final = (STRIPS, KEEPS)
+KEY: Final = SigningKey.of(bytes(range(32)))
+OWNER: Final = Trust(key=KEY, trusted=TrustedKeys((KEY.public,)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +211,32 @@ def little_memory() -> Iterator[None]:
 
 def main() -> None:
     """Every sound scene first, then every case."""
+    is_signed = sys.argv[1:] == ["signed"]
+    if is_signed:
+        os.environ["DELTACHAIN_TRUSTED_KEYS"] = str(KEY.public)
     with tempfile.TemporaryDirectory(prefix="deltachain-hostile-") as scratch:
         number = 0
         cases = [(None, scene) for scene in SCENES] + [(case, case.scene) for case in CORPUS]
         for case, scene in cases:
-            for kind in KINDS:
+            for kind in SIGNED_KINDS if is_signed else KINDS:
                 folder = Path(scratch, str(number))
                 folder.mkdir()
                 number += 1
-                outcome = follow_case(case, Scene(scene), kind, folder)
-                sys.stdout.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+                outcome = follow_case(case, scene_of(scene, kind), target_of(kind), folder)
+                line = dataclasses.asdict(outcome) | {"kind": kind}
+                sys.stdout.write(json.dumps(line) + "\n")
                 sys.stdout.flush()
+
+
+def scene_of(name: str, kind: str) -> Scene:
+    """A chain as it is for a kind of target or attacker."""
+    if kind in KINDS:
+        return Scene(name)
+    return Scene(name, trust=OWNER, keeps=kind == KEEPS)
+
+
+def target_of(kind: str) -> str:
+    return kind if kind in KINDS else KINDS[0]
 
 
 if __name__ == "__main__":

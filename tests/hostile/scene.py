@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 from blake3 import blake3
 
+from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import changes
@@ -51,17 +52,23 @@ class Scene:
         head: Its newest version.
         truth: The bits of the head.
         keys: Of the object of each level.
+
+    Args:
+        name: As above.
+        trust: Keys that sign the chain; ``None``: nothing is signed.
+        keeps: Whether a forged envelope keeps the signatures of the one that it replaces.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, trust: Trust | None = None, keeps: bool = False) -> None:
         self.name = name
+        self._keeps = keeps
         data = max_part() if name == MAX else PARTS.get(name, PARTS["dense"])
         part = Part.from_bytes(data)
         ((tensor, row),) = part.rows.items()
         ones = np.ones(row.spec.numel, row.spec.bits_dtype)
         delta = part.read(tensor, old=OldBits(ones))
         self.spec = delta.spec
-        builder = Builder([self.spec], {})
+        builder = Builder([self.spec], {}, trust=trust)
         self.store = builder.store
         first = np.ones(self.spec.numel, self.spec.bits_dtype)
         anchor = builder.put("anchor", None, 0, [dense(self.spec, first)])
@@ -128,7 +135,13 @@ class Scene:
 
     def put_document(self, level: str, document: bytes) -> None:
         """Replace a document; its envelope and all that name it say what it is."""
-        self.put(level, enveloped(document) if level in ENVELOPES else document)
+        self.put(level, self._enveloped(level, document) if level in ENVELOPES else document)
+
+    def _enveloped(self, level: str, document: bytes) -> bytes:
+        if not self._keeps:
+            return enveloped(document)
+        signatures = json.loads(self.read(level))["signatures"]
+        return enveloped(document, dumps(signatures))
 
     def put(self, level: str, data: bytes) -> None:
         """Replace an object; all that name it say what it is."""

@@ -13,9 +13,10 @@ from typing import Any, get_args
 import pytest
 from filelock import FileLock
 
+from deltachain.errors import DeltaChainError, SignatureError
 from tests.hostile.case import ORDERED, Case, Category, Level
 from tests.hostile.corpus import CORPUS
-from tests.hostile.follow_cases import CONTROL, KINDS
+from tests.hostile.follow_cases import CONTROL, KEEPS, KINDS, SIGNED_KINDS
 from tests.hostile.scene import SCENES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,20 +31,30 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
     Processes that share the tests share its answers too.
     """
-    folder = tmp_path_factory.getbasetemp()
-    answers = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "hostile.jsonl"
+    return _outcomes(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="module")
+def signed_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """What became of every case where the chain is signed, and the follower trusts its key."""
+    return _outcomes(tmp_path_factory.getbasetemp(), "signed")
+
+
+def _outcomes(folder: Path, *args: str) -> Outcomes:
+    shared = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    answers = shared / "-".join(["hostile", *args, "answers.jsonl"])
     with FileLock(answers.with_suffix(".lock")):
         if not answers.exists():
-            answers.write_text(_present(), encoding="utf-8")
+            answers.write_text(_present(*args), encoding="utf-8")
     lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     found = {(line["id"], line["kind"]): line for line in lines}
     assert len(lines) == len(KINDS) * (len(CORPUS) + len(SCENES))
     return found
 
 
-def _present() -> str:
+def _present(*args: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.follow_cases"],
+        [sys.executable, "-m", "tests.hostile.follow_cases", *args],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -83,6 +94,47 @@ def test_a_hostile_object_is_refused_and_nothing_is_written(
     assert found["untouched"]
     assert found["remembered"] == 0
     assert found["held"] == (None if case.poisons or case.opens else 0)
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_a_follower_with_trusted_keys_gets_to_the_head_of_a_signed_chain(
+    signed_outcomes: Outcomes, scene: str
+) -> None:
+    for kind in SIGNED_KINDS:
+        found = signed_outcomes[f"{CONTROL}: {scene}", kind]
+        assert (found["error"], found["reached"]) == ("", True), found["message"]
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.id)
+@pytest.mark.parametrize("kind", SIGNED_KINDS)
+def test_a_follower_with_trusted_keys_takes_the_signed_bits_or_nothing(
+    signed_outcomes: Outcomes, case: Case, kind: str
+) -> None:
+    found = signed_outcomes[case.id, kind]
+    assert found["seconds"] < SECONDS
+    assert found["stored"]
+    if found["error"] == "":
+        assert case.error is None
+        assert found["reached"]
+        return
+    assert found["error"] in {SignatureError.__name__, *names_of(case.error)}, found["message"]
+    assert found["untouched"]
+    assert found["remembered"] == 0
+    assert found["held"] in ({None} if case.opens else {None, 0} if case.poisons else {0})
+
+
+def names_of(error: type[DeltaChainError] | None) -> set[str]:
+    return set() if error is None else {error.__name__}
+
+
+def test_signatures_are_what_refuses_most_forged_documents(signed_outcomes: Outcomes) -> None:
+    refused = Counter(
+        case.level
+        for case in CORPUS
+        if signed_outcomes[case.id, KEEPS]["error"] == SignatureError.__name__
+    )
+    assert set(refused) == {"part", "record", "table", "manifest", "chain"}
+    assert refused.total() > 300
 
 
 def test_the_corpus_has_every_category_at_every_level() -> None:

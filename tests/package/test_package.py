@@ -131,6 +131,7 @@ def test_help_of_a_bare_environment_shows_nothing_that_needs_a_clone(bare: Path)
         (("log", "gs://bucket/run"), "gcs"),
         (("log", "az://bucket/run"), "azure"),
         (("log", "sftp://host/run"), "fsspec"),
+        (("keygen", "key"), "signing"),
     ],
 )
 def test_a_missing_extra_is_named(bare: Path, args: tuple[str, ...], extra: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def comes_late(rank: int, url: str, folder: str) -> None:
             Publisher(config).attach(model)
         assert "every rank" in caught.value.hint
     distributed.barrier()
-    with Publisher(config).attach(model) as publisher:
+    with Publisher(replace(config, deadline_s=60.0)).attach(model) as publisher:
         assert publisher.version == 0
         check(rank, 0, model, url, folder)
 

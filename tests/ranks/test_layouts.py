@@ -67,6 +67,15 @@ def test_a_restart_in_another_layout_from_another_state_publishes_the_difference
     assert chain.read(5).manifest.nnz > 0
 
 
+def test_rank_0_chooses_the_encoding_of_all_ranks(tmp_path: Path) -> None:
+    url = (tmp_path / "chain").as_uri()
+    run("tests.ranks.trials:one_encoding", 2, url, str(tmp_path))
+    chain = Chain.open(open_store(url))
+    for committed in chain.history(1, 2):
+        assert "max" in committed.manifest.edge.encodings
+        assert "step" not in committed.manifest.edge.encodings
+
+
 def test_an_export_of_which_every_rank_gives_a_part(tmp_path: Path) -> None:
     run("tests.ranks.apart:exports", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,14 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError, RankError
 from deltachain.kernels.device import bits_of
-from deltachain.publish import PublishConfig, Publisher, PublishReceipt
+from deltachain.publish import (
+    PublishConfig,
+    Publisher,
+    PublishReceipt,
+    encoding_choice,
+    version_encoding,
+)
+from deltachain.publish.encoding_choice import EncodingCost
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
 from deltachain.subscribe import FolderTarget, Subscriber
@@ -61,6 +69,29 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
             assert communication.get_total_counts() == 0
             receipt = future.result(60)
             assert receipt.step == number
+            check(rank, receipt.version, model, url, folder)
+
+
+def one_encoding(rank: int, url: str, folder: str) -> None:
+    """Publish with ``auto``, where the last rank would choose another encoding than rank 0."""
+    chosen = "step" if rank else "max"
+
+    def cost(name: str, *_: object, **__: object) -> EncodingCost:
+        nbytes = 1.0 if name == chosen else 2.0
+        return EncodingCost(encoding=name, nbytes=nbytes, encode_ns=0.0, decode_ns=0.0)
+
+    model = LAYOUTS["rows"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    config = PublishConfig(url=url, dtype="BF16", encoding="auto", when_busy="wait")
+    with (
+        mock.patch.object(version_encoding, "try_encoding", cost),
+        mock.patch.object(encoding_choice, "SMALLEST_TRANSFER", 1),
+        Publisher(config).attach(model) as publisher,
+    ):
+        for number in range(2):
+            train_step("rows", model, optimizer, number)
+            receipt = publisher.publish(step=number).result(60)
+            assert receipt.encoding == "max"
             check(rank, receipt.version, model, url, folder)
 
 

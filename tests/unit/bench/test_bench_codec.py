@@ -12,7 +12,7 @@ from rich.console import Console
 from deltachain.bench import codec, codec_tables, updates
 from deltachain.bench.chains import Step, SyntheticChain
 from deltachain.bench.changes import ChangedTensors, changes_of
-from deltachain.bench.codec_rows import ChainRow, EncodingRow, LayoutRow
+from deltachain.bench.codec_rows import ChainRow, EncodingRow, LayoutRow, StagingRow
 from deltachain.bench.layouts.registry import LAYOUTS
 from deltachain.bench.shapes import TINY
 from deltachain.bench.updates import Update
@@ -79,6 +79,18 @@ def test_speeds_of_layouts_are_measured_where_asked_for(result: Result) -> None:
     assert {row.label for row in (fast, fp8, int8)} == {
         one["label"] for one in document["crossover"]
     }
+
+
+def test_staging_max_is_measured_beside_step_and_beside_reading_all_old_bits(
+    result: Result,
+) -> None:
+    rows, document = result
+    for row, one in zip(rows, document["rows"], strict=True):
+        found = row.staging
+        assert min(found.step_ns, found.max_ns, found.floor_ns) > 0
+        assert found.speed == found.step_ns / found.max_ns
+        assert found.most == found.step_ns / (found.step_ns + found.floor_ns) < 1
+        assert one["staging"]["floor_ns"] == found.floor_ns
 
 
 def test_quantised_updates_have_fewer_changes_in_codes_and_scales() -> None:
@@ -157,6 +169,7 @@ def test_aims_are_judged_at_the_density_they_are_set_for() -> None:
             dense_nbytes=0,
             manifest_nbytes=0,
             encodings=[encoding],
+            staging=StagingRow(step_ns=1, max_ns=1, floor_ns=1),
             layouts={},
             full_copy=LayoutRow(layout="", nbytes=0, bits=0, encode_ns=None, decode_ns=None),
             limits={},

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltachain.bench import crossover
-from deltachain.bench.codec_rows import ChainRow, EncodingRow, LayoutRow
+from deltachain.bench.codec_rows import ChainRow, EncodingRow, LayoutRow, StagingRow
 from deltachain.publish.encoding_choice import EncodingCost, fastest_encoding
 
 
@@ -33,6 +33,7 @@ def row(*layouts: LayoutRow) -> ChainRow:
         dense_nbytes=200_000_000,
         manifest_nbytes=3_000,
         encodings=[step],
+        staging=StagingRow(step_ns=15.0, max_ns=40.0, floor_ns=10.0),
         layouts={one.layout: one for one in layouts},
         full_copy=LayoutRow(
             layout="full copy", nbytes=200_000_000, bits=1600.0, encode_ns=10.0, decode_ns=10.0

@@ -22,6 +22,7 @@ def _original(tmp_path_factory: pytest.TempPathFactory) -> Pushed:
             "--step",
             number,
         )
+    ok("anchor", root / "chain")
     return Pushed(root / "chain", tuple(states))
 
 

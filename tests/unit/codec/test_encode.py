@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from safetensors.numpy import load
+from typing_extensions import override
 
-from deltachain.codec import Change, Part, directory, encode, encode_part
+from deltachain.codec import ENCODINGS, Change, Part, directory, encode, encode_part
 from deltachain.codec.container import read_header, reader_of
+from deltachain.codec.encodings import BucketWriter, EncodedTensor, OldBits
+from deltachain.codec.encodings.step import StepEncoding
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
@@ -43,6 +49,40 @@ def test_raw_parts_open_in_safetensors(make: Make) -> None:
     assert found["empty"].shape == (0,)
 
 
+class OverOldBits(StepEncoding):
+    """Steps, from an encoding that asks for old bits."""
+
+    needs_old = True
+    given: ClassVar[list[OldBits | None]] = []
+
+    @override
+    def encode(
+        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
+    ) -> EncodedTensor:
+        self.given.append(old)
+        return super().encode(delta, out)
+
+
+def test_old_bits_are_read_for_encodings_that_need_them_only(make: Make) -> None:
+    change, old = make("a", [1, 2], [0, 9], numel=10), OldBits(np.zeros(10, np.uint16))
+    read = Mock(return_value=old)
+    encode_part([replace(change, old=read)])
+    read.assert_not_called()
+    encode_part([replace(change, old=read, encoding=OverOldBits())])
+    encode_part([replace(change, encoding=OverOldBits())])
+    read.assert_called_once_with()
+    assert OverOldBits.given == [old, None]
+
+
+def test_an_encoding_has_no_segments_streams_and_arrays_unless_it_says_so(make: Make) -> None:
+    part = Part.from_bytes(encode_part([make("a", [1, 2], [0, 9], numel=10)]).data)
+    row, segments = part.rows["a"], part.reader("a").segments
+    raw, step = ENCODINGS.get("raw"), ENCODINGS.get("step")
+    assert not raw.fits_segment(row, segments[0])
+    assert not raw.streams(row, segments)
+    assert not step.arrays(row)
+
+
 def test_raw_arrays_are_aligned(make: Make) -> None:
     changes = [make(f"t{width}", [1, 2, 3], width=width) for width in (1, 2, 8, 4, 1)]
     changes[-1] = make("odd", [1], [0], width=1, numel=1, absolute=True)
@@ -69,6 +109,31 @@ def test_buckets_end_where_the_element_width_changes(make: Make) -> None:
     changes = [make(f"t{n}", [n + 1], width=width) for n, width in enumerate(widths)]
     part = Part.from_bytes(encode_part(changes).data)
     assert [row.bucket for row in part.rows.values()] == [0, 0, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_widths_that_take_turns_have_a_bucket_each(
+    make: Make, monkeypatch: pytest.MonkeyPatch, absolute: bool
+) -> None:
+    widths = (2, 2, 1, 2, 8, 1, 8, 2)
+    changes = [
+        make(f"t{n}", [n + 1, 3], [n, 30 + n], width=width, numel=40, absolute=absolute)
+        for n, width in enumerate(widths)
+    ]
+    each_turn = encode_part(changes).data
+    monkeypatch.setattr(encode, "TURNS", 5)
+    data = encode_part(changes).data
+    assert len(data) < len(each_turn)
+    part = Part.from_bytes(data)
+    assert [row.bucket for row in part.rows.values()] == [0, 0, 1, 0, 2, 1, 2, 0]
+    assert list(part.rows) == [change.delta.spec.name for change in changes]
+    part.verify()
+    for change in changes:
+        found = part.read(change.delta.spec.name)
+        assert np.array_equal(found.values, change.delta.values)
+        assert found.indices is not None
+        assert change.delta.indices is not None
+        assert np.array_equal(found.indices, change.delta.indices)
 
 
 def test_buckets_end_where_they_are_full(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
+import numpy as np
 import pytest
 
+from deltachain.chain.upload_clock import MeasuredTransfer
 from deltachain.errors import ConfigError
 from deltachain.publish.encoding_choice import (
     EncodingCost,
-    MeasuredUpload,
     fastest_encoding,
     link_speed,
+    may_be_replaced,
+    next_encoding,
 )
 
 SMALL = EncodingCost(encoding="max", nbytes=0.9, encode_ns=40.0, decode_ns=40.0)
@@ -43,6 +46,45 @@ def test_without_a_link_or_costs_the_given_encoding_is_used() -> None:
     assert fastest_encoding([], 1e9, otherwise="overwrite").encoding == "overwrite"
 
 
+@pytest.mark.parametrize(
+    ("present", "bytes_per_s", "encoding"),
+    [
+        ("step", 1e6, "max"),
+        ("step", 13e6, "step"),  # `max` would be faster, by less than the margin
+        ("max", 13e6, "max"),
+        ("max", 15e6, "max"),
+        ("max", 4e8, "step"),
+        ("raw", 1e6, "max"),  # it was not measured
+    ],
+)
+def test_an_encoding_stays_until_another_is_clearly_faster(
+    present: str, bytes_per_s: float, encoding: str
+) -> None:
+    choice = next_encoding(present, [DEFAULT, SMALL], bytes_per_s)
+    assert choice.encoding == encoding
+    assert choice.serve_ns.keys() == {"step", "max"}
+
+
+def test_no_link_speed_lies_between_two_choices() -> None:
+    """Where one replaces the other, the other does not replace it at the same speed."""
+    for bytes_per_s in np.geomspace(1e4, 1e12, 200):
+        chosen = next_encoding("step", [DEFAULT, SMALL], bytes_per_s).encoding
+        assert next_encoding(chosen, [DEFAULT, SMALL], bytes_per_s).encoding == chosen
+
+
+def test_the_reason_says_what_was_measured() -> None:
+    assert next_encoding("step", [DEFAULT], None).reason == "link not measured yet"
+    choice = next_encoding("step", [DEFAULT, SMALL], 2.5e6)
+    assert choice.reason == "link of 2.5 MB/s, step 1,030 ns a change, max 800"
+
+
+@pytest.mark.parametrize(("bytes_per_s", "may"), [(1e6, True), (1e8, True), (1e9, False)])
+def test_no_other_encoding_is_tried_where_fewer_bytes_gain_nothing(
+    bytes_per_s: float, may: bool
+) -> None:
+    assert may_be_replaced(DEFAULT, bytes_per_s) == may
+
+
 @pytest.mark.parametrize("bytes_per_s", [0.0, -1.0])
 def test_a_link_that_moves_nothing_is_refused(bytes_per_s: float) -> None:
     with pytest.raises(ConfigError, match="bytes a second"):
@@ -57,14 +99,14 @@ def test_a_negative_cost_is_refused(wrong: str) -> None:
 
 
 def test_the_fastest_large_upload_shows_the_link() -> None:
-    busy = MeasuredUpload(50 << 20, 10.0)
-    quiet = MeasuredUpload(8 << 20, 0.5)
-    round_trip = MeasuredUpload(2_000, 0.00001)
+    busy = MeasuredTransfer(50 << 20, 10.0)
+    quiet = MeasuredTransfer(8 << 20, 0.5)
+    round_trip = MeasuredTransfer(2_000, 0.00001)
     assert link_speed([busy, quiet, round_trip]) == (8 << 20) / 0.5
 
 
 @pytest.mark.parametrize(
-    "uploads", [[], [MeasuredUpload(1000, 0.1)], [MeasuredUpload(1 << 20, 0.0)]]
+    "uploads", [[], [MeasuredTransfer(1000, 0.1)], [MeasuredTransfer(1 << 20, 0.0)]]
 )
-def test_small_uploads_show_no_link(uploads: list[MeasuredUpload]) -> None:
+def test_small_uploads_show_no_link(uploads: list[MeasuredTransfer]) -> None:
     assert link_speed(uploads) is None

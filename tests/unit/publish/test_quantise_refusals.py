@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import json
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -20,11 +23,12 @@ from deltachain.errors import ChainMismatchError, ConfigError, DigestMismatchErr
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.push import push
 from deltachain.publish.quantise.amax import CutBlocks, exchange
+from deltachain.publish.quantise.fused import check_fused
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.store import open_store
-from deltachain.subscribe import Subscriber
-from tests.unit.publish.library import llama
+from deltachain.subscribe import FolderTarget, Subscriber
+from tests.unit.publish.library import differing, llama, quantised_state
 
 
 class Two(nn.Module):
@@ -140,6 +144,53 @@ def test_scale_that_is_no_positive_number(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'up\.weight': a scale is not a positive finite number"):
         attached(str(tmp_path / "chain"), model)
     assert not (tmp_path / "chain" / "chain.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("ignore", "group"),
+    [
+        (("k_proj",), "model.layers.0.self_attn.q_proj+k_proj+v_proj"),
+        (("q_proj", "v_proj"), "model.layers.0.self_attn.q_proj+k_proj+v_proj"),
+        (("re:.*layers.1.mlp.up_proj",), "model.layers.1.mlp.gate_proj+up_proj"),
+    ],
+)
+def test_part_of_a_layer_that_engines_compute_as_one(
+    ignore: tuple[str, ...], group: str, tmp_path: Path
+) -> None:
+    chosen = Quantization("int8-row", ignore=("lm_head", *ignore))
+    with pytest.raises(ConfigError, match=f"compute both as one layer, {re.escape(group)}"):
+        attached(str(tmp_path / "chain"), llama(), quantization=chosen)
+    assert not (tmp_path / "chain" / "chain.json").exists()
+
+
+def test_experts_of_a_layer_are_quantised_together() -> None:
+    experts = [f"mlp.experts.{n}.{name}_proj" for n in range(3) for name in ("gate", "up", "down")]
+    check_fused(experts, ["mlp.gate", "mlp.shared_experts.up_proj", "1.mlp.experts.0.up_proj"])
+    with pytest.raises(ConfigError, match=r"'mlp\.experts\.1\.down_proj' is ignored") as caught:
+        check_fused([one for one in experts if "1.down" not in one], ["mlp.experts.1.down_proj"])
+    assert caught.value.hint == "ignore all layers of it, or none"
+
+
+@pytest.mark.parametrize("recipe", ["fp8-row", "int8-row"])
+def test_weights_that_the_library_turns_into_zeros_are_named(
+    recipe: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, url = Two(), str(tmp_path / "chain")
+    with torch.no_grad():
+        model.up.weight[3:5] = -1e-39  # a scale of that size is 0 in bf16
+        model.down.weight[7] = 0
+    whole = nn.ModuleDict({"up": copy.deepcopy(model.up), "down": copy.deepcopy(model.down)})
+    with attached(url, model, quantization=recipe) as publisher:
+        with torch.no_grad():
+            model.up.bias.add_(1)
+        publisher.publish().result()
+    named = [one for one in caplog.messages if "are published as 0" in one]
+    assert len(named) == 1  # not again with the next version
+    assert named[0].startswith("'up.weight': weights of at most 1.0e-39 are published as 0 in 2 of")
+    Subscriber(url, FolderTarget(tmp_path / "out")).update(0)
+    found = load_file(next((tmp_path / "out").glob("*.safetensors")))
+    assert not found["up.weight"][3:5].float().any()
+    assert differing(found, quantised_state(whole, recipe, ())) == set()
 
 
 def test_models_that_are_quantised_already(tmp_path: Path) -> None:

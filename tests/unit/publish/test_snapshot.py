@@ -192,7 +192,7 @@ def test_a_snapshot_on_the_device_needs_weights_there() -> None:
 
 
 def test_a_snapshot_is_on_the_host_or_on_the_device() -> None:
-    with pytest.raises(ConfigError, match="snapshot='disk': expected 'host', 'device' or None"):
+    with pytest.raises(ConfigError, match="snapshot='disk': expected one of"):
         PublishConfig(url="memory://x", snapshot="disk")  # type: ignore[arg-type]
 
 

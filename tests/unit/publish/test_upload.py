@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from typing_extensions import override
 
-from deltachain.codec import Part
-from deltachain.errors import StoreUnavailableError
-from deltachain.publish.upload import (
+from deltachain.chain.upload import (
     PARTS_ON_THE_WAY,
     SMALL_PART_NBYTES,
     UPLOADS,
     EdgeKeys,
     EdgeUpload,
     anchor_part_nbytes,
-    dense_change,
 )
+from deltachain.codec import Part
+from deltachain.errors import StoreUnavailableError
+from deltachain.publish.wire_form import dense_change
 from deltachain.store import MemoryStore
 from deltachain.types import Bits, Buffer, TensorSpec
 

@@ -1,15 +1,17 @@
-"""A rank of a fake engine in a process of its own, asked by lines of its standard input.
+"""A rank of a fake engine in a process of its own, asked by messages over a pipe.
 
-``python -m tests.unit.replica.rank_process NUMBER TP CHECKPOINT SPOOL FAULT``: ``kill`` ends the
-process with SIGKILL at the second object it fetches, ``fail`` lets that fetch fail, ``none`` does
-neither.
+Processes are forked from one that has imported this module, torch among others, and started no
+thread: an import a rank would take longer than all that the tests do.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,61 @@ from deltachain.replica.settings import RankSettings
 from deltachain.testing.engine import FakeModel
 from deltachain.testing.sharding import Sharding
 
+PRELOADED = (__name__, "numba", "pytest")
+"""Modules that ranks find imported."""
 
-def main() -> None:
-    """Answer every line with one, until the input ends."""
-    number, tp, checkpoint, spool, fault = sys.argv[1:]
-    model = FakeModel(Sharding(tp=int(tp)), int(number), Path(checkpoint))
-    service = RankService(lambda: model, int(number), RankSettings(spool=Path(spool)))
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank and the pipe to it."""
+
+    process: BaseProcess
+    pipe: Connection
+
+    @classmethod
+    def start(cls, number: int, tp: int, checkpoint: Path, spool: Path, fault: str) -> RankProcess:
+        """Start a rank.
+
+        Args:
+            number: The rank.
+            tp: How many there are.
+            checkpoint: Folder that it loads.
+            spool: Its folder of spools.
+            fault: ``kill`` ends the process with SIGKILL at the second object that it fetches,
+                ``fail`` lets that fetch fail, ``none`` does neither.
+        """
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        pipe, other = context.Pipe()
+        process = context.Process(
+            target=serve, args=(other, number, tp, checkpoint, spool, fault), daemon=True
+        )
+        process.start()
+        other.close()
+        return cls(process, pipe)
+
+    def ask(self, message: str) -> str:
+        """Return the answer of the rank; empty if it has ended."""
+        try:
+            self.pipe.send(message)
+            answer: str = self.pipe.recv()
+        except (BrokenPipeError, ConnectionResetError, EOFError):
+            return ""
+        return answer
+
+    def kill(self) -> None:
+        """End the rank."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def serve(
+    pipe: Connection, number: int, tp: int, checkpoint: Path, spool: Path, fault: str
+) -> None:
+    """Answer every message with one, until the other end is closed."""
+    model = FakeModel(Sharding(tp=tp), number, checkpoint)
+    service = RankService(lambda: model, number, RankSettings(spool=spool))
     fetched = 0
 
     def faulty(*arguments: Any) -> Any:
@@ -39,10 +90,9 @@ def main() -> None:
         return fetch_part(*arguments)
 
     vars(fetcher)["fetch_part"] = faulty
-    for line in sys.stdin:
-        sys.stdout.write(service.answer(line) + "\n")
-        sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(service.answer(message))

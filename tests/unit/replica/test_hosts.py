@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +30,7 @@ from deltachain.testing.models import train_
 from deltachain.testing.ranks import FakeEngine
 from deltachain.testing.sharding import Sharding, save, trained
 from deltachain.types import StateDigest
+from tests.unit.replica.rank_process import RankProcess
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -50,33 +49,17 @@ class ProcessEngine:
         self.paused = False
         self.version = -1
         self.ranks = [
-            subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "tests.unit.replica.rank_process", str(number)),
-                    *(str(len(spools)), str(checkpoint), str(spool), fault),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=Path(__file__).parents[3],
-            )
+            RankProcess.start(number, len(spools), checkpoint, spool, fault)
             for number, (spool, fault) in enumerate(zip(spools, faults, strict=True))
         ]
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
         replies = []
         for number, rank in enumerate(self.ranks):
-            assert rank.stdin is not None
-            assert rank.stdout is not None
-            try:
-                rank.stdin.write(encode(request) + "\n")
-                rank.stdin.flush()
-                line = rank.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            if not line:
+            answer = rank.ask(encode(request))
+            if not answer:
                 raise ApplyError(f"rank {number} has ended")
-            replies.append(decode_reply(line))
+            replies.append(decode_reply(answer))
         return replies
 
     def is_paused(self) -> bool:
@@ -94,7 +77,6 @@ class ProcessEngine:
     def close(self) -> None:
         for rank in self.ranks:
             rank.kill()
-            rank.communicate()
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""Ranks of an engine decode the tiles of ``max`` that they hold, and refuse those that they cut."""
+"""Ranks of an engine decode the tiles of ``max`` that they hold, and do without those they cut."""
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +12,18 @@ import torch
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, changes
-from deltachain.errors import BaseMismatchError, ConfigError
+from deltachain.errors import BaseMismatchError, OldBitsError
 from deltachain.format.digest import digest_key
+from deltachain.format.documents import ObjectRef
 from deltachain.kernels import reference
-from deltachain.replica.spool_reader import TensorPlan
-from deltachain.replica.staged import Share, _prepared
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
+from deltachain.replica.spool_reader import SpoolReader, TensorPlan
+from deltachain.replica.staged import Share, _held_bits, _prepared
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import write
 from deltachain.types import Bits, StateDigest, TensorSpec
+from tests.unit.replica.replicas import SHAPES, Followed
 
 SPEC = TensorSpec("w", "BF16", (1024, 1024))
 
@@ -61,6 +66,95 @@ def shards(bits: Bits, ways: int, axis: int) -> list[tuple[torch.Tensor, int]]:
     ]
 
 
+def halves(old: Bits, new: Bits) -> tuple[Part, ...]:
+    """Two parts of one edge: changes of even columns, and of odd ones, in the same tiles."""
+    found = []
+    for odd in (0, 1):
+        some = old.copy().reshape(SPEC.shape)
+        some[:, odd::2] = new.reshape(SPEC.shape)[:, odd::2]
+        found.append(part(old, some.reshape(-1), "max"))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_parts_of_one_edge_are_decoded_with_the_same_old_bits(axis: int) -> None:
+    states = versions(2)
+    parts = (*halves(states[0], states[1]), *halves(states[1], states[2]))
+    plan = TensorPlan(SPEC, parts, edges=(0, 0, 1, 1))
+    after = shards(states[2], 2, axis)
+    for (live, offset), (expected, _) in zip(shards(states[0], 2, axis), after, strict=True):
+        for _, one in _prepared(plan, share_of(live, offset)):
+            for place in one.places:
+                write(place, one.patch)
+        assert torch.equal(live, expected)
+    whole = plan.read(
+        0, SPEC.numel, lambda low, high: OldBits(states[0][low:high], low, shared=True)
+    )
+    assert np.array_equal(whole.new_bits(states[0][whole.indices]), states[2][whole.indices])
+
+
+def test_objects_of_one_edge_wait_for_each_other_where_old_bits_are_needed(tmp_path: Path) -> None:
+    states = versions(1)
+    parts = halves(states[0], states[1])
+    objects = tuple(
+        SpooledObject(
+            ref=ObjectRef(
+                key=f"deltas/1/{number}.safetensors",
+                nbytes=len(one.data),
+                blake3=one.digest,
+                directory=one.digest,
+            ),
+            edge=0,
+        )
+        for number, one in enumerate(parts)
+    )
+    spool = Spool.create(tmp_path, SpoolIndex(from_nothing=False, objects=objects))
+    for number, one in enumerate(parts):
+        spool.put(number, one.data)
+    (plan,) = SpoolReader(spool.folder).tensor_plans()
+    assert (len(plan.parts), plan.edges) == (2, (0, 0))
+    found = plan.read(0, SPEC.numel, lambda low, high: OldBits(states[0][low:high], low))
+    assert np.array_equal(found.new_bits(states[0][found.indices]), states[1][found.indices])
+    assert found.nnz == np.count_nonzero(states[0] != states[1])
+
+
+def test_live_bits_are_read_where_they_lie_and_never_written() -> None:
+    states = versions(3)
+    live, offset = shards(states[0], 2, 0)[1]
+    share = share_of(live, offset)
+    before = _held_bits(share, SPEC, 0, SPEC.numel)
+    assert before.shared
+    assert (before.start, before.held) == (offset, None)
+    assert before.bits.ctypes.data == live.data_ptr()
+    again = live.clone()
+    _prepared(plan_of(states, ("max", "max", "step")), share)
+    assert torch.equal(live, again)
+
+
+def test_ranks_that_cut_tiles_take_another_way_where_there_is_one(tmp_path: Path) -> None:
+    here = Followed(SHAPES["tp2"], tmp_path)
+    try:
+        here.publisher.close()
+        config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
+        here.publisher = Publisher(config, store=here.store).attach(here.model)
+        here.truth.append(here.truth[0])  # a publisher that takes over commits a version
+        here.subscriber.update()
+        for seed in (2, 3):
+            here.publish(seed)
+            with pytest.raises(OldBitsError, match=r"'.*' cuts a tile of the encoding max"):
+                here.subscriber.update()
+            assert here.holds(seed - 1)
+            assert not here.subscriber.poisoned
+            assert not here.spools()
+            here.anchor()
+            receipt = here.subscriber.update()
+            assert receipt is not None
+            assert f"anchor->{seed} " in receipt.plan
+            assert here.holds(seed)
+    finally:
+        here.close()
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("encodings", [("max",), ("max", "step", "max", "max")])
@@ -83,7 +177,7 @@ def test_a_share_that_cuts_a_tile_is_refused() -> None:
     plan = plan_of(states, ("max",))
     live, offset = shards(states[0], 8, 1)[3]
     before = live.clone()
-    with pytest.raises(ConfigError, match="cuts a tile"):
+    with pytest.raises(OldBitsError, match="cuts a tile"):
         _prepared(plan, share_of(live, offset))
     assert torch.equal(live, before)
 

@@ -35,12 +35,17 @@ def test_every_variable_is_read() -> None:
             "DELTACHAIN_TOKEN": "secret",
             "DELTACHAIN_MAX_LAG": "3",
             "DELTACHAIN_STRICT": "off",
+            "DELTACHAIN_TRUSTED_KEYS": "trusted.txt",
             "OTHER": "x",
         }
     )
     assert settings == ReplicaSettings(
         subscribe=SubscribeConfig(
-            url="s3://bucket/run", base=Path("/models/base"), poll_s=0.5, stage_budget=10**9
+            url="s3://bucket/run",
+            base=Path("/models/base"),
+            poll_s=0.5,
+            stage_budget=10**9,
+            trusted_keys="trusted.txt",
         ),
         follow=True,
         strict=False,

@@ -72,7 +72,6 @@ def add_anchor(publisher: Publisher) -> Callable[[], None]:
     def run() -> None:
         session = publisher._session
         assert session is not None
-        session.writer.newcomer_cost = 1 << 62
         assert session.add_anchor(topic="").kind == "anchor"
 
     return run

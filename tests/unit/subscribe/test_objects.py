@@ -338,7 +338,6 @@ def test_a_base_that_is_gone_is_planned_around(
         publisher.publish()
         session: Any = publisher._session
         publisher.flush()
-        session.writer.newcomer_cost = 1 << 62
         session.add_anchor(topic="")
     tensors = tensors_of(based)
     receipt = subscribe(tensors).update()

@@ -1,0 +1,199 @@
+"""Maintainers that are killed at any moment, beside a publisher, followers and newcomers.
+
+Whatever happens, a reader ends with proven bits or plans again, every kept version is reachable,
+and what a round deletes is what it said.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from itertools import count
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.chain.reachable import is_reachable
+from deltachain.errors import ChainError, DeltaChainError
+from deltachain.format.keys import manifest_key
+from deltachain.maintain import Maintainer
+from deltachain.maintain.survey import Survey
+from deltachain.store import open_store
+from deltachain.subscribe import Subscriber
+from deltachain.testing.models import TinyModel, tensors_of
+from deltachain.verify import verify
+from tests.crash.conftest import PROCESSES
+from tests.crash.maintained import KEPT, maintain_for_ever, maintainer_of, publish_until
+from tests.crash.places import Place
+
+KILLS = {"file": 100, "s3": 100, "hf": 60}
+VERSIONS = 5 * KEPT
+"""Versions that are published at least, so that much is pruned."""
+FOLLOWERS = 4
+
+
+class Reader(Thread):
+    """Follows a chain, or joins it again and again; notes every error and every version."""
+
+    def __init__(self, url: str, *, joins: bool) -> None:
+        super().__init__(daemon=True)
+        self.url, self.joins = url, joins
+        self.done, self.errors, self.versions = Event(), list[BaseException](), list[int]()
+
+    def run(self) -> None:
+        try:
+            self._join() if self.joins else self._follow()
+        except Exception as error:  # noqa: BLE001 - the test looks at all
+            self.errors.append(error)
+
+    def _follow(self) -> None:
+        with closing(self._subscriber()) as subscriber:
+
+            def looked(error: DeltaChainError | None) -> None:
+                if error is not None:
+                    self.errors.append(error)
+
+            for receipt in subscriber.follow(stop=self.done, looked=looked):
+                self.versions.append(receipt.version)
+            while (last := subscriber.update()) is not None:
+                self.versions.append(last.version)
+
+    def _join(self) -> None:
+        while not self.done.wait(1.0):
+            with closing(self._subscriber()) as subscriber:
+                receipt = subscriber.update()
+                assert receipt is not None
+                self.versions.append(receipt.version)
+
+    def _subscriber(self) -> Subscriber:
+        return Subscriber(self.url, tensors_of(TinyModel(seed=9)))
+
+
+@contextmanager
+def publishing(url: str, folder: Path) -> Iterator[Callable[[], None]]:
+    """Publish in another process; yield what ends it, at the end of the block at the latest."""
+    stop, printed = folder / "stop", folder / "publisher"
+    arguments = (url, stop, dict(os.environ), printed)
+    process = PROCESSES.Process(target=publish_until, args=arguments)
+    process.start()
+    with closing(open_store(url)) as store:
+        while store.find(manifest_key(0)) is None:
+            assert process.is_alive(), printed.read_text(encoding="utf-8")
+            time.sleep(0.05)
+
+    def end() -> None:
+        stop.touch()
+        process.join(120)
+        assert process.exitcode == 0, printed.read_text(encoding="utf-8")
+
+    yield end
+    end()
+
+
+@contextmanager
+def reading(url: str) -> Iterator[list[Reader]]:
+    readers = [Reader(url, joins=number == FOLLOWERS) for number in range(FOLLOWERS + 1)]
+    for reader in readers:
+        reader.start()
+    yield readers
+    for reader in readers:
+        reader.done.set()
+        reader.join(120)
+        assert not reader.is_alive()
+
+
+def start(url: str, folder: Path, number: int) -> Any:
+    arguments = (url, dict(os.environ), folder / f"maintainer-{number}")
+    process = PROCESSES.Process(target=maintain_for_ever, args=arguments)
+    process.start()
+    return process
+
+
+def kill(process: Any) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KILLS)
+def test_maintainers_killed_at_any_moment_harm_nobody(
+    kind: str, place_of: Callable[[str], Place], tmp_path: Path
+) -> None:
+    url, chance = place_of(kind).url(), random.Random(kind)
+    maintainers = 1 if kind == "hf" else 2  # a bucket without keys cannot decide between two
+    with publishing(url, tmp_path) as end, reading(url) as readers:
+        running = [start(url, tmp_path, number) for number in range(maintainers)]
+        for killed in count():
+            if killed >= KILLS[kind] and readers[0].versions[-1:] >= [VERSIONS]:
+                break
+            time.sleep(chance.uniform(0.05, 0.8))
+            number = chance.randrange(maintainers)
+            kill(running[number])
+            running[number] = start(url, tmp_path, number)
+        end()
+        for process in running:
+            kill(process)
+    for reader in readers:
+        assert not reader.errors, reader.errors[0]
+        assert reader.versions == sorted(reader.versions)
+    chain = Chain.open(open_store(url))
+    head = chain.head()
+    assert head is not None
+    assert all(reader.versions[-1] == head.version for reader in readers if not reader.joins)
+    printed = [(tmp_path / f"maintainer-{n}").read_text("utf-8") for n in range(maintainers)]
+    assert "Error" not in "".join(printed), printed
+    check_end(url, head.version)
+
+
+def check_end(url: str, head: int) -> None:
+    """Finish what the killed ones began; the store is then exactly what is kept."""
+    maintainer = maintainer_of(url, grace_s=0.2)
+    assert maintainer.pruner is not None
+    done = maintainer.round()
+    assert done is not None
+    assert not done.failed
+    time.sleep(2)
+    expected = maintainer.pruner.plan(dry=True)
+    assert expected is not None
+    before = sum(info.nbytes for info in maintainer.survey.objects().values())
+    maintainer.pruner.run()
+    after = sum(info.nbytes for info in maintainer.survey.objects().values())
+    assert before - after == expected.nbytes
+    chain = Chain.open(open_store(url))
+    assert all(is_reachable(chain, version) for version in range(head - KEPT + 1, head + 1))
+    proofs = list(verify(chain, first=head - KEPT + 1))
+    assert all(proof.rebuilt for proof in proofs)
+    gone = [edge for proof in verify(chain) for edge in proof.edges if edge.expired]
+    assert gone or url.startswith("hf:")  # a bucket serves content by its hash for a while
+    assert all(edge.pruned for edge in gone)
+    named: set[str] = set()
+    survey = Survey(chain)
+    committed = chain.read(head)
+    for parts in survey.parts_of(survey.edges(committed)).values():
+        named |= set(parts or ())
+    assert set(survey.objects()) <= named
+
+
+def take_turns(one: Maintainer, other: Maintainer) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        one.round()
+        other.round()
+
+
+def test_a_second_maintainer_of_a_bucket_that_cannot_decide_is_named(
+    place_of: Callable[[str], Place], tmp_path: Path
+) -> None:
+    url = place_of("hf").url()
+    with publishing(url, tmp_path):
+        one, other = maintainer_of(url), maintainer_of(url)
+        with pytest.raises(ChainError, match=r"another maintainer .* wrote prune record"):
+            take_turns(one, other)

@@ -1,0 +1,64 @@
+"""Writes the frozen signed chain, once and never again: ``python -m tests.format.freeze_signed``.
+
+Its parts are not compressed, so that its bytes depend on nothing but the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from deltachain.chain.signatures import SigningKey, TrustedKeys
+from deltachain.chain.trust import Trust
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge
+from deltachain.kernels import reference
+from deltachain.types import Bits
+from tests.format.freeze import TINY, Builder, absolute, dense
+
+FOLDER: Final = Path(__file__).parent / "signed"
+KEY: Final = SigningKey.of(bytes(range(32)))
+OWNER: Final = Trust(key=KEY, trusted=TrustedKeys((KEY.public,)))
+
+
+def version(number: int) -> Bits:
+    """Bits of the tensor; the last version differs from none."""
+    bits = np.arange(0x3F80, 0x3F88, dtype=np.uint16)
+    if number >= 1:
+        bits[[0, 5]] += np.array([1, 0xFFFF], np.uint16)
+    return bits
+
+
+def build() -> Iterator[tuple[str, bytes]]:
+    """An anchor, which nobody signed, a signed delta and its anchor, and an empty version."""
+    builder = Builder([TINY], {}, trust=Trust())
+    states = [reference.digest(digest_key(TINY), version(number)) for number in range(2)]
+    first = builder.put("anchor", None, 0, [dense(TINY, version(0))], raw=True)
+    builder.commit(0, first, states[0], nnz=TINY.numel)
+    builder.chain = type(builder.chain).open(builder.store, OWNER.unchecked())
+    for key, data in builder.chain.sign_identity().items():
+        builder.store.put(key, data)
+    delta = builder.put("delta", 0, 1, [absolute(TINY, version(0), version(1))], raw=True)
+    builder.commit(1, delta, states[1], nnz=2)
+    assert builder.parent is not None
+    anchor = builder.put("anchor", None, 1, [dense(TINY, version(1))], raw=True)
+    builder.added = [builder.chain.add_edge(builder.parent, anchor, "")]
+    builder.commit(2, Edge(kind="delta", base=1), states[1], nnz=0, epoch=1)
+    for info in builder.store.list():
+        yield info.key, builder.store.get(info.key)
+
+
+def main(folder: Path) -> None:
+    """Write the chain into a folder that does not exist yet."""
+    folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
+    for name, data in build():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(data)
+
+
+if __name__ == "__main__":
+    main(FOLDER)

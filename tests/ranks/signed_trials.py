@@ -1,0 +1,29 @@
+"""What ranks do that publish a signed chain."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from deltachain.chain.signatures import SigningKey
+from deltachain.publish import PublishConfig, Publisher
+from tests.ranks.layouts import LAYOUTS, train_step
+
+LAYOUT = "rows"
+OLD_KEY = SigningKey.of(b"\2" * 32)
+
+
+def publishes(rank: int, key: str, url: str, first: int) -> None:
+    """Continue a chain by one step; rank 0 alone has the key, the others know only an old one."""
+    os.environ["DELTACHAIN_TRUSTED_KEYS"] = str(OLD_KEY.public)
+    model = LAYOUTS[LAYOUT]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+    for number in range(first):
+        train_step(LAYOUT, model, optimizer, number)
+    file = None if rank else Path(key)
+    config = PublishConfig(url=url, dtype="BF16", deadline_s=60, signing_key=file)
+    with Publisher(config).attach(model) as publisher:
+        train_step(LAYOUT, model, optimizer, first)
+        assert publisher.publish(step=first).result(60).step == first

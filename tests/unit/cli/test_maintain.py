@@ -1,0 +1,174 @@
+"""``maintain``, ``prune``, ``anchor`` and ``stats``: what they print, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.errors import ConfigError, StoreUnavailableError
+from deltachain.maintain import Maintained, Maintainer
+from deltachain.store import open_store
+from tests.unit.cli.support import invoke, ok
+from tests.unit.maintain.grown import Grown
+
+VERSIONS = 70
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    url = tmp_path_factory.mktemp("grown")
+    Grown(open_store(str(url))).grow(VERSIONS, density=0.01)
+    return url
+
+
+@pytest.fixture
+def url(original: Path, tmp_path: Path) -> Path:
+    """A copy of that chain, with an anchor of version 40."""
+    subprocess.run(["cp", "-r", str(original), str(tmp_path / "chain")], check=True)  # noqa: S607
+    ok("anchor", tmp_path / "chain", "--version", 40, "--json")
+    return tmp_path / "chain"
+
+
+def contents(url: Path) -> dict[str, int]:
+    return {str(f.relative_to(url)): f.stat().st_size for f in url.rglob("*") if f.is_file()}
+
+
+def test_a_round_tells_what_it_added_and_retired(url: Path) -> None:
+    report = ok("maintain", url, "--once", "--keep-last", 20, "--json").document
+    assert report["head"] == VERSIONS - 1
+    assert not report["failed"]
+    spans = {skip["version"] - skip["base"] for skip in report["skips"]}
+    assert 8 in spans
+    assert report["pruned"]["retired"] > 0
+    assert report["pruned"]["deleted"]["objects"] == 0
+    assert report["pruned"]["waiting"]["nbytes"] > 0
+    again = ok("maintain", url, "--once", "--keep-last", 20)
+    assert again.stdout == ""  # nothing is left to do
+
+
+def test_a_round_without_pruning_deletes_and_retires_nothing(url: Path) -> None:
+    report = ok("maintain", url, "--once", "--no-prune", "--json").document
+    assert report["pruned"] is None
+    assert not (url / "prunes").exists()
+
+
+def test_a_dry_run_says_what_the_run_then_frees(url: Path) -> None:
+    ok("maintain", url, "--once", "--keep-last", 20, "--grace", "0s")
+    before = contents(url)
+    expected = ok("prune", url, "--keep-last", 20, "--grace", "0s", "--dry-run", "--json").document
+    assert contents(url) == before
+    done = ok("prune", url, "--keep-last", 20, "--grace", "0s", "--json").document
+    freed = {key: size for key, size in before.items() if key not in contents(url)}
+    assert done["deleted"] == expected["deleted"]
+    assert sum(freed.values()) == expected["deleted"]["nbytes"] > 0
+    assert ok("verify", url, "--from", VERSIONS - 20, "--json").document["not_rebuilt"] == []
+    assert "were pruned" in ok("verify", url).stdout
+
+
+def test_tables_fit_eighty_columns(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in (("stats", url), ("prune", url, "--dry-run"), ("maintain", url, "--once")):
+        shown = ok(*command).stdout
+        assert shown
+        assert max(map(len, shown.splitlines())) <= 80, shown
+
+
+def test_stats_add_up(url: Path) -> None:
+    report = ok("stats", url, "--json").document
+    assert sum(kind["nbytes"] for kind in report["kinds"]) == report["nbytes"]
+    assert report["nbytes"] == sum(contents(url).values())
+    assert [reader["age"] for reader in report["readers"]] == [None, 1, 10]
+    assert report["readers"][1]["edges"] == 1
+    assert {row["provider"] for row in report["dollars"]} == {"S3", "R2", "HF"}
+    assert all(row["month"] >= 0 and row["newcomer"] >= 0 for row in report["dollars"])
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("prune", "--keep-within", "7 fortnights"), "is not a span of time"),
+        (("maintain", "--once", "--every", "soon"), "is not a span of time"),
+        (("anchor", "--version", 1000), "is not committed"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(
+    url: Path, command: tuple[object, ...], message: str
+) -> None:
+    name, *options = command
+    done = invoke(str(name), url, *options)
+    assert done.code != 0
+    assert message in done.stderr
+    assert "hint" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_url_without_versions_is_named(tmp_path: Path) -> None:
+    Grown(open_store(str(tmp_path)))
+    for command in ("stats", "prune", "anchor"):
+        done = invoke(command, tmp_path)
+        assert done.code == 4
+        assert "has no version yet" in done.stderr
+
+
+def test_an_interrupt_ends_it_between_two_rounds(url: Path) -> None:
+    command = [sys.executable, "-m", "deltachain", "maintain", str(url), "--every", "0.1s"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (url / "skips").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "skips added" in printed
+    assert Chain.open(open_store(str(url))).head() is not None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("maintain", "--once"),
+        ("prune",),
+        ("anchor",),
+        ("tag", "good"),
+        ("revert", "--to", "3"),
+    ],
+)
+def test_a_mirror_is_left_to_its_source(
+    url: Path, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    ok("mirror", url, tmp_path / "mirror")
+    before = contents(tmp_path / "mirror")
+    name, *options = command
+    done = invoke(name, tmp_path / "mirror", *options)
+    assert done.code == 2, done.stdout
+    assert "is a mirror of" in done.stderr
+    assert str(url) in done.stderr
+    assert contents(tmp_path / "mirror") == before
+
+
+def test_a_service_outlives_a_store_that_does_not_answer(
+    url: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[int] = []
+    original = Maintainer.round
+
+    def fail_twice(self: Maintainer) -> Maintained | None:
+        rounds.append(len(rounds))
+        if len(rounds) <= 2:
+            raise StoreUnavailableError("no answer")
+        if len(rounds) > 3:
+            raise ConfigError("ends the test")
+        return original(self)
+
+    monkeypatch.setattr(Maintainer, "round", fail_twice)
+    done = invoke("maintain", url, "--every", "0.01s")
+    assert done.code == 2
+    assert done.stderr.count("no answer") == 2
+    assert "skips added" in done.stdout

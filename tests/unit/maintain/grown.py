@@ -1,0 +1,140 @@
+"""Small chains of many versions, made without a trainer, and what they hold."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.head_hint import read_hint
+from deltachain.chain.recent_edges import listed_edges, window_from
+from deltachain.chain.trust import Trust
+from deltachain.chain.upload import EdgeKeys, EdgeUpload
+from deltachain.codec import ENCODINGS, Change
+from deltachain.codec.old_bits import OldBits
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table
+from deltachain.kernels import host
+from deltachain.kernels.move import digest_change
+from deltachain.store import Store
+from deltachain.types import Bits, StateDigest, TensorSpec, Version
+
+SPECS = (
+    TensorSpec("a", "BF16", (24, 16)),
+    TensorSpec("b", "F32", (40,)),
+    TensorSpec("c", "U8", (64,)),
+)
+
+
+@dataclass
+class Grown:
+    """A chain, and the bits of each of its versions.
+
+    Attributes:
+        store: Its store.
+        encodings: Encodings that tensors are written in, in turn at random; ``dense`` too.
+    """
+
+    store: Store
+    encodings: Sequence[str] = ("step",)
+    seed: int = 0
+    bits: list[dict[str, Bits]] = field(default_factory=list)
+    time: float = 0.0
+    parent: Committed | None = None
+    added: tuple[EdgeSummary, ...] = ()
+    trust: Trust | None = None
+
+    def __post_init__(self) -> None:
+        table = Table(tensors=tuple((s.name, s.dtype, s.shape) for s in SPECS))
+        self.chain = Chain.create(
+            self.store, table, chain_id="c" * 32, time=0.0, assets={}, trust=self.trust
+        )
+        self.random = np.random.default_rng(self.seed)
+
+    @property
+    def head(self) -> Version:
+        return len(self.bits) - 1
+
+    def state(self, version: Version) -> StateDigest:
+        bits = self.bits[version]
+        return sum((host.digest(digest_key(s), bits[s.name]) for s in SPECS), StateDigest())
+
+    def grow(self, count: int, density: float = 0.02) -> None:
+        for _ in range(count):
+            self.commit(density)
+
+    def commit(self, density: float = 0.02) -> Committed:
+        if not self.bits:
+            new = {s.name: self._random(s, s.numel) for s in SPECS}
+            changes = [
+                Change(TensorDelta.dense(s, new[s.name]), host.digest(digest_key(s), new[s.name]))
+                for s in SPECS
+            ]
+            kind = "anchor"
+        else:
+            new = {name: bits.copy() for name, bits in self.bits[-1].items()}
+            changes = [c for s in SPECS if (c := self._change(s, new[s.name], density))]
+            kind = "delta"
+        version = self.head + 1
+        keys = EdgeKeys(kind=kind, version=version, epoch=0, commit_id=uuid.uuid4().hex)  # type: ignore[arg-type]
+        with EdgeUpload(self.store, keys, raw=False, part_nbytes=1 << 20) as upload:
+            for change in changes:
+                upload.add(change)
+            edge = upload.finish()
+        self.bits.append(new)
+        return self._commit(edge)
+
+    def _random(self, spec: TensorSpec, count: int) -> Bits:
+        return self.random.integers(0, 256**spec.itemsize, count).astype(spec.bits_dtype)
+
+    def _change(self, spec: TensorSpec, bits: Bits, density: float) -> Change | None:
+        """Change some bits in place; return the change in one of the encodings."""
+        old = bits.copy()
+        encoding = str(self.random.choice(self.encodings))
+        if encoding == "dense":
+            bits[:] = self._random(spec, spec.numel)
+            return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
+        places = np.flatnonzero(self.random.random(spec.numel) < density)
+        steps = self.random.integers(1, 3, places.size).astype(spec.bits_dtype)
+        bits[places] = bits[places] + steps
+        if not places.size:
+            return None
+        chosen = ENCODINGS.get(encoding)
+        values = bits[places] if chosen.absolute else bits[places] - old[places]
+        delta = TensorDelta(
+            spec=spec,
+            indices=places,
+            values=values,
+            absolute=ABSOLUTE if chosen.absolute else STEP,
+        )
+        digest = digest_change(spec, places, old[places], bits[places])
+        before = (lambda: OldBits(old)) if chosen.needs_old else None
+        return Change(delta, digest, encoding=chosen, old=before)
+
+    def _commit(self, edge: Edge) -> Committed:
+        parent, version = self.parent, self.head
+        manifest = Manifest(
+            chain=self.chain.identity.chain,
+            version=version,
+            epoch=0,
+            commit_id=uuid.uuid4().hex,
+            parent=parent.digest if parent else "",
+            step=10 * version,
+            time=float(version),
+            base_state=parent.manifest.state if parent else "",
+            state=str(self.state(version)),
+            nnz=1,
+            numel=sum(spec.numel for spec in SPECS),
+            edge=edge,
+            recent=listed_edges(parent.manifest if parent else None, self.added),
+            window_from=window_from(version),
+        )
+        self.parent, self.added = self.chain.commit(manifest), ()
+        if version % 8 == 0:  # as a publisher does: it lists the anchors of others from now on
+            self.added = read_hint(self.store).anchors
+            self.chain.write_head(version, self.added)
+        return self.parent

@@ -1,0 +1,50 @@
+"""A publisher that maintains its chain itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.format.keys import edge_key
+from deltachain.maintain import KeepRule, MaintainerThread
+from deltachain.maintain.survey import Survey
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import open_store
+from deltachain.subscribe import Subscriber
+from deltachain.testing.models import bits_of, plain_model, same, tensors_of, train_
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not wait long between two rounds."""
+    monkeypatch.setitem(MaintainerThread.__init__.__kwdefaults__ or {}, "every_s", 0.05)
+
+
+@pytest.mark.parametrize("maintain", [True, KeepRule(last=40)])
+def test_skips_and_anchors_come_from_its_thread(tmp_path: Path, maintain: bool | KeepRule) -> None:
+    model = plain_model()
+    config = PublishConfig(url=str(tmp_path), maintain=maintain, anchor_every=64)
+    with Publisher(config).attach(model) as publisher:
+        for step in range(140):
+            train_(model, step, share=0.02)
+            publisher.publish(step=step)
+            publisher.flush()
+        store, deadline = open_store(str(tmp_path)), time.monotonic() + 60
+        while store.find(edge_key(128, "anchor", None)) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    chain = Chain.open(open_store(str(tmp_path)))
+    head = chain.head()
+    assert head is not None
+    edges = Survey(chain).edges(head)
+    assert {edge.version for edge in edges if edge.base is None} == {0, 64, 128}
+    assert sum(edge.kind == "skip" for edge in edges) > 5
+    listed = [edge.version for edge in head.manifest.recent if edge.base is None]
+    assert listed[-1] >= 64  # it lists what its thread added
+    assert (chain.prunes.newest() is not None) == isinstance(maintain, KeepRule)
+    tensors = tensors_of(plain_model(1))
+    with Subscriber(str(tmp_path), tensors) as subscriber:
+        subscriber.update()
+    assert same(bits_of(tensors), bits_of(model))

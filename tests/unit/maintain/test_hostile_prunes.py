@@ -1,0 +1,133 @@
+"""Prune records that somebody else made: readers reach the head, and maintainers say who forged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.chain.reachable import is_reachable
+from deltachain.chain.signatures import SigningKey, TrustedKeys
+from deltachain.chain.trust import Trust
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import BrokenChainError, SignatureError
+from deltachain.format.documents import seal
+from deltachain.format.keys import PAYLOADS, prune_key
+from deltachain.format.prune_record import PrunedKind, PrunedRange, PruneRecord
+from deltachain.maintain import KeepRule, Maintainer, Pruner
+from deltachain.maintain.survey import Survey
+from deltachain.store import MemoryStore, open_store
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.unit.cli.support import invoke
+from tests.unit.maintain.grown import SPECS, Grown
+
+HEAD: Final = 59
+SPANS: Final[tuple[tuple[PrunedKind, int], ...]] = (
+    ("anchor", 0),
+    ("delta", 1),
+    ("skip", 8),
+)
+
+
+def everything(number: int = 0, *, after: float = 0.0) -> PruneRecord:
+    """A record that names every edge of the chain."""
+    rows = (PrunedRange(kind=k, span=n, first=0, last=HEAD, after=after) for k, n in SPANS)
+    return PruneRecord(
+        chain="c" * 32, number=number, head=HEAD, maintainer="x", time=0.0, pruned=tuple(rows)
+    )
+
+
+@pytest.fixture
+def grown() -> Grown:
+    made = Grown(MemoryStore())
+    made.grow(HEAD + 1)
+    Maintainer(made.chain, None).round()
+    return made
+
+
+def reached(grown: Grown, folder: Path, version: int) -> int:
+    """Follow up to a version in a folder; the version held then."""
+    with Subscriber(SubscribeConfig(url=grown.store.url), folder, store=grown.store) as subscriber:
+        receipt = subscriber.update(version)
+    held = Checkpoint(folder)
+    for spec in SPECS:
+        assert (held.bits(spec.name) == grown.bits[version][spec.name]).all()
+    return receipt.version if receipt else version
+
+
+def test_readers_reach_every_version_though_a_record_names_everything(
+    grown: Grown, tmp_path: Path
+) -> None:
+    grown.store.put(prune_key(0), seal(everything()))
+    chain = Chain.open(grown.store)
+    with pytest.raises(BrokenChainError):
+        chain.plan(None, chain.read(HEAD))  # what a proof of a way goes by
+    plan = chain.plan(None, chain.read(HEAD), pruned=True)
+    assert plan.edges[0].base is None
+    for version in (3, 30):
+        assert reached(grown, tmp_path / "follower", version) == version
+    assert reached(grown, tmp_path / "follower", HEAD) == HEAD
+    assert reached(grown, tmp_path / "newcomer", HEAD) == HEAD
+
+
+def test_such_a_record_is_taken_back_and_deletes_nothing_that_is_kept(grown: Grown) -> None:
+    before = {info.key for prefix in PAYLOADS for info in grown.store.list(prefix)}
+    grown.store.put(prune_key(0), seal(everything()))
+    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(), grace_s=0.0)
+    pruner.run()
+    assert {info.key for prefix in PAYLOADS for info in grown.store.list(prefix)} == before
+    newest = Chain.open(grown.store).prunes.newest()
+    assert newest is not None
+    assert (newest.number, newest.pruned) == (1, ())
+
+
+def test_a_record_that_names_everything_is_taken_back_while_its_time_has_not_come(
+    grown: Grown,
+) -> None:
+    grown.store.put(prune_key(0), seal(everything(after=1e18)))
+    Pruner(Survey(Chain.open(grown.store)), KeepRule()).run()
+    chain = Chain.open(grown.store)
+    newest = chain.prunes.newest()
+    assert newest is not None
+    assert (newest.number, newest.pruned) == (1, ())
+    assert is_reachable(chain, HEAD)
+
+
+@pytest.mark.parametrize("lost", ["objects", "all"])
+def test_a_version_that_is_pruned_and_gone_is_broken(
+    grown: Grown, tmp_path: Path, lost: str
+) -> None:
+    grown.store.put(prune_key(0), seal(everything()))
+    for prefix in PAYLOADS if lost == "all" else PAYLOADS[:1]:
+        for info in list(grown.store.list(prefix)):
+            grown.store.delete(info.key)
+    with pytest.raises(BrokenChainError):
+        reached(grown, tmp_path / "newcomer", 31)
+
+
+OWN, FOREIGN = SigningKey.of(bytes(32)), SigningKey.of(b"\1" * 32)
+TRUST: Final = Trust(key=OWN, trusted=TrustedKeys((OWN.public,)))
+
+
+@pytest.mark.parametrize("forger", [Trust(), Trust(key=FOREIGN)], ids=["unsigned", "forged"])
+def test_on_a_signed_chain_planners_ignore_it_and_maintainers_name_it(
+    forger: Trust, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    grown = Grown(open_store(str(tmp_path), writer=True), trust=TRUST)
+    grown.grow(HEAD + 1)
+    grown.store.put(prune_key(0), forger.seal(everything(), "c" * 32))
+    chain = Chain.open(grown.store, TRUST)
+    chain.prunes.refresh()
+    assert not chain.prunes.names_edges
+    assert chain.plan(None, chain.read(31)).edges[0].base is None
+    with pytest.raises(SignatureError, match=r"prunes/00000000\.json: no trusted key signed it"):
+        Pruner(Survey(chain), KeepRule()).run()
+    file = tmp_path.with_name(f"{tmp_path.name}.key")
+    file.write_bytes(OWN.pem())
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(file))
+    for command in (("prune",), ("prune", "--dry-run"), ("maintain", "--once")):
+        done = invoke(command[0], tmp_path, *command[1:])
+        assert done.code != 0
+        assert "prunes/00000000.json: no trusted key signed it" in done.stderr

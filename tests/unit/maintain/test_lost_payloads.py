@@ -1,0 +1,153 @@
+"""Payloads that a lifecycle rule or a user deleted: who notices, and how newcomers join again."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.chain.reachable import is_reachable
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import BrokenChainError, DeltaChainError, ObjectNotFoundError
+from deltachain.format.keys import PAYLOADS
+from deltachain.maintain import Maintained, Maintainer
+from deltachain.maintain.added_edges import add_anchor, upload_anchor
+from deltachain.store import MemoryStore
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.unit.maintain.grown import SPECS, Grown
+
+
+def follower(grown: Grown, folder: Path) -> Subscriber:
+    return Subscriber(SubscribeConfig(url=grown.store.url), folder, store=grown.store)
+
+
+def maintained(grown: Grown, copy: Path | None) -> Maintained:
+    done = Maintainer(Chain.open(grown.store), None, copy=copy).round()
+    assert done is not None
+    return done
+
+
+def expire(grown: Grown, chance: random.Random) -> list[str]:
+    """Delete what is older than some version, as a rule by age does, or a few objects at random."""
+    keys = [info.key for prefix in PAYLOADS for info in grown.store.list(prefix)]
+    if chance.random() < 0.5:
+        limit = chance.randint(max(0, grown.head - 12), grown.head)
+        lost = [key for key in keys if int(key.split("/")[1][:20]) <= limit]
+    else:
+        lost = chance.sample(keys, min(len(keys), chance.randint(1, 6)))
+    for key in lost:
+        grown.store.delete(key)
+    return lost
+
+
+def check(grown: Grown, folder: Path) -> None:
+    held = Checkpoint(folder)
+    for spec in SPECS:
+        assert np.array_equal(held.bits(spec.name), grown.bits[-1][spec.name])
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_followers_go_on_and_newcomers_come_in_after_maintain(tmp_path: Path, rounds: int) -> None:
+    """A follower that holds the head applies what is committed next, whatever was deleted."""
+    grown, chance = Grown(MemoryStore()), random.Random(7)
+    grown.grow(20)
+    broken = 0
+    with follower(grown, tmp_path / "copy") as ahead:
+        ahead.update()
+        for number in range(rounds):
+            lost = expire(grown, chance)
+            grown.grow(chance.randint(1, 3))
+            receipt = ahead.update()
+            assert receipt is not None
+            assert receipt.version == grown.head
+            check(grown, tmp_path / "copy")
+            chain = Chain.open(grown.store)
+            if not is_reachable(chain, grown.head):
+                broken += 1
+                with (
+                    follower(grown, tmp_path / f"early-{number}") as newcomer,
+                    pytest.raises(DeltaChainError) as caught,
+                ):
+                    newcomer.update()
+                assert isinstance(caught.value, BrokenChainError | ObjectNotFoundError)
+                assert "deltachain maintain" in caught.value.hint
+                alone = maintained(grown, None)
+                assert "no copy of the weights is known" in alone.failed[0]
+                assert lost
+            done = maintained(grown, tmp_path / "copy")
+            assert is_reachable(Chain.open(grown.store), grown.head), done.failed
+            with follower(grown, tmp_path / f"late-{number}") as newcomer:
+                newcomer.update()
+            check(grown, tmp_path / f"late-{number}")
+    assert broken > rounds // 4
+
+
+def test_a_copy_of_an_older_version_heals_where_deltas_lead_on(tmp_path: Path) -> None:
+    grown = Grown(MemoryStore())
+    grown.grow(6)
+    with follower(grown, tmp_path / "copy") as subscriber:
+        subscriber.update()
+    grown.grow(3)
+    for info in list(grown.store.list("anchors/")):
+        grown.store.delete(info.key)
+    done = maintained(grown, tmp_path / "copy")
+    assert [edge.version for edge in done.anchors] == [5], done.failed
+    assert is_reachable(Chain.open(grown.store), grown.head)
+
+
+def test_a_copy_of_another_chain_is_refused(tmp_path: Path) -> None:
+    grown, other = Grown(MemoryStore()), Grown(MemoryStore(), seed=1)
+    for one in (grown, other):
+        one.grow(6)
+    with follower(other, tmp_path / "copy") as subscriber:
+        subscriber.update()
+    for info in list(grown.store.list("anchors/")):
+        grown.store.delete(info.key)
+    done = maintained(grown, tmp_path / "copy")
+    assert not done.anchors
+    assert "holds no version of this chain" in done.failed[0]
+
+
+def test_an_anchor_whose_parts_are_gone_cannot_be_recorded_twice(tmp_path: Path) -> None:
+    grown = Grown(MemoryStore())
+    grown.grow(6)
+    with follower(grown, tmp_path / "copy") as subscriber:
+        subscriber.update()
+    add_anchor(grown.chain, grown.chain.read(grown.head))
+    for info in list(grown.store.list("anchors/")):
+        grown.store.delete(info.key)
+    done = maintained(grown, tmp_path / "copy")
+    assert not done.anchors
+    assert "its parts are gone" in done.failed[0]
+    grown.grow(1)
+    with follower(grown, tmp_path / "copy") as subscriber:
+        subscriber.update()
+    assert [edge.version for edge in maintained(grown, tmp_path / "copy").anchors] == [6]
+
+
+def test_a_copy_that_changes_while_it_is_read_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grown = Grown(MemoryStore())
+    grown.grow(6)
+    with follower(grown, tmp_path / "copy") as subscriber:
+        subscriber.update()
+    for info in list(grown.store.list("anchors/")):
+        grown.store.delete(info.key)
+
+    def upload(*arguments: Any) -> Any:
+        grown.grow(1)
+        with follower(grown, tmp_path / "copy") as follows:
+            follows.update()
+        return upload_anchor(*arguments)
+
+    monkeypatch.setattr("deltachain.maintain.healing.upload_anchor", upload)
+    done = maintained(grown, tmp_path / "copy")
+    assert not done.anchors
+    assert "changed while it was read" in done.failed[0]
+    monkeypatch.undo()
+    assert maintained(grown, tmp_path / "copy").anchors

@@ -1,0 +1,339 @@
+"""Pruning: what it keeps, when it deletes, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.chain.fetch import fetch
+from deltachain.chain.reachable import is_reachable
+from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ConfigError
+from deltachain.format.documents import EdgeKind, EdgeSummary
+from deltachain.format.keys import PAYLOADS, prune_key
+from deltachain.format.prune_record import PruneRecord
+from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
+from deltachain.maintain.added_edges import add_anchor
+from deltachain.maintain.prune_ranges import ranges
+from deltachain.maintain.survey import Survey
+from deltachain.store import MemoryStore, ObjectInfo, Store
+from deltachain.types import Version
+from deltachain.verify import verify
+from tests.unit.maintain.grown import SPECS, Grown
+from tests.unit.manifest_chains import SingleWriterStore
+
+
+class Clock(MemoryStore):
+    """A store whose clock is set by the test."""
+
+    now = 1_000_000.0
+
+    def find(self, key: str) -> ObjectInfo | None:
+        info = super().find(key)
+        return replace(info, modified=self.now) if info else None
+
+
+def payloads(store: Store) -> dict[str, int]:
+    return {info.key: info.nbytes for prefix in PAYLOADS for info in store.list(prefix)}
+
+
+def pruner_of(grown: Grown, *, tagged: Iterable[Version] = (), **rule: Any) -> Pruner:
+    survey = Survey(Chain.open(grown.store))
+    return Pruner(survey, KeepRule(**rule), grace_s=3600, tagged=lambda _: tagged)
+
+
+@pytest.fixture
+def grown() -> Grown:
+    """60 versions, with anchors of versions 32 and 48, and skips."""
+    made = Grown(Clock())
+    made.grow(60)
+    for version in (32, 48):
+        add_anchor(made.chain, made.chain.read(version))
+    Maintainer(made.chain, None).round()
+    return made
+
+
+def check_bits(grown: Grown, version: Version, held: Version | None = None) -> None:
+    """A reader reaches a version from nothing, or from one that it holds."""
+    chain = Chain.open(grown.store)
+    plan = chain.plan(held, chain.read(version))
+    fetched = fetch(chain, plan)
+    if held is None:
+        for spec in SPECS:
+            assert np.array_equal(fetched.read(spec.name).values, grown.bits[version][spec.name])
+
+
+def test_nothing_is_deleted_before_the_grace_is_over_by_the_clock_of_the_store(
+    grown: Grown,
+) -> None:
+    store, before = grown.store, payloads(grown.store)
+    pruner = pruner_of(grown, last=17)
+    plan = pruner.run()
+    assert plan is not None
+    assert plan.retired
+    assert not plan.due
+    assert payloads(store) == before
+    Clock.now += 3599
+    assert not run(pruner).due
+    assert payloads(store) == before
+    Clock.now += 2
+    expected = pruner.plan()
+    assert expected is not None
+    done = run(pruner)
+    assert payloads(store).keys() == before.keys() - {info.key for info in expected.due}
+    freed = sum(before.values()) - sum(payloads(store).values())
+    assert freed == expected.nbytes == done.nbytes > 0
+    again = run(pruner)
+    assert not again.due
+    assert not again.retired
+
+
+def run(pruner: Pruner) -> PrunePlan:
+    plan = pruner.run()
+    assert plan is not None
+    return plan
+
+
+def finish(pruner: Pruner) -> None:
+    pruner.run()
+    Clock.now += 3601
+    pruner.run()
+
+
+def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
+    finish(pruner_of(grown, last=20, every=25, tagged=[7, 31]))
+    for version in (0, 7, 25, 31, *range(40, 60)):
+        check_bits(grown, version)
+    check_bits(grown, 59, held=41)
+    with pytest.raises(BrokenChainError):
+        check_bits(grown, 12)
+    found = list(verify(Chain.open(grown.store), first=40))
+    assert all(proof.rebuilt for proof in found)
+    gone = [
+        edge for proof in verify(Chain.open(grown.store)) for edge in proof.edges if edge.expired
+    ]
+    assert gone
+    assert all(edge.pruned for edge in gone)
+
+
+def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
+    made = Grown(Clock())
+    made.grow(80)
+    Maintainer(made.chain, None).round()
+    skips = [info.key for info in made.store.list("edges/") if "skip-" in info.key]
+    assert f"edges/{64:020d}/skip-{0:020d}.json" not in skips  # larger than an anchor
+    finish(pruner_of(made, last=17))
+    for version in range(63, 80):
+        check_bits(made, version)
+
+
+def test_time_keeps_versions(grown: Grown) -> None:
+    finish(pruner_of(grown, last=1, within_s=30.0))  # one version a second
+    for version in range(29, 60):
+        check_bits(grown, version)
+    with pytest.raises(BrokenChainError):
+        check_bits(grown, 20)
+
+
+def test_planners_leave_out_what_is_retired_at_once(grown: Grown) -> None:
+    target = grown.chain.read(30)
+    assert Chain.open(grown.store).plan(25, target).edges[0].base == 25
+    pruner_of(grown, last=17).run()
+    with pytest.raises(BrokenChainError):
+        Chain.open(grown.store).plan(25, target)
+    assert payloads(grown.store)
+
+
+def test_a_tag_set_after_the_record_takes_its_way_back(grown: Grown) -> None:
+    pruner_of(grown, last=17).run()
+    pruner = pruner_of(grown, last=17, tagged=[21])
+    pruner.run()
+    Clock.now += 3601
+    pruner.run()
+    check_bits(grown, 21)
+
+
+def test_a_tag_set_while_objects_are_deleted_keeps_them(grown: Grown) -> None:
+    tagged: list[Version] = []
+    pruner = pruner_of(grown, last=17, tagged=tagged)
+    pruner.run()
+    Clock.now += 3601
+    plan = pruner.plan()
+    assert plan is not None
+    tagged.append(59)  # something changed between plan and deletion: it is decided again
+    grown.grow(1)
+    done = pruner.run()
+    assert done is not None
+    check_bits(grown, 60)
+
+
+def test_orphans_go_and_parts_on_their_way_stay(grown: Grown) -> None:
+    store = grown.store
+    digits = "f" * 32
+    old = f"deltas/{9:020d}-00000000-{digits}/00000.safetensors"
+    late = f"anchors/{9:020d}-00000000-{digits}/00000.safetensors"
+    lost = f"anchors/{32:020d}-00000000-{digits}/00000.safetensors"
+    skip = f"skips/{40:020d}-00000000-{digits}/00000.safetensors"
+    coming = f"deltas/{60:020d}-00000000-{digits}/00000.safetensors"
+    for key in (old, late, lost, skip, coming):
+        store.put(key, b"x" * 10)
+    plan = pruner_of(grown, last=1000).run()
+    assert plan is not None
+    assert {info.key for info in plan.orphans} == {old, lost, skip}
+    assert {late, coming} <= payloads(store).keys()
+    assert all(proof.rebuilt for proof in verify(Chain.open(store)))
+
+
+def test_lost_objects_are_found_before_anything_goes(grown: Grown) -> None:
+    """The way to the head over the newest anchor is broken: the older one stays."""
+
+    def lose_anchor(version: Version) -> None:
+        key = next(k for k in payloads(grown.store) if k.startswith(f"anchors/{version:020d}"))
+        grown.store.delete(key)
+
+    lose_anchor(48)
+    finish(pruner_of(grown, last=17))
+    assert is_reachable(Chain.open(grown.store), 59)
+    lose_anchor(32)
+    if any(key.startswith(f"anchors/{0:020d}") for key in payloads(grown.store)):
+        lose_anchor(0)
+    before = payloads(grown.store)
+    with pytest.raises(BrokenChainError):
+        pruner_of(grown, last=17).run()
+    assert payloads(grown.store) == before
+
+
+def grow_maintained(last: int, tag: Version, versions: int) -> Grown:
+    """A chain that is maintained and pruned as it grows, with one tag set on the way."""
+    made = Grown(Clock())
+    tagged: list[Version] = []
+    made.grow(1)
+    survey = Survey(Chain.open(made.store))
+    pruner = Pruner(survey, KeepRule(last=last), grace_s=5, tagged=lambda _: tagged)
+    maintainer = Maintainer(survey.chain, pruner, anchor_every=64)
+    for version in range(1, versions):
+        made.grow(1, density=0.01)
+        if version == tag:
+            tagged.append(tag)
+        if version % 10 == 0:
+            Clock.now += 10
+            done = maintainer.round()
+            assert done is not None
+            assert not done.failed
+    return made
+
+
+@pytest.mark.parametrize("tag", [66, 130, 137])
+def test_readers_find_their_way_to_what_was_kept(tag: Version) -> None:
+    """A reader knows the anchors that manifests list, and no others."""
+    grown = grow_maintained(40, tag, 260)
+    head = grown.head
+    for version in (tag, *range(head - 39, head + 1)):
+        check_bits(grown, version)
+
+
+def test_a_rule_that_asks_for_what_is_gone_keeps_the_rest(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish(pruner_of(grown, last=17))
+    finish(pruner_of(grown, last=40, every=10))
+    assert "cannot be reached any more" in caplog.text
+    for version in range(43, 60):
+        check_bits(grown, version)
+
+
+def test_records_that_vanish_are_forgotten(grown: Grown) -> None:
+    pruner = pruner_of(grown, last=17)
+    pruner.plan()
+    for version in (32, 48):
+        grown.store.delete(f"edges/{version:020d}/anchor-nothing.json")
+    finish(pruner)
+    assert is_reachable(Chain.open(grown.store), 59)
+
+
+def test_a_dry_run_writes_nothing(grown: Grown) -> None:
+    before = {info.key: bytes(grown.store.get(info.key)) for info in grown.store.list("")}
+    plan = pruner_of(grown, last=17).plan(dry=True)
+    assert plan is not None
+    assert plan.retired
+    assert {i.key: bytes(grown.store.get(i.key)) for i in grown.store.list("")} == before
+
+
+def test_the_loser_of_a_race_reads_and_decides_again(grown: Grown) -> None:
+    one, other = pruner_of(grown, last=17), pruner_of(grown, last=30)
+    late, early = one.plan(), other.plan()
+    assert late is not None
+    assert early is not None
+    assert other.record(early) is not None
+    one._newest = lambda: None  # type: ignore[method-assign]  # as if it had looked before
+    with pytest.raises(AlreadyExistsError):
+        one.record(late)
+    del one._newest
+    one.run()
+    newest = Chain.open(grown.store).prunes.newest()
+    assert newest is not None
+    assert newest.number == 1
+
+
+def test_a_second_maintainer_is_found_where_the_store_cannot_decide() -> None:
+    grown = Grown(SingleWriterStore())
+    grown.grow(60)
+    add_anchor(grown.chain, grown.chain.read(32))
+    Maintainer(grown.chain, None).round()
+    one, other = pruner_of(grown, last=30), pruner_of(grown, last=17)
+    one.run()
+    other.run()
+    with pytest.raises(ChainError, match="another maintainer"):
+        one.run()
+
+
+def test_numbers_of_records_are_found_by_few_looks(grown: Grown) -> None:
+    pruner = pruner_of(grown, last=17)
+    for number in range(40):
+        pruner.rule = KeepRule(last=17 if number % 2 else 30)  # each takes the other's back
+        pruner.run()
+    newest = Chain.open(grown.store).prunes.newest()
+    assert newest is not None
+    assert newest.number == 39
+    assert grown.store.find(prune_key(newest.number + 1)) is None
+
+
+def edge(kind: EdgeKind, version: Version, base: Version | None) -> EdgeSummary:
+    return EdgeSummary(
+        version=version,
+        kind=kind,
+        base=base,
+        nbytes=1,
+        parts=1,
+        encodings=(),
+        state="",
+    )
+
+
+def test_ranges_cover_exactly_the_pruned_edges() -> None:
+    random = np.random.default_rng(0)
+    edges = [edge("delta", v, v - 1) for v in range(1, 80)]
+    edges += [edge("skip", v, v - 8) for v in range(8, 80, 8)]
+    edges += [edge("anchor", v, None) for v in range(0, 80, 11)]
+    for _ in range(50):
+        chosen = [one for one in edges if random.random() < 0.6]
+        after = {one: float(random.integers(0, 3)) for one in chosen}
+        rows = ranges(edges, after, now=1.5)
+        record = PruneRecord(chain="c", number=0, head=100, maintainer="m", time=0.0, pruned=rows)
+        for one in edges:
+            covering = [row for row in rows if row.covers(one.kind, one.base, one.version)]
+            found = record.range_of(one.kind, one.base, one.version)
+            assert [found] * bool(found) == covering
+            assert len(covering) == (one in after)
+            assert not covering or covering[0].after >= after[one]
+            assert not covering or (covering[0].after <= 1.5) == (after[one] <= 1.5)
+
+
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"within_s": -1.0}])
+def test_a_rule_that_keeps_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        KeepRule(**wrong)

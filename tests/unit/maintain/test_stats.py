@@ -1,0 +1,61 @@
+"""Totals and prices of a chain, and spans of time on the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from deltachain.cli.maintaining import seconds
+from deltachain.errors import ConfigError
+from deltachain.maintain.prices import LIST_PRICES, Prices
+from deltachain.maintain.stats import per_thousand, reader_plans, totals
+from deltachain.store import MemoryStore
+from tests.unit.cli.support import invoke
+from tests.unit.maintain.grown import Grown
+
+
+def test_objects_are_summed_up_by_kind_and_a_thousand_versions_are_estimated() -> None:
+    grown = Grown(MemoryStore())
+    grown.grow(12)
+    infos = list(grown.store.list(""))
+    found = {total.kind: total for total in totals(infos)}
+    assert sum(total.nbytes for total in found.values()) == sum(info.nbytes for info in infos)
+    assert (found["manifests"].objects, found["deltas"].objects) == (12, 11)
+    kinds = [found[kind] for kind in ("deltas", "anchors", "manifests")]
+    more, objects = per_thousand(found, 10)
+    assert more == 100 * sum(total.nbytes for total in kinds)
+    assert objects == 100 * sum(total.objects for total in kinds)
+    ways = reader_plans(grown.chain, grown.chain.read(11))
+    assert [way.age for way in ways] == [None, 1, 10]
+    assert all(way.plan is not None for way in ways)
+    for info in infos:
+        if info.key.startswith("anchors/"):
+            grown.store.delete(info.key)
+    assert reader_plans(grown.chain, grown.chain.read(11))[0].plan is None
+
+
+def test_prices_are_of_bytes_and_requests() -> None:
+    prices = Prices(provider="x", gb_month=2.0, write=0.5, read=0.25, gb_out=3.0)
+    assert prices.storage(10**9) == 2.0
+    assert prices.writing(4) == 2.0
+    assert prices.reading(2 * 10**9, 4) == 7.0
+    assert len({one.provider for one in LIST_PRICES}) == len(LIST_PRICES)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90s", 90), ("1.5h", 5400), ("7d", 604800), ("2 w", 1209600)],
+)
+def test_spans_of_time(text: str, expected: float) -> None:
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "-1s", "7x", "soon", "1e3"])
+def test_what_is_no_span_of_time_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a span of time") as caught:
+        seconds(text)
+    assert "30m" in caught.value.hint
+
+
+@pytest.mark.parametrize("option", ["--keep-last", "--keep-every"])
+def test_a_rule_of_nothing_is_refused(option: str) -> None:
+    assert invoke("prune", "memory:", option, 0).code == 2

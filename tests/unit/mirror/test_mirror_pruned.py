@@ -1,0 +1,149 @@
+"""Mirrors of sources that are pruned."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.errors import BrokenChainError
+from deltachain.format.documents import seal
+from deltachain.format.keys import HEAD_KEY, MIRROR_KEY, prune_key
+from deltachain.format.prune_record import PrunedRange, PruneRecord
+from deltachain.maintain import KeepRule, Maintainer, Pruner
+from deltachain.maintain.added_edges import add_anchor
+from deltachain.maintain.survey import Survey
+from deltachain.mirror import Mirror
+from deltachain.mirror import mirror as loop
+from deltachain.mirror.pruned import delete_pruned
+from deltachain.store import Store
+from tests.unit.maintain.grown import Grown
+from tests.unit.maintain.test_prune import Clock, payloads
+from tests.unit.mirror.conftest import copy_of
+
+BESIDE = (MIRROR_KEY, HEAD_KEY)
+
+
+@pytest.fixture
+def grown() -> Iterator[Grown]:
+    """40 versions, with an anchor of version 20 and skips."""
+    now = Clock.now
+    made = Grown(Clock())
+    made.grow(40)
+    add_anchor(made.chain, made.chain.read(20))
+    Maintainer(made.chain, None).round()
+    yield made
+    Clock.now = now
+
+
+def prune(grown: Grown) -> None:
+    """Write a prune record, wait until its time has come, and delete."""
+    Pruner(Survey(Chain.open(grown.store)), KeepRule(last=17), grace_s=3600).run()
+
+
+def same_but_hints(one: Store, other: Store) -> bool:
+    found = [
+        {key: data for key, data in copy_of(store).items() if key not in BESIDE}
+        for store in (one, other)
+    ]
+    return found[0] == found[1]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_mirror_follows_prunes(
+    grown: Grown, again: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loop, "SURVEY", 4)
+    there = Clock()
+    mirror = Mirror(grown.store, there)
+    list(mirror.catch_up())
+    assert same_but_hints(grown.store, there)
+    prune(grown)
+    for _ in range(4):
+        list(mirror.catch_up())
+    assert same_but_hints(grown.store, there)
+    Clock.now += 3601
+    prune(grown)
+    assert payloads(there).keys() > payloads(grown.store).keys()
+    mirror = Mirror(grown.store, there) if again else mirror
+    grown.grow(1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(4):
+            list(mirror.catch_up())
+    assert same_but_hints(grown.store, there)
+    assert not mirror.left_out
+    assert not caplog.messages
+    Chain.open(there).plan(None, Chain.open(there).read(40))
+
+
+def test_a_mirror_of_a_pruned_chain_leaves_out_what_is_pruned(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    prune(grown)
+    Clock.now += 3601
+    prune(grown)
+    there = Clock()
+    mirror = Mirror(grown.store, there)
+    with caplog.at_level(logging.WARNING):
+        list(mirror.catch_up())
+    assert same_but_hints(grown.store, there)
+    assert not mirror.left_out
+    assert not caplog.messages
+
+
+def test_nothing_is_deleted_that_the_source_has_or_before_its_time(grown: Grown) -> None:
+    there = Clock()
+    list(Mirror(grown.store, there).catch_up())
+    before = payloads(there)
+    prune(grown)
+    assert payloads(grown.store) == before
+    first = next(iter(before))
+    grown.store.delete(first)  # by somebody else, before its time
+    list(Mirror(grown.store, there).catch_up())
+    assert payloads(there) == before
+    Clock.now += 3601  # pruned, but the source has the rest
+    list(Mirror(grown.store, there).catch_up())
+    assert before.keys() - payloads(there).keys() <= {first}
+
+
+def test_a_source_that_is_pruned_while_it_is_copied_is_no_loss(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = Clock()
+    mirror = Mirror(grown.store, there)
+    with caplog.at_level(logging.WARNING):
+        for receipt in mirror.catch_up():
+            if receipt.version == 0:  # after the mirror looked for prune records
+                prune(grown)
+                Clock.now += 3601
+                prune(grown)
+        list(Mirror(grown.store, there).catch_up())
+    assert same_but_hints(grown.store, there)
+    assert not mirror.left_out
+    assert not caplog.messages
+
+
+def test_a_record_that_prunes_everything_deletes_no_way_of_newcomers(grown: Grown) -> None:
+    there, chain = Clock(), grown.chain
+    list(Mirror(grown.store, there).catch_up())
+    before = payloads(there)
+    rows = (
+        PrunedRange(kind="anchor", span=0, first=0, last=39, after=1.0),
+        PrunedRange(kind="delta", span=1, first=0, last=39, after=1.0),
+    )
+    record = PruneRecord(
+        chain=chain.identity.chain, number=0, head=39, maintainer="m", time=1.0, pruned=rows
+    )
+    for key in before:
+        grown.store.delete(key)
+    mirrored = Chain.open(there)
+    with pytest.raises(BrokenChainError):
+        delete_pruned(mirrored, grown.store, 39, record, frozenset(before))
+    grown.store.put(prune_key(0), seal(record))
+    for _ in range(2):
+        with suppress(BrokenChainError):
+            list(Mirror(grown.store, there).catch_up())
+    assert payloads(there) == before

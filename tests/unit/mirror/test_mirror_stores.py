@@ -1,0 +1,68 @@
+"""Mirrors between stores of several kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deltachain.format.keys import MIRROR_KEY
+from deltachain.mirror import Mirror
+from deltachain.store import Store, open_store
+from deltachain.subscribe import Subscriber
+from deltachain.testing.hub.server import HubServer
+from deltachain.testing.models import TinyModel, bits_of, recompute, same, tensors_of
+from deltachain.testing.seaweed import Seaweed
+from tests.unit.mirror.conftest import Grow, copy_of
+
+
+def check(first: Store, last: Store, model: TinyModel) -> None:
+    """Check that two stores have the same objects, and the bits of a model."""
+    found, expected = copy_of(last), copy_of(first)
+    found.pop(MIRROR_KEY)
+    expected.pop(MIRROR_KEY, None)
+    assert found == expected
+    recompute(last)
+    tensors = tensors_of(model)
+    Subscriber("memory://unused", tensors, store=last).update()
+    assert same(bits_of(tensors), bits_of(model))
+
+
+def test_from_a_folder_to_s3_and_back(
+    seaweed: Seaweed, s3_url: Callable[[], str], tmp_path: Path, grow: Grow, model: TinyModel
+) -> None:
+    folder, back = open_store(tmp_path / "one"), open_store(tmp_path / "two")
+    there = open_store(s3_url(), seaweed.options, writer=True)
+    grow(5, to=folder)
+    for source, destination in ((folder, there), (there, back)):
+        mirror = Mirror(source, destination)
+        list(mirror.catch_up())
+        grow(2, to=folder)
+        list(Mirror(folder, there).catch_up())
+        list(mirror.catch_up())
+        check(source, destination, model)
+    there.close()
+
+
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_to_a_bucket_of_the_hub_and_back(
+    hub: HubServer, bucket: str, tmp_path: Path, grow: Grow, model: TinyModel, *, with_keys: bool
+) -> None:
+    hub.configure(calls=1_000_000)
+    options = {"endpoint": hub.url, "token": hub.token, "calls": 1_000_000}
+    if with_keys:
+        options["s3_endpoint"] = f"{hub.url}/s3/{bucket.partition('/')[0]}"
+        options |= {"s3_key": hub.s3_key, "s3_secret": hub.s3_secret}
+    there = open_store(f"hf://buckets/{bucket}/run/1", options, writer=True)
+    folder, back = open_store(tmp_path / "one"), open_store(tmp_path / "two")
+    grow(5, to=folder)
+    mirror = Mirror(folder, there)
+    list(mirror.catch_up())
+    grow(3, to=folder)
+    list(mirror.catch_up())
+    check(folder, there, model)
+    assert list(Mirror(folder, there).catch_up()) == []
+    list(Mirror(there, back).catch_up())
+    check(there, back, model)
+    there.close()

@@ -1,0 +1,268 @@
+"""Tags: names of versions, moved by whoever comes first, kept only while their way is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from deltachain.chain import tags
+from deltachain.chain.chain import Chain
+from deltachain.chain.reachable import is_reachable, plan_present
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    DigestMismatchError,
+    ForkedChainError,
+    MalformedError,
+    StoreUnavailableError,
+    StoreWentBackError,
+)
+from deltachain.format import keys
+from deltachain.format.documents import Edge, ObjectRef, seal, unseal
+from deltachain.format.tag import Tag
+from deltachain.store import MemoryStore
+from deltachain.types import Buffer
+from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, manifest_after
+
+STORES = [MemoryStore, SingleWriterStore, WideStore]
+
+
+def part(chain: Chain, kind: keys.PayloadKind, version: int) -> ObjectRef:
+    """A payload that exists; nobody reads what is in it."""
+    key = keys.payload_key(kind, version, 0, "0" * 32, 0)
+    chain.store.put(key, b"payload")
+    return ObjectRef(key=key, nbytes=7, blake3="0" * 64)
+
+
+def filled(store: MemoryStore, versions: int = 6) -> Chain:
+    """A chain whose version 0 is an anchor, and all others deltas, each of one part."""
+    chain, parent = create(store), None
+    for version in range(versions):
+        edge = Edge(
+            kind="delta" if version else "anchor",
+            base=version - 1 if version else None,
+            encodings=("step",) if version else ("dense",),
+            parts=(part(chain, "delta" if version else "anchor", version),),
+        )
+        parent = chain.commit(manifest_after(parent, edge=edge))
+    return chain
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_tag_is_set_moved_and_removed(kind: Callable[[], MemoryStore]) -> None:
+    chain = filled(kind())
+    assert (tags.read(chain, "best"), tags.read_all(chain)) == (None, ())
+    first = tags.set_(chain, "best", chain.read(2), time=1.0)
+    assert (first.number, first.version, first.manifest) == (0, 2, chain.read(2).digest)
+    moved = tags.set_(chain, "best", chain.read(4), time=2.0)
+    tags.set_(chain, "eval-step-4000", chain.read(1), time=3.0)
+    assert (moved.number, tags.read(chain, "best")) == (1, moved)
+    assert tags.committed(chain, moved).version == 4
+    assert [(tag.name, tag.version) for tag in tags.read_all(chain)] == [
+        ("best", 4),
+        ("eval-step-4000", 1),
+    ]
+    assert tags.remove(chain, "best", time=4.0) == moved
+    assert tags.read(chain, "best") is None
+    assert [tag.name for tag in tags.read_all(chain)] == ["eval-step-4000"]
+    assert tags.set_(chain, "best", chain.read(0), time=5.0).number == 3
+    found = [info.key for info in chain.store.list("tags/best/")]
+    assert found == [keys.tag_key("best", number) for number in range(4)]
+
+
+def test_a_record_is_what_the_format_says() -> None:
+    chain = filled(MemoryStore())
+    tags.set_(chain, "a", chain.read(2), time=1.5)
+    data = chain.store.get("tags/a/00000000.json")
+    wanted = (
+        '{"format":1,"requires":[],"ext":{},"chain":"one","name":"a","number":0,"version":2,'
+        f'"state":"{chain.read(2).manifest.state}","manifest":"{chain.read(2).digest}","time":1.5}}'
+    )
+    assert wanted.encode() in data
+    assert keys.tag_of("tags/a/00000000.json") == ("a", 0)
+    assert keys.tag_of("tags/a/b/00000000.json") is None
+    assert keys.version_of("tags/a/00000000.json") is None
+
+
+def test_nothing_is_written_where_the_tag_stands_for_the_version_already() -> None:
+    chain = filled(MemoryStore())
+    first = tags.set_(chain, "best", chain.read(2), time=1.0)
+    assert tags.set_(chain, "best", chain.read(2), time=2.0) == first
+    assert len(list(chain.store.list("tags/"))) == 1
+
+
+@pytest.mark.parametrize("name", ["", ".x", "a/b", "a b", "é", "x" * 129, "../x"])
+def test_a_name_is_one_segment_of_a_key(name: str) -> None:
+    chain = filled(MemoryStore())
+    with pytest.raises(ConfigError, match="is not a name"):
+        tags.set_(chain, name, chain.read(2), time=0.0)
+    with pytest.raises(ConfigError, match="is not a name"):
+        tags.read(chain, name)
+    assert tags.check_name("x" * 128)
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_a_version_without_a_way_is_not_tagged(kind: Callable[[], MemoryStore]) -> None:
+    chain = filled(kind())
+    tags.set_(chain, "best", chain.read(1), time=0.0)
+    chain.store.delete(keys.payload_key("delta", 3, 0, "0" * 32, 0))
+    assert [is_reachable(chain, version) for version in range(7)] == [True] * 3 + [False] * 4
+    with pytest.raises(BrokenChainError, match="version 4 cannot be rebuilt") as refused:
+        tags.set_(chain, "best", chain.read(4), time=1.0)
+    assert "the tag was not set" in str(refused.value)
+    best = tags.read(chain, "best")
+    assert best is not None
+    assert best.version == 1
+
+
+def test_a_payload_cut_short_is_no_way() -> None:
+    chain = filled(MemoryStore())
+    chain.store.put(keys.payload_key("delta", 3, 0, "0" * 32, 0), b"pay")
+    assert not is_reachable(chain, 4)
+
+
+def test_another_way_counts() -> None:
+    chain = filled(MemoryStore())
+    edge = Edge(kind="anchor", encodings=("dense",), parts=(part(chain, "anchor", 3),))
+    chain.add_edge(chain.read(3), edge, "")
+    chain.store.delete(keys.payload_key("delta", 2, 0, "0" * 32, 0))
+    chain = Chain.open(chain.store)
+    chain.commit(manifest_after(chain.read(5), recent=recent_with_anchor(chain)))
+    edges = plan_present(chain, None, chain.read(6)).edges
+    assert (edges[0].kind, edges[0].version) == ("anchor", 3)
+    assert [is_reachable(chain, version) for version in (1, 2, 5, 6)] == [True, False, True, True]
+
+
+def recent_with_anchor(chain: Chain) -> tuple[object, ...]:
+    from deltachain.chain.recent_edges import listed_edges  # noqa: PLC0415
+    from deltachain.format.digest import object_digest  # noqa: PLC0415
+    from deltachain.format.documents import EdgeRecord, summarise  # noqa: PLC0415
+
+    key = keys.edge_key(3, "anchor", None)
+    data = chain.store.get(key)
+    record = unseal(data, EdgeRecord, key=key)
+    added = summarise(3, record.edge, record.state, record=key, digest=object_digest(data))
+    return listed_edges(chain.read(5).manifest, [added])
+
+
+def test_a_tag_whose_way_is_deleted_while_it_is_set_is_taken_back() -> None:
+    """Who prunes read the tags before this one was there, and deletes after it was."""
+
+    class Pruned(MemoryStore):
+        def put_if_absent(self, key: str, data: Buffer) -> None:
+            super().put_if_absent(key, data)
+            if key.startswith("tags/"):
+                self.delete(keys.payload_key("delta", 3, 0, "0" * 32, 0))
+
+    chain = filled(Pruned())
+    with pytest.raises(BrokenChainError, match="the tag was removed"):
+        tags.set_(chain, "best", chain.read(4), time=1.0)
+    assert tags.read(chain, "best") is None
+    assert tags.read_all(chain) == ()
+    assert len(list(chain.store.list("tags/best/"))) == 2
+
+
+def test_a_tag_that_another_moved_meanwhile_is_not_taken_back() -> None:
+    class Moved(MemoryStore):
+        chain: Chain
+
+        def put_if_absent(self, key: str, data: Buffer) -> None:
+            super().put_if_absent(key, data)
+            if key == keys.tag_key("best", 0):
+                self.delete(keys.payload_key("delta", 3, 0, "0" * 32, 0))
+                tags.set_(self.chain, "best", self.chain.read(1), time=2.0)
+
+    store = Moved()
+    chain = store.chain = filled(store)
+    with pytest.raises(BrokenChainError):
+        tags.set_(chain, "best", chain.read(4), time=1.0)
+    best = tags.read(chain, "best")
+    assert best is not None
+    assert (best.version, best.number) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", [MemoryStore])
+def test_racing_taggers_both_succeed_one_after_the_other(kind: Callable[[], MemoryStore]) -> None:
+    chain = filled(kind())
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(lambda v: tags.set_(chain, "best", chain.read(v), time=0.0), range(6)))
+    assert sorted(tag.number for tag in made) == list(range(6))
+    newest = tags.read(chain, "best")
+    assert newest == max(made, key=lambda tag: tag.number)
+
+
+def test_a_lost_reply_of_an_own_put_is_recognised() -> None:
+    class Lossy(MemoryStore):
+        lose = True
+
+        def put_if_absent(self, key: str, data: Buffer) -> None:
+            super().put_if_absent(key, data)
+            if key.startswith("tags/") and self.lose:
+                self.lose = False
+                raise StoreUnavailableError("no reply")
+
+    chain = filled(Lossy())
+    assert tags.set_(chain, "best", chain.read(4), time=1.0).number == 0
+    assert len(list(chain.store.list("tags/"))) == 1
+
+
+def test_an_overwritten_record_of_a_store_without_races_is_seen() -> None:
+    """A second tagger between the check and the put: the number is theirs, ours is the next."""
+
+    class Overwritten(SingleWriterStore):
+        other = b""
+
+        def put(self, key: str, data: Buffer) -> str:
+            pin = super().put(key, data)
+            if key == keys.tag_key("best", 0) and self.other:
+                super().put(key, self.other)
+            return pin
+
+    store = Overwritten()
+    chain = filled(store)
+    theirs = tags.set_(filled(MemoryStore()), "best", chain.read(1), time=9.0)
+    store.other = seal(theirs)
+    assert tags.set_(chain, "best", chain.read(4), time=1.0).number == 1
+
+
+def test_a_tag_of_a_version_that_is_gone_or_another_says_so() -> None:
+    chain = filled(MemoryStore())
+    tag = tags.set_(chain, "best", chain.read(5), time=1.0)
+    chain.store.delete(keys.manifest_key(5))
+    with pytest.raises(StoreWentBackError, match="tag 'best' names version 5"):
+        tags.committed(Chain.open(chain.store), tag)
+    chain = Chain.open(chain.store)
+    chain.commit(manifest_after(chain.read(4), commit_id="other"))
+    with pytest.raises(ForkedChainError, match="has another one there"):
+        tags.committed(chain, tag)
+
+
+def test_a_missing_tag_is_refused_with_the_names_of_others() -> None:
+    chain = filled(MemoryStore())
+    with pytest.raises(ChainError, match="no tag is set"):
+        tags.remove(chain, "best", time=0.0)
+    tags.set_(chain, "other", chain.read(1), time=0.0)
+    with pytest.raises(ChainError, match="tags are other"):
+        tags.remove(chain, "best", time=0.0)
+
+
+def test_records_of_others_and_damaged_ones_are_refused() -> None:
+    chain = filled(MemoryStore())
+    tag = tags.set_(chain, "best", chain.read(1), time=0.0)
+    key = keys.tag_key("best", 0)
+    data = chain.store.get(key)
+    for changes in ({"chain": "two"}, {"name": "worst"}, {"number": 1}):
+        fields = {name: getattr(tag, name) for name in tag.__struct_fields__} | changes
+        chain.store.put(key, seal(Tag(**fields)))
+        with pytest.raises(MalformedError, match="is number"):
+            tags.read(chain, "best")
+    chain.store.put(key, data.replace(b'"time":0', b'"time":1'))
+    with pytest.raises(DigestMismatchError):
+        tags.read(chain, "best")
+    for fields in ({"version": None}, {"state": ""}, {"manifest": ""}, {"name": "."}):
+        damaged = {name: getattr(tag, name) for name in tag.__struct_fields__} | fields
+        with pytest.raises(ValueError, match="tag"):
+            Tag(**damaged)
