@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: docs package test-floors test-triton
+.PHONY: docs package soak test-floors test-triton
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -38,6 +38,11 @@ test: venv  ## the tests that need no GPU: nine minutes
 
 test-long: examples  ## the tests that take minutes, and the examples
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"
+
+# Minutes of all runs count: started again, it goes on. MINUTES=10 for a look.
+MINUTES ?= 120
+soak: venv  ## publish, maintain, mirror and follow for two hours; memory and open files must not grow
+	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES)
 
 test-dist: venv  ## trainers of several ranks
 	$(BIN)/pytest tests/ranks -m "dist and not slow"
