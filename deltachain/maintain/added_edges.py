@@ -15,7 +15,7 @@ from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.plan import Plan
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec import Change
-from deltachain.errors import BrokenChainError, DigestMismatchError
+from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
@@ -40,6 +40,7 @@ def add_skip(
         base: Local folder of the base checkpoint, if the chain starts from one.
 
     Raises:
+        ChainError: The target is pruned.
         ObjectNotFoundError: An object of the plan is gone.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
@@ -58,6 +59,7 @@ def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> 
 
     Raises:
         BrokenChainError: No plan from nothing leads to the version.
+        ChainError: The version is pruned.
         ObjectNotFoundError: An object of the plan is gone.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
@@ -72,6 +74,9 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
         chain: The chain.
         target: The version.
         changes: All bits of every tensor, in the order of the table.
+
+    Raises:
+        ChainError: The version is pruned.
     """
     refuse_mirror(chain.store)
     limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
@@ -127,9 +132,23 @@ def _wrong(what: str, found: StateDigest, target: Committed) -> DigestMismatchEr
 def _upload(
     chain: Chain, kind: PayloadKind, target: Committed, changes: Iterable[Change], limit: int
 ) -> Edge:
+    _refuse_pruned(chain, target)
     epoch = target.manifest.epoch
     keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=uuid.uuid4().hex)
     with EdgeUpload(chain.store, keys, raw=False, part_nbytes=limit) as upload:
         for change in changes:
             upload.add(change)
         return upload.finish()
+
+
+def _refuse_pruned(chain: Chain, target: Committed) -> None:
+    """Raise if the delta to a version is pruned: parts that come late are taken for orphans."""
+    record = chain.prunes.newest()
+    base = target.version - 1
+    if record is not None and record.range_of("delta", base, target.version) is not None:
+        raise ChainError(
+            f"version {target.version} is pruned: nothing can be added to it",
+            version=target.version,
+            hint="choose a version whose delta is not pruned: `deltachain prune URL --dry-run` "
+            "lists what is",
+        )
