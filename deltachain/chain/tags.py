@@ -13,9 +13,9 @@ from functools import partial
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.numbered import NONE, newest_number
 from deltachain.chain.reachable import is_reachable
+from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
@@ -98,12 +98,13 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
         time: Now, in seconds since 1970.
 
     Raises:
-        ConfigError: No tag can have that name, or the store is a mirror.
+        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
+            there is no signing key.
         BrokenChainError: The version cannot be rebuilt from the store: the tag is as it was, or
             removed if that came to light only after the record was written.
     """
     check_name(name)
-    refuse_mirror(chain.store)
+    check_write_access(chain)
     if not is_reachable(chain, target.version):
         raise _unreachable(chain, name, target, "the tag was not set")
     before = _newest(chain, name)
@@ -134,10 +135,11 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
         time: Now, in seconds since 1970.
 
     Raises:
-        ConfigError: No tag can have that name, or the store is a mirror.
+        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
+            there is no signing key.
         ChainError: There is no such tag.
     """
-    refuse_mirror(chain.store)
+    check_write_access(chain)
     tag = read(chain, name)
     if tag is None:
         raise unknown(chain, name)

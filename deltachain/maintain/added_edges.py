@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch, fetching
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.plan import Plan
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
+from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.digest import digest_key
@@ -78,7 +78,7 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
     Raises:
         ChainError: The version is pruned.
     """
-    refuse_mirror(chain.store)
+    check_write_access(chain)
     limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
     edge = _upload(chain, "anchor", target, changes, limit)
     return chain.add_edge(target, edge, base_state="")
@@ -142,10 +142,8 @@ def _upload(
 
 
 def _refuse_pruned(chain: Chain, target: Committed) -> None:
-    """Raise if the delta to a version is pruned: parts that come late are taken for orphans."""
-    record = chain.prunes.newest()
-    base = target.version - 1
-    if record is not None and record.range_of("delta", base, target.version) is not None:
+    chain.prunes.newest()
+    if chain.prunes.is_closed(target.version):
         raise ChainError(
             f"version {target.version} is pruned: nothing can be added to it",
             version=target.version,

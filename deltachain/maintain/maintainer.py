@@ -10,8 +10,8 @@ from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import read_hint
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.skips import SPANS
+from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -93,10 +93,10 @@ class Maintainer:
 
         Raises:
             StoreError: The store failed.
-            ConfigError: The store is a mirror.
+            ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
             ChainError: Another maintainer prunes a store that cannot decide races.
         """
-        refuse_mirror(self.chain.store)
+        check_write_access(self.chain)
         head = self.chain.head()
         if head is None:
             return None
@@ -147,6 +147,8 @@ class Maintainer:
                 head=head.version,
                 model_nbytes=self._model_nbytes,
             ):
+                if self.chain.prunes.is_closed(hop.version):
+                    continue
                 start, target = self.chain.find(hop.base), self.chain.find(hop.version)
                 if start is None or target is None or self.survey.has_record(hop.key):
                     continue

@@ -124,3 +124,32 @@ def test_verify_names_a_record_that_nobody_signed(
     done = invoke("verify", url)
     assert done.code == 5
     assert f"{record}: no trusted key signed it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("tag", "{url}", "best"),
+        ("tag", "{url}", "old", "--delete"),
+        ("anchor", "{url}"),
+        ("prune", "{url}", "--keep-last", "1"),
+        ("maintain", "{url}", "--once"),
+        ("revert", "{url}", "--to", "0"),
+    ],
+)
+def test_nothing_unsigned_is_added_to_a_signed_chain(
+    key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    state, url = random_state(), tmp_path / "chain"
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    for number in range(2):
+        ok("push", write_checkpoint(tmp_path / f"step-{number}", state), url)
+        state = train(state, number)
+    ok("tag", url, "old")
+    monkeypatch.delenv("DELTACHAIN_SIGNING_KEY")
+    before = {info.key for info in open_store(str(url)).list("")}
+    done = invoke(*(part.format(url=url) for part in command))
+    assert done.code == 2, done
+    assert "has no signing key" in done.stderr
+    assert "DELTACHAIN_SIGNING_KEY" in done.stderr
+    assert {info.key for info in open_store(str(url)).list("")} == before
