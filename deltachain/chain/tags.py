@@ -98,12 +98,13 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
         time: Now, in seconds since 1970.
 
     Raises:
-        ConfigError: No tag can have that name, or the store is a mirror.
+        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
+            there is no signing key.
         BrokenChainError: The version cannot be rebuilt from the store: the tag is as it was, or
             removed if that came to light only after the record was written.
     """
     check_name(name)
-    refuse_mirror(chain.store)
+    _check_writer(chain)
     if not is_reachable(chain, target.version):
         raise _unreachable(chain, name, target, "the tag was not set")
     before = _newest(chain, name)
@@ -134,10 +135,11 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
         time: Now, in seconds since 1970.
 
     Raises:
-        ConfigError: No tag can have that name, or the store is a mirror.
+        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
+            there is no signing key.
         ChainError: There is no such tag.
     """
-    refuse_mirror(chain.store)
+    _check_writer(chain)
     tag = read(chain, name)
     if tag is None:
         raise unknown(chain, name)
@@ -165,6 +167,14 @@ def unknown(chain: Chain, name: str) -> ChainError:
     some = ", ".join(names[:8]) + (" and others" if names[8:] else "")
     hint = f"tags are {some}" if names else "no tag is set; `deltachain tag URL NAME` sets one"
     return ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
+
+
+def _check_writer(chain: Chain) -> None:
+    """Raise if tags must not be written here."""
+    refuse_mirror(chain.store)
+    head = chain.head()
+    if head is not None:
+        chain.trust.check_key(head.signatures, chain.store.url)
 
 
 def _unreachable(chain: Chain, name: str, target: Committed, outcome: str) -> BrokenChainError:

@@ -172,6 +172,7 @@ def anchor(
     head = chain.head()
     if head is None:
         raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+    chain.trust.check_key(head.signatures, chain.store.url)
     target = head if version is None else chain.find(version)
     if target is None:
         message = f"version {version} is not committed, head is {head.version}"

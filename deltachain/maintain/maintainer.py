@@ -93,13 +93,14 @@ class Maintainer:
 
         Raises:
             StoreError: The store failed.
-            ConfigError: The store is a mirror.
+            ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
             ChainError: Another maintainer prunes a store that cannot decide races.
         """
         refuse_mirror(self.chain.store)
         head = self.chain.head()
         if head is None:
             return None
+        self.chain.trust.check_key(head.signatures, self.chain.store.url)
         self.chain.prunes.refresh()
         failed: list[str] = []
         healed = self._heal(head, done, failed)

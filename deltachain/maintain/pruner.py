@@ -181,11 +181,14 @@ class Pruner:
 
         Raises:
             BrokenChainError: The head cannot be reached from nothing.
-            ConfigError: The store is a mirror.
+            ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
             ChainError: Another maintainer prunes a store that cannot decide races.
         """
-        refuse_mirror(self._chain.store)
-        plan = None
+        chain = self._chain
+        refuse_mirror(chain.store)
+        head, plan = chain.head(), None
+        if head is not None:
+            chain.trust.check_key(head.signatures, chain.store.url)
         for attempt in range(TRIES):
             plan = self.plan()
             if plan is None:

@@ -67,7 +67,7 @@ def newest(chain: Chain) -> Committed | None:
     first = hinted if is_there else min(known)
     passed = _check_gaps(chain, first, sorted(v for v in known if v >= first))
     last = chain.read(max(known))
-    _check_key(chain, last)
+    chain.trust.check_key(last.signatures, chain.store.url)
     if first > 0 and not is_there:
         passed.append(f"0 to {first - 1}")
     if passed:
@@ -140,17 +140,6 @@ def open_or_make(
         found.chain,
     )
     return Chain.open(store, trust)
-
-
-def _check_key(chain: Chain, head: Committed) -> None:
-    """Raise if a publisher without a signing key would continue a signed chain."""
-    if head.signatures and chain.trust.key is None:
-        raise ConfigError(
-            f"{chain.store.url} is a signed chain, and this publisher has no signing key: "
-            "followers with trusted keys would refuse its versions",
-            hint="set DELTACHAIN_SIGNING_KEY; with a new key, set DELTACHAIN_TRUSTED_KEYS to the "
-            "public key of the old one as well",
-        )
 
 
 def _listed(store: Store, hinted: Version | None) -> set[Version]:

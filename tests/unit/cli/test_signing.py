@@ -124,3 +124,31 @@ def test_verify_names_a_record_that_nobody_signed(
     done = invoke("verify", url)
     assert done.code == 5
     assert f"{record}: no trusted key signed it" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("maintain", "--once"), ("prune",), ("anchor",), ("tag", "good"), ("tag", "old", "--delete")],
+)
+def test_writers_without_a_key_leave_a_signed_chain_as_it_is(
+    key: Path, pushed: Pushed, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """A record without a signature would take the place of one that readers accept, for good."""
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    ok("sign", pushed.url)
+    ok("tag", pushed.url, "old")
+    monkeypatch.delenv("DELTACHAIN_SIGNING_KEY")
+    before = contents(pushed.url)
+    name, *options = command
+    done = invoke(name, pushed.url, *options)
+    assert done.code == 2, done.stdout
+    assert "has no signing key" in done.stderr
+    assert "set DELTACHAIN_SIGNING_KEY" in done.stderr
+    assert contents(pushed.url) == before
+    ok("prune", pushed.url, "--dry-run")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    ok(name, pushed.url, *options)
+
+
+def contents(url: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(url)): f.read_bytes() for f in url.rglob("*") if f.is_file()}
