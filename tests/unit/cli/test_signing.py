@@ -50,6 +50,25 @@ def test_keygen_overwrites_nothing(key: Path) -> None:
     assert key.read_bytes() == before
 
 
+def test_keygen_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    done = invoke("keygen", tmp_path / "none" / "key")
+    assert done.code == 2
+    assert "No such file or directory" in done.stderr
+    assert "hint   name a file in a folder that exists" in done.stderr
+
+
+def test_a_mirror_is_signed_at_its_source(
+    key: Path, pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("mirror", pushed.url, tmp_path / "mirror")
+    before = contents(tmp_path / "mirror")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    done = invoke("sign", tmp_path / "mirror")
+    assert done.code == 2, done.stdout
+    assert "is a mirror of" in done.stderr
+    assert contents(tmp_path / "mirror") == before
+
+
 def test_a_chain_is_signed_from_its_first_push(
     key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
