@@ -45,6 +45,9 @@ def keygen(
     except FileExistsError as exc:
         hint = "name another file; a private key is never overwritten"
         raise ConfigError(f"{file} exists", hint=hint) from exc
+    except OSError as exc:
+        hint = "name a file in a folder that exists and can be written to"
+        raise ConfigError(f"{file}: {exc.strerror}", hint=hint) from exc
     with os.fdopen(descriptor, "wb") as out:
         out.write(key.pem())
     if as_json:
@@ -88,8 +91,10 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
 def _begin(store: Store, trust: Trust) -> tuple[bool, Committed]:
     """Sign identity and head unless they are; return whether a version was committed, and it."""
     from deltachain.chain.chain import Chain
+    from deltachain.chain.mirror_record import refuse_mirror
     from deltachain.publish.writer import take_over
 
+    refuse_mirror(store)
     try:
         head = Chain.open(store, trust).head()
     except SignatureError:
