@@ -10,15 +10,17 @@ from typing import Final
 from msgspec.structs import replace
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.edge_record import read_summary
 from deltachain.chain.fetch import Fetched, fetch, fetching
 from deltachain.chain.plan import Plan
+from deltachain.chain.reachable import plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary
-from deltachain.format.keys import PayloadKind
+from deltachain.format.keys import PayloadKind, edge_key
 from deltachain.kernels import host
 from deltachain.maintain.folding import folded
 from deltachain.types import Bits, StateDigest
@@ -55,16 +57,41 @@ def add_skip(
 def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> EdgeSummary:
     """Rebuild a version from nothing, prove it, and record it as an anchor.
 
-    Tensors are decoded one by one; the objects of the plan are held in memory.
+    An anchor that is recorded already is returned as it is. Tensors are decoded one by one; the
+    objects of the plan are held in memory.
 
     Raises:
-        BrokenChainError: No plan from nothing leads to the version.
+        BrokenChainError: No plan whose objects are there leads to the version, or its anchor was
+            recorded before and has lost its parts.
         ChainError: The version is pruned.
-        ObjectNotFoundError: An object of the plan is gone.
+        ObjectNotFoundError: An object of the plan was deleted meanwhile.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
-    with fetching(chain, chain.plan(None, target), target=target, base=base) as fetched:
+    known = recorded_anchor(chain, target)
+    if known is not None:
+        return known
+    with fetching(chain, plan_present(chain, None, target), target=target, base=base) as fetched:
         return upload_anchor(chain, target, _whole(chain, fetched, target))
+
+
+def recorded_anchor(chain: Chain, target: Committed) -> EdgeSummary | None:
+    """Return the anchor that is recorded for a version; ``None`` if there is none to rely on.
+
+    Raises:
+        BrokenChainError: Its parts are gone, and no other anchor can be recorded for the version.
+    """
+    key = edge_key(target.version, "anchor", None)
+    known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
+    if known is None:
+        return None
+    parts = [part.key for part in chain.edge(known, target).parts]
+    if len(chain.store.find_all(parts)) == len(parts):
+        return known
+    raise BrokenChainError(
+        f"the anchor of version {target.version} was recorded before, and its parts are gone",
+        version=target.version,
+        hint="run this again after the next version, or restart the publisher",
+    )
 
 
 def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
@@ -93,7 +120,7 @@ class _BitsAt:
 
     def read(self, name: str) -> Bits:
         if self._fetched is None:
-            plan = self._chain.plan(None, self._at)
+            plan = plan_present(self._chain, None, self._at)
             self._fetched = fetch(self._chain, plan, base=self._base)
         return self._fetched.read(name).values
 
