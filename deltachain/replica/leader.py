@@ -28,13 +28,13 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
 from deltachain.replica.summary import summarise
 from deltachain.replica.target import ReplicaTarget
-from deltachain.replica.totals import Tally
 from deltachain.store import Store
 from deltachain.subscribe.history import is_past
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.subscribe.totals import Tally
 from deltachain.threads import started
 from deltachain.types import Version
 

@@ -37,7 +37,7 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         doubt: Reason why the held version may no longer be the chain's: the store went back, has
             another history, or is lost. Such a replica is not ready.
         deltachain: Version of deltachain; empty from replicas without this field, as are the next.
-        engine: Name and version of the engine.
+        engine: Name and version of the engine, such as ``vllm/0.32.0``.
         looked_at: Time at which the store last answered, in seconds since 1970, on the replica's
             clock; null before.
         applied_at: Time of the last swap, likewise; null before.

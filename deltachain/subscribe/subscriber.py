@@ -336,6 +336,7 @@ class Subscriber(Closeable):
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage a committed version from the version held at a generation."""
         start, budget = time.perf_counter(), self.config.stage_budget
+        look_s = max(0.0, time.time() - committed.manifest.time)
         once = decodes_once(self.target, self.chain.table.specs(), budget)
 
         def stage(fetched: Fetched) -> Prepared:
@@ -371,6 +372,7 @@ class Subscriber(Closeable):
             fetched=fetched,
             prepared=prepared,
             head=looking.result(),
+            look_s=look_s,
             fetch_s=fetched_at - start,
             stage_s=staged_at - fetched_at,
         )

@@ -83,7 +83,7 @@ class FakeEngine:
             for number, model in enumerate(self.models)
         ]
         self.faults = Faults()
-        self.software = "fake 1.0"
+        self.software = "fake/1.0"
         self.events: list[str] = []
         self.paused = False
         self._before: list[str] = []

@@ -44,7 +44,7 @@ class SglangEngine:
         loop: asyncio.AbstractEventLoop,
         settings: ReplicaSettings,
     ) -> None:
-        self.software: Final = f"sglang {compat.check_version()}"
+        self.software: Final = f"sglang/{compat.check_version()}"
         compat.check_layout(keep_cache=settings.keep_cache)
         self.mode = pause_mode(settings.pause, compat.PAUSES)
         self._server = compat.Server(server)

@@ -49,7 +49,7 @@ class VllmEngine:
     def __init__(
         self, client: EngineClient, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
-        self.software: Final = f"vllm {check_version()}"
+        self.software: Final = f"vllm/{check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
         _check(client)
         transfer = client.vllm_config.weight_transfer_config

@@ -45,7 +45,7 @@ class ProcessEngine:
         faults: Fault of each rank; see ``rank_process``.
     """
 
-    software = "fake 1.0"
+    software = "fake/1.0"
 
     def __init__(self, checkpoint: Path, spools: Sequence[Path], faults: Sequence[str]) -> None:
         self.paused = False

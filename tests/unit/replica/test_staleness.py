@@ -122,7 +122,7 @@ def test_status_tells_times_and_software(followed: Build) -> None:
         here.publish(2)
         leader.update()
         status = leader.status()
-        assert (status.deltachain, status.engine) == (deltachain.__version__, "fake 1.0")
+        assert (status.deltachain, status.engine) == (deltachain.__version__, "fake/1.0")
         assert status.committed_at == committed_at(here, 2)
         assert (status.applied_at or 0.0) >= committed_at(here, 2)
         assert 0.0 <= (status.age_s or -1.0) <= time.time() - committed_at(here, 2)
