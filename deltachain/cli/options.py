@@ -111,6 +111,15 @@ Poll: TypeAlias = Annotated[
     float | None,
     typer.Option(metavar="S", help="Seconds between looks. Default: what the store bears."),
 ]
+MetricsAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="<PORT|HOST:PORT>",
+        help="Serve /metrics for Prometheus, /healthz and /readyz here; without a host, to this "
+        "machine alone.",
+    ),
+]
 AtStep: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="S", help="The newest version of this step of the trainer."),

@@ -64,6 +64,8 @@ class ReplicaSettings:
         keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
         token: ``TOKEN``: bearer token of the control routes; empty for none.
         max_lag: ``MAX_LAG``: largest lag, behind the newest version seen, of a ready replica.
+        max_silence_s: ``MAX_SILENCE_S``: largest time without an answer of the store of a ready
+            replica that follows, in seconds.
         spool: ``SPOOL``: folder of fetched objects, shared by the processes of a host.
     """
 
@@ -74,6 +76,7 @@ class ReplicaSettings:
     keep_cache: bool = False
     token: str = field(default="", repr=False)
     max_lag: int | None = None
+    max_silence_s: float | None = None
     spool: Path = field(default_factory=default_spool)
 
     @classmethod
@@ -103,5 +106,6 @@ class ReplicaSettings:
             keep_cache=given.get("KEEP_CACHE", False),
             token=given.get("TOKEN", ""),
             max_lag=given.get("MAX_LAG"),
+            max_silence_s=given.get("MAX_SILENCE_S"),
             spool=spool_folder(environment),
         )
