@@ -120,6 +120,18 @@ def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     assert all(edge.pruned for edge in gone)
 
 
+@pytest.mark.parametrize("tagged", [(), (13,), (7, 13, 29)])
+def test_verify_rebuilds_every_version_that_readers_can_reach(
+    grown: Grown, tagged: tuple[Version, ...]
+) -> None:
+    """A kept delta behind a skip's base must not hide where the skip leads."""
+    finish(pruner_of(grown, last=20, tagged=tagged))
+    chain = Chain.open(grown.store)
+    rebuilt = {proof.version for proof in verify(Chain.open(grown.store)) if proof.rebuilt}
+    assert rebuilt == {version for version in range(60) if is_reachable(chain, version)}
+    assert len(rebuilt) < 60
+
+
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
     made = Grown(Clock())
     made.grow(80)
