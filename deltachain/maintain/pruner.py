@@ -155,6 +155,7 @@ class Pruner:
         rows = ranges(plan.edges, plan.after, plan.time)
         if rows == (newest.pruned if newest else ()):
             return None
+        self._say_taken_back(plan, newest)
         record = PruneRecord(
             chain=chain.identity.chain,
             number=newest.number + 1 if newest else 0,
@@ -169,6 +170,19 @@ class Pruner:
             raise self._another(chain.prunes.read(record.number))
         self._known = record.number
         return record
+
+    def _say_taken_back(self, plan: PrunePlan, newest: PruneRecord | None) -> None:
+        """Warn of edges that another maintainer retired, and that this record does not."""
+        if newest is None or newest.maintainer == self._id:
+            return
+        back = sum(newest.covers(edge) and edge not in plan.after for edge in plan.edges)
+        if back:
+            logger.warning(
+                "%d edges that maintainer %s retired are kept: its rule is another one, or a "
+                "version was tagged since; give all maintainers of a chain the same rule",
+                back,
+                newest.maintainer[:8],
+            )
 
     def run(self, deleted: Callable[[ObjectInfo], None] = lambda _: None) -> PrunePlan | None:
         """Do one round: write a record if needed, and delete what is due.

@@ -291,6 +291,22 @@ def test_the_loser_of_a_race_reads_and_decides_again(grown: Grown) -> None:
     assert newest.number == 1
 
 
+def test_two_maintainers_with_different_rules_are_told_so(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each takes back what the other one retires, so that nothing is ever deleted."""
+    one, other = pruner_of(grown, last=1024), pruner_of(grown, last=17)
+    run(one)
+    retired = len(run(other).retired)
+    assert "same rule" not in caplog.text
+    run(one)
+    assert f"{retired} edges that maintainer" in caplog.text
+    assert "give all maintainers of a chain the same rule" in caplog.text
+    caplog.clear()
+    run(one)
+    assert not caplog.text
+
+
 def test_a_second_maintainer_is_found_where_the_store_cannot_decide() -> None:
     grown = Grown(SingleWriterStore())
     grown.grow(60)
