@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from deltachain.chain import tags
@@ -214,14 +214,18 @@ class Pruner:
                 if attempt == TRIES - 1:
                     raise
         if plan is not None and (plan.due or plan.orphans):
-            self._delete(plan, deleted)
+            return self._delete(plan, deleted)
         return plan
 
-    def _delete(self, plan: PrunePlan, deleted: Callable[[ObjectInfo], None]) -> None:
-        """Delete due objects and orphans, after another look at tags and records."""
+    def _delete(self, plan: PrunePlan, deleted: Callable[[ObjectInfo], None]) -> PrunePlan | None:
+        """Delete due objects and orphans, after another look at tags and records.
+
+        Returns:
+            The plan, with the objects that were deleted; ``None`` if the versions are gone.
+        """
         again = self.plan()
         if again is None:
-            return
+            return None
         still = {info.key for info in (*again.due, *again.orphans)}
         missing = [info.key for info in plan.due if info.key not in still]
         kept = self._chain.store.find_all(missing) if missing else {}
@@ -233,9 +237,11 @@ class Pruner:
             deleted(info)
 
         with Pool(DELETES) as pool:
-            wanted = (info for info in (*plan.due, *plan.orphans) if info.key in still)
-            for _ in pool.map(delete, wanted):
+            due = tuple(info for info in plan.due if info.key in still)
+            unnamed = tuple(info for info in plan.orphans if info.key in still)
+            for _ in pool.map(delete, (*due, *unnamed)):
                 pass
+        return replace(plan, due=due, orphans=unnamed)
 
     def _ways(
         self, head: Committed, first: Version, edges: Collection[EdgeSummary]
