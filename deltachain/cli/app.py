@@ -47,6 +47,7 @@ EXTRAS: Final = {
     "adlfs": "azure",
     "cryptography": "signing",
     "fastapi": "server",
+    "simpy": "bench",
 }
 """Extra of deltachain, by package."""
 
