@@ -48,6 +48,7 @@ EXTRAS: Final = {
     "cryptography": "signing",
     "fastapi": "server",
     "simpy": "bench",
+    "prometheus_client": "server",
 }
 """Extra of deltachain, by package."""
 

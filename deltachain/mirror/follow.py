@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Final
 
@@ -30,7 +30,13 @@ NEEDS_A_PERSON: Final = (
 """Errors that end the loop."""
 
 
-def follow(mirror: Mirror, *, stop: Event, poll_s: float) -> Iterator[MirrorReceipt]:
+def follow(
+    mirror: Mirror,
+    *,
+    stop: Event,
+    poll_s: float,
+    looked: Callable[[DeltaChainError | None], None] = lambda _: None,
+) -> Iterator[MirrorReceipt]:
     """Copy versions as they are committed, until ``stop`` is set.
 
     A store that is unavailable, and an object that is missing or damaged, are logged once and tried
@@ -40,6 +46,7 @@ def follow(mirror: Mirror, *, stop: Event, poll_s: float) -> Iterator[MirrorRece
         mirror: The mirror.
         stop: Ends the loop.
         poll_s: Seconds between two looks at the source.
+        looked: Called after each round with the error to be retried, or ``None``.
 
     Raises:
         ForkedChainError: Source and mirror have different histories.
@@ -53,10 +60,12 @@ def follow(mirror: Mirror, *, stop: Event, poll_s: float) -> Iterator[MirrorRece
         try:
             yield from mirror.catch_up(stop)
             failures, logged = 0, ""
+            looked(None)
         except NEEDS_A_PERSON:
             raise
         except DeltaChainError as exc:
             failures += 1
+            looked(exc)
             what = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
             if what != logged:  # a store that is down fails with any of its objects
                 logged = what

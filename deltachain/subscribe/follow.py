@@ -100,6 +100,7 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
         if receipt is None:
             raise
         return receipt, True
+    subscriber.times.looked()
     if is_there and chain.latest == held.version and chain.trust.max_age_s is not None:
         check_age(chain, chain.read(held.version))
     return None, is_there
@@ -123,6 +124,7 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
     later = None
     try:
         later = chain.find(held.version + 1) if every_version else chain.later(held.version)
+        subscriber.times.looked()
         return subscriber.update(later) if later else None
     except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
         if later and later.version == chain.newest(held.version):
