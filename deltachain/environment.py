@@ -176,6 +176,9 @@ VARIABLES: Final[Mapping[str, Variable]] = {
         _seconds,
     ),
     "HF_CALLS": Variable("limit of requests to the Hub in 5 minutes", lambda text: _count(text, 1)),
+    "ENGINES": Variable(
+        "addresses of the replicas of a fleet: a list with commas, or a file with one a line", _line
+    ),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
     "VENVS": Variable("folder of the virtual environments of engine tests", Path),
     "TEST_STRIKE": Variable("for tests: file with the faults to inject", str),

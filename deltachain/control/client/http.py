@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
@@ -24,7 +25,7 @@ class Http:
     Args:
         url: Address of the server.
         headers: Headers of every request.
-        timeout_s: Timeout of a request, in seconds.
+        timeout_s: Timeout of a request, in seconds, to its last byte.
 
     Raises:
         ConfigError: ``url`` is invalid.
@@ -39,7 +40,8 @@ class Http:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url!r} is not a server address", hint="use http://HOST:PORT")
         headers = {"accept-encoding": "identity", **headers}
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
+        self._timeout_s = timeout_s
         self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
 
     def request(
@@ -50,13 +52,17 @@ class Http:
         Raises:
             ControlPlaneError: The server did not answer, or the response is too large.
         """
-        content = b""
+        content, until = b"", time.monotonic() + self._timeout_s
         try:
             with self._client.stream(method, self.url + path, json=body) as answer:
                 for chunk in answer.iter_raw():
                     content += chunk
                     if len(content) > LARGEST:
                         raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
+                    if time.monotonic() > until:  # httpx limits each read, not their sum
+                        raise ControlPlaneError(
+                            f"{self.url} did not end its answer in {self._timeout_s:g} s"
+                        )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             what = str(exc) or type(exc).__name__
             raise ControlPlaneError(f"{self.url} did not answer: {what}") from exc
