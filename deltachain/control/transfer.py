@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 from torch import Tensor, nn
@@ -39,8 +40,9 @@ class DeltaChainWeightTransfer:
         wait: Number of engines to wait for: ``all``, ``quorum`` or ``any``; ``none`` waits neither
             for engines nor for the upload.
         deadline: Longest delay of training by one sync, upload and engines included, in seconds.
-        token: ``DELTACHAIN_TOKEN`` of the replicas.
-        key: API key of the engines.
+        token: ``DELTACHAIN_TOKEN`` of the replicas, or a file of tokens that is read again when it
+            changes.
+        key: API key of the engines, or a file in the same way.
         config: All settings of the publisher; ``url`` replaces the one in it.
         settings: Single settings, as fields of :class:`PublishConfig`.
 
@@ -65,8 +67,8 @@ class DeltaChainWeightTransfer:
         engines: Sequence[str | ReplicaClient] = (),
         wait: Wait = "all",
         deadline: float = DEADLINE_S,
-        token: str = "",
-        key: str = "",
+        token: str | Path = "",
+        key: str | Path = "",
         config: PublishConfig | None = None,
         **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
     ) -> None:

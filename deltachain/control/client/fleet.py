@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, Thread
 from typing import Final, Literal, TypeAlias, get_args
 
@@ -76,14 +77,15 @@ class Fleet(Closeable):
 
     Args:
         engines: Addresses of vLLM or SGLang servers that follow the chain, or clients of them.
-        token: The ``DELTACHAIN_TOKEN`` of the servers; empty for none.
-        key: The engines' own API key; empty for none.
+        token: The ``DELTACHAIN_TOKEN`` of the servers, or a file of tokens; see
+            :class:`ReplicaClient`. Empty for none.
+        key: The engines' own API key, or a file in the same way; empty for none.
 
     Attributes:
         clients: One for each replica, by its address.
 
     Raises:
-        ConfigError: An address occurs twice.
+        ConfigError: An address occurs twice or is invalid, or a file of tokens is.
 
     Example:
         >>> with deltachain.Fleet(["http://127.0.0.1:8000", "http://127.0.0.1:30000"]) as fleet:
@@ -93,7 +95,11 @@ class Fleet(Closeable):
     """
 
     def __init__(
-        self, engines: Sequence[str | ReplicaClient], *, token: str = "", key: str = ""
+        self,
+        engines: Sequence[str | ReplicaClient],
+        *,
+        token: str | Path = "",
+        key: str | Path = "",
     ) -> None:
         clients = [
             ReplicaClient(engine, token=token, key=key) if isinstance(engine, str) else engine

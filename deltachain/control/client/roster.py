@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Final, TypeAlias, TypeVar
@@ -32,8 +33,8 @@ class Roster(Closeable):
 
     Args:
         entries: Addresses of replicas; an entry ``dns://NAME:PORT`` is looked up in each round.
-        token: The ``DELTACHAIN_TOKEN`` of the servers; empty for none.
-        key: The engines' own API key; empty for none.
+        token: The ``DELTACHAIN_TOKEN`` of the servers, or a file of tokens; empty for none.
+        key: The engines' own API key, or a file in the same way; empty for none.
         timeout_s: Seconds after which a round ends; who has not answered by then has failed.
 
     Raises:
@@ -41,7 +42,12 @@ class Roster(Closeable):
     """
 
     def __init__(
-        self, entries: Iterable[str], *, token: str = "", key: str = "", timeout_s: float = STATUS_S
+        self,
+        entries: Iterable[str],
+        *,
+        token: str | Path = "",
+        key: str | Path = "",
+        timeout_s: float = STATUS_S,
     ) -> None:
         addresses, self._names = split_entries(entries)
         self._connect = partial(ReplicaClient, token=token, key=key, timeout_s=timeout_s)

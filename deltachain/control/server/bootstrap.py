@@ -19,6 +19,7 @@ from deltachain.replica.engine import Engine
 from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +55,17 @@ async def lead(
         environment: Variables of this process.
         is_open: Whether the server listens on the loopback interface alone.
         is_guarded: Whether the engine checks an API key of its own before these routes.
-        key: Required token if ``DELTACHAIN_TOKEN`` is not set.
+        key: Required token if neither ``DELTACHAIN_TOKEN`` nor ``DELTACHAIN_TOKEN_FILE`` is set.
 
     Raises:
         SystemExit: The engine is refused or damaged; the reason is logged.
     """
-    leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
+    leader, refusal = None, "DELTACHAIN_URL is not set: this server follows no chain"
+    token: str | Path = key
     try:
         settings = ReplicaSettings.of(environment)
         if settings is not None:
+            Tokens(settings.token)  # a wrong file is found before the engine is touched
             token = settings.token or key
             engine, checkpoint = find(settings)
             base = settings.subscribe.base or checkpoint

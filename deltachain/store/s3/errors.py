@@ -60,6 +60,9 @@ _HINT_REFUSED: Final = (
     "absent to those who may not list the bucket (s3:ListBucket)"
 )
 _HINT_CLOCK: Final = "set the clock of this machine: the server refuses signatures of another time"
+_HINT_CA: Final = (
+    "name the certificate of the CA that signed the server's in SSL_CERT_FILE or AWS_CA_BUNDLE"
+)
 _HINT_FULL: Final = "the server is full, or the quota is used up: free some space, then try again"
 _HINT_REGION: Final = "the bucket is in the region {}: set AWS_REGION or the store option region"
 
@@ -156,7 +159,7 @@ def _unavailable(failure: Exception) -> str | None:
         headers = failure.response["ResponseMetadata"].get("HTTPHeaders", {})
         return _HINT_REGION.format(region_of(headers) or "that its answers name")
     if isinstance(failure, SSLError):
-        return "check the server's certificate: see AWS_CA_BUNDLE"
+        return _HINT_CA
     foreseen = isinstance(failure, ClientError | BotoCoreError)
     return "" if is_transient(failure) or not foreseen else None
 

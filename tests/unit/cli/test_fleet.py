@@ -48,7 +48,7 @@ def test_no_secret_is_an_option(words: tuple[str, ...], option: str) -> None:
     assert "No such option" in refused.stderr
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\n", b"one\nother\n", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [None, b"", b"\n", b"one\x01\n", b"\xff\xfe"])
 def test_a_file_without_a_token_is_refused(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "token"
     if content is not None:

@@ -90,6 +90,18 @@ def test_stats_add_up(url: Path) -> None:
     assert all(row["month"] >= 0 and row["newcomer"] >= 0 for row in report["dollars"])
 
 
+def test_stats_show_a_chain_that_newcomers_cannot_join(url: Path) -> None:
+    for part in url.glob("anchors/*/*"):
+        part.unlink()
+    shown = ok("stats", url).stdout
+    assert "no way: run deltachain maintain --copy DIR" in shown
+    assert "newcomers have no way to the head" in shown
+    report = ok("stats", url, "--json").document
+    assert report["prune"] is None
+    assert report["readers"][0]["edges"] is None
+    assert report["dollars"][0]["newcomer"] is None
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

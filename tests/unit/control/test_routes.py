@@ -267,6 +267,8 @@ def test_probes_need_no_token_and_say_nothing(leader: Leader) -> None:
         leader.update()
         ready = server.get("/v1/deltachain/readyz")
         assert (ready.status_code, ready.text) == (200, "ready")
+        assert server.get("/healthz/deltachain").text == "ok"
+        assert server.get("/readyz/deltachain").text == "ready"
 
 
 def test_a_replica_that_lags_is_not_ready(here: Followed, leader: Leader) -> None:

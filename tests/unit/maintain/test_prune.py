@@ -20,6 +20,7 @@ from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.prune_ranges import ranges
 from deltachain.maintain.survey import Survey
+from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, ObjectInfo, Store
 from deltachain.types import Version
 from deltachain.verify import verify
@@ -157,18 +158,51 @@ def test_a_tag_set_after_the_record_takes_its_way_back(grown: Grown) -> None:
     check_bits(grown, 21)
 
 
-def test_a_tag_set_while_objects_are_deleted_keeps_them(grown: Grown) -> None:
+def test_a_tag_set_between_plan_and_deletion_keeps_its_objects(grown: Grown) -> None:
     tagged: list[Version] = []
-    pruner = pruner_of(grown, last=17, tagged=tagged)
-    pruner.run()
+    looks = 0
+
+    def read(_: Chain) -> list[Version]:
+        nonlocal looks
+        looks += 1
+        if looks == 2:  # the first look makes the plan, the second is the one before deletion
+            tagged.append(21)
+        return tagged
+
+    pruner_of(grown, last=17).run()
     Clock.now += 3601
-    plan = pruner.plan()
-    assert plan is not None
-    tagged.append(59)  # something changed between plan and deletion: it is decided again
-    grown.grow(1)
-    done = pruner.run()
-    assert done is not None
-    check_bits(grown, 60)
+    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(last=17), grace_s=3600, tagged=read)
+    due = run(pruner).due
+    assert looks == 2
+    there = payloads(grown.store)
+    assert any(info.key in there for info in due)
+    assert any(info.key not in there for info in due)
+    pruner.run()  # the next record takes the way back
+    check_bits(grown, 21)
+
+
+def test_nothing_is_added_to_a_pruned_version(grown: Grown) -> None:
+    pruner_of(grown, last=17, tagged=[24]).run()
+    check_bits(grown, 24)  # over a skip, without the delta from version 23
+    before = payloads(grown.store)
+    with pytest.raises(ChainError, match="version 24 is pruned") as caught:
+        add_anchor(grown.chain, grown.chain.read(24))
+    assert caught.value.hint
+    assert payloads(grown.store) == before
+    assert add_anchor(grown.chain, grown.chain.read(59)).kind == "anchor"
+
+
+def test_a_revert_reaches_what_is_pruned_until_it_is_deleted(grown: Grown) -> None:
+    pruner = pruner_of(grown, last=17)
+    pruner.run()
+    goal, gone = grown.chain.read(21), grown.chain.read(22)
+    done = revert(Chain.open(grown.store), goal)
+    assert done.committed is not None
+    assert done.committed.state == goal.state
+    Clock.now += 3601
+    pruner.run()
+    with pytest.raises(BrokenChainError):
+        revert(Chain.open(grown.store), gone)
 
 
 def test_orphans_go_and_parts_on_their_way_stay(grown: Grown) -> None:
