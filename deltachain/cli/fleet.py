@@ -26,7 +26,7 @@ from deltachain.errors import ConfigError, ControlPlaneError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from deltachain.control.client.comparison import Limits, ReplicaRow
+    from deltachain.control.client.comparison import HealthLimits, ReplicaRow
     from deltachain.control.client.replica import ReplicaClient
     from deltachain.control.client.roster import ReplicaAnswer, Roster
     from deltachain.replica.status import ReplicaStatus
@@ -123,7 +123,7 @@ def fleet(  # noqa: PLR0913 - one argument an option
 
     Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
-    from deltachain.control.client.comparison import Limits
+    from deltachain.control.client.comparison import HealthLimits
     from deltachain.control.client.roster import STATUS_S, Roster
 
     if version is not None and verb not in VERSIONED:
@@ -132,7 +132,7 @@ def fleet(  # noqa: PLR0913 - one argument an option
         raise ConfigError(f"--watch repeats a question, and {verb} is none", hint="watch `status`")
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
     seconds = timeout or (STATUS_S if verb is Verb.STATUS else ACTION_S)
-    limits = Limits(lag=max_lag, silence_s=max_silence)
+    limits = HealthLimits(lag=max_lag, silence_s=max_silence)
     entries = _entries(engines or [], inventory)
     with Roster(entries, token=token, key=key, timeout_s=seconds) as roster:
         round_ = partial(_round, roster, partial(_ask, verb, version), limits, as_json=as_json)
@@ -171,7 +171,7 @@ def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> ReplicaStatu
 def _round(
     roster: Roster,
     question: Callable[[ReplicaClient], ReplicaStatus],
-    limits: Limits,
+    limits: HealthLimits,
     live: Live | None = None,
     *,
     as_json: bool,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -96,10 +95,11 @@ def _version(row: ReplicaRow) -> int | None:
 def _summary(rows: Sequence[ReplicaRow], waiting: int) -> str:
     counts = Counter(row.health for row in rows)
     told = [f"{count} {health}" for health, count in counts.items()]
-    told += [f"{waiting} not asked to the end"] if waiting else []
+    told += [f"{waiting} still to answer"] if waiting else []
     versions = [version for row in rows if (version := _version(row)) is not None]
     held = f"; newest version held: {max(versions)}" if versions else ""
-    return f"\n{len(rows) + waiting} replicas: {', '.join(told)}{held}"
+    count = len(rows) + waiting
+    return f"\n{count} replica{'' if count == 1 else 's'}: {', '.join(told)}{held}"
 
 
 def replica_json(row: ReplicaRow) -> dict[str, Any]:
@@ -143,8 +143,3 @@ def _ago(seconds: float | None) -> str:
         if seconds < most:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds / 86_400:.0f} d"
-
-
-def now() -> str:
-    """Return the time of day, for the head of a table that is drawn again."""
-    return time.strftime("%H:%M:%S")

@@ -6,12 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from deltachain.control.client.roster import ReplicaAnswer
 from deltachain.errors import DeltaChainError
 from deltachain.replica.status import ReplicaStatus
-from deltachain.types import Version
+
+if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
+    from deltachain.types import Version
 
 Health: TypeAlias = Literal[
     "failed", "poisoned", "in doubt", "cut off", "stale", "not ready", "behind", "pinned", "ready"
@@ -58,8 +60,8 @@ class ReplicaRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of replicas without complaint.
+class HealthLimits:
+    """HealthLimits of replicas without complaint.
 
     Attributes:
         lag: Largest lag, in versions; ``None`` for any.
@@ -70,12 +72,12 @@ class Limits:
     silence_s: float = MAX_SILENCE_S
 
 
-def compare(answers: Mapping[str, ReplicaAnswer], limits: Limits) -> list[ReplicaRow]:
+def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[ReplicaRow]:
     """Return a row for each replica: the worst health first, then the largest lag.
 
     Args:
         answers: Answers, by address.
-        limits: Limits of a healthy replica.
+        limits: HealthLimits of a healthy replica.
     """
     there = {url: one for url, one in answers.items() if isinstance(one, ReplicaStatus)}
     newest = {
@@ -150,7 +152,7 @@ def _row(
     status: ReplicaStatus,
     newest: Version | None,
     doubts: Sequence[str],
-    limits: Limits,
+    limits: HealthLimits,
 ) -> ReplicaRow:
     lag = None
     if status.version is not None and newest is not None:
@@ -178,7 +180,7 @@ def _row(
     return ReplicaRow(engine=url, health=health, why=why, lag=lag, status=status, doubt=doubt)
 
 
-def silence(status: ReplicaStatus, limits: Limits) -> str:
+def silence(status: ReplicaStatus, limits: HealthLimits) -> str:
     """Return that the store of a replica has not answered for too long; empty otherwise."""
     silent_s = status.silence_s or 0.0
     if not status.following or status.pinned or silent_s <= limits.silence_s:

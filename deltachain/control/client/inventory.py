@@ -58,19 +58,29 @@ def split_entries(entries: Iterable[str]) -> tuple[list[str], list[str]]:
     return [entry for entry in unique if entry not in names], names
 
 
+def parse_name(entry: str) -> tuple[str, int]:
+    """Parse ``dns://NAME:PORT``.
+
+    Raises:
+        ConfigError: It has no name or no port.
+    """
+    name, _, port = entry.removeprefix(DNS).rpartition(":")
+    if not name or not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"{entry!r} has no port", hint="write dns://NAME:PORT")
+    return name.strip("[]"), int(port)
+
+
 def resolve(entry: str) -> Sequence[str]:
     """Look up the addresses behind ``dns://NAME:PORT``, in ascending order.
 
     Raises:
         ControlPlaneError: The name cannot be resolved.
-        ConfigError: It has no port.
+        ConfigError: It has no name or no port.
     """
-    name, _, port = entry.removeprefix(DNS).rpartition(":")
-    if not name or not (port.isascii() and port.isdecimal()):
-        raise ConfigError(f"{entry!r} has no port", hint="write dns://NAME:PORT")
+    name, port = parse_name(entry)
     try:
-        found = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError, OverflowError) as exc:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
         raise ControlPlaneError(
             f"{entry} cannot be resolved: {getattr(exc, 'strerror', None) or exc}",
             hint="see whether the name has addresses from here",

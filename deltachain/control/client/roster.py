@@ -13,7 +13,7 @@ from typing import Final, TypeAlias, TypeVar
 from typing_extensions import override
 
 from deltachain.closeable import Closeable
-from deltachain.control.client.inventory import resolve, split_entries
+from deltachain.control.client.inventory import parse_name, resolve, split_entries
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ControlPlaneError, DeltaChainError
 from deltachain.replica.status import ReplicaStatus
@@ -50,6 +50,8 @@ class Roster(Closeable):
         timeout_s: float = STATUS_S,
     ) -> None:
         addresses, self._names = split_entries(entries)
+        for name in self._names:
+            parse_name(name)
         self._connect = partial(ReplicaClient, token=token, key=key, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._clients = {url: self._connect(url) for url in addresses}

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 
-from deltachain.control.client.comparison import Health, Limits, ReplicaRow, compare, newest_seen
+from deltachain.control.client.comparison import (
+    Health,
+    HealthLimits,
+    ReplicaRow,
+    compare,
+    newest_seen,
+)
 from deltachain.errors import ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
 from tests.unit.control.statuses import status
@@ -16,7 +22,7 @@ OTHERS = {"http://x": status(), "http://y": status(), "http://z": status()}
 
 def judged(one: ReplicaStatus | ControlPlaneError, **limits: Any) -> ReplicaRow:
     """The row of a replica beside three that are well."""
-    rows = compare({"http://a": one, **OTHERS}, Limits(**limits))
+    rows = compare({"http://a": one, **OTHERS}, HealthLimits(**limits))
     others = [row for row in rows if row.engine != "http://a"]
     assert {row.health for row in others} == {"ready"}
     return next(row for row in rows if row.engine == "http://a")
@@ -66,17 +72,17 @@ def test_a_limit_makes_who_is_behind_stale(lag: int | None, health: Health) -> N
 
 
 def test_one_that_says_too_much_makes_no_other_stale() -> None:
-    rows = compare({"http://a": status(head=10**6), **OTHERS}, Limits(lag=0))
+    rows = compare({"http://a": status(head=10**6), **OTHERS}, HealthLimits(lag=0))
     assert [(row.health, row.lag) for row in rows] == [("in doubt", 0), *[("ready", 0)] * 3]
 
 
 def test_one_that_holds_a_new_version_is_believed() -> None:
-    rows = compare({"http://a": status(8), **OTHERS}, Limits())
+    rows = compare({"http://a": status(8), **OTHERS}, HealthLimits())
     assert [(row.health, row.lag) for row in rows] == [*[("behind", 1)] * 3, ("ready", 0)]
 
 
 def test_of_two_each_is_believed() -> None:
-    rows = compare({"http://a": status(7, head=9), "http://b": status(7)}, Limits())
+    rows = compare({"http://a": status(7, head=9), "http://b": status(7)}, HealthLimits())
     assert [row.lag for row in rows] == [2, 2]
 
 
@@ -89,7 +95,7 @@ def test_the_worst_come_first_then_the_largest_lag() -> None:
             "http://d": ControlPlaneError("gone"),
             "http://e": status(7, silence_s=99.0),
         },
-        Limits(),
+        HealthLimits(),
     )
     assert [row.engine[-1] for row in rows] == ["d", "e", "c", "b", "x", "y", "z"]
 
@@ -97,11 +103,11 @@ def test_the_worst_come_first_then_the_largest_lag() -> None:
 def test_chains_are_told_apart() -> None:
     """Versions of two chains have nothing to do with each other."""
     other = status(900, chain="d" * 32)
-    rows = compare({"http://a": other, "http://b": other, **OTHERS}, Limits())
+    rows = compare({"http://a": other, "http://b": other, **OTHERS}, HealthLimits())
     assert {row.lag for row in rows} == {0}
 
 
 def test_nobody_saw_anything() -> None:
     assert newest_seen([]) is None
     assert newest_seen([status(None)]) is None
-    assert compare({}, Limits()) == []
+    assert compare({}, HealthLimits()) == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.control.client.comparison import Limits, compare
+from deltachain.control.client.comparison import HealthLimits, compare
 from deltachain.control.client.fleet import Fleet
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.client.roster import ReplicaAnswer
@@ -195,7 +195,7 @@ def test_replicas_with_two_histories_say_so() -> None:
         "http://c": status(4, manifest="c"),
         "http://x": ControlPlaneError("away"),
     }
-    doubts = {row.engine: row.doubt for row in compare(answers, Limits())}
+    doubts = {row.engine: row.doubt for row in compare(answers, HealthLimits())}
     assert [doubts[url] for url in answers] == [
         "others hold another version 3",
         "the store went back",
