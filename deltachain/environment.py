@@ -209,6 +209,9 @@ VARIABLES: Final[Mapping[str, Variable]] = {
         _seconds,
     ),
     "HF_CALLS": Variable("limit of requests to the Hub in 5 minutes", lambda text: _count(text, 1)),
+    "ENGINES": Variable(
+        "addresses of the replicas of a fleet: a list with commas, or a file with one a line", _line
+    ),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
     "ENGINE_KEY_FILE": Variable(
         "file with such keys, one a line, read again when it changes", Path
