@@ -26,6 +26,7 @@ def bench(
     subject: Annotated[
         Subject,
         typer.Argument(
+            metavar="SUBJECT",
             help="**codec**: bits per change, encode and decode speed, and the time to serve a "
             "version by the speed of the link, beside other systems' layouts; **detect**: finding "
             "changes; **apply**: writing changes; **anchor**: whole versions, from attaching to "
