@@ -190,6 +190,10 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "TOKEN": Variable("bearer token that callers of the routes must send", _line),
     "TOKEN_FILE": Variable("file with such tokens, one a line, read again when it changes", Path),
     "MAX_LAG": Variable("largest lag, in versions, of a server that reports ready", _count),
+    "MAX_SILENCE_S": Variable(
+        "largest time, in seconds, without an answer of the store, of a server that reports ready",
+        _seconds,
+    ),
     "BASE": Variable("local folder of the chain's base checkpoint", Path),
     "STAGE_BUDGET": Variable("bytes of staged and undo bits", _count),
     "POLL_S": Variable("seconds between polls for a new version", _seconds),

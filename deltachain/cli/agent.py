@@ -15,12 +15,14 @@ from deltachain.cli.options import (
     AsJsonLines,
     Base,
     KeyFile,
+    MetricsAddress,
     Once,
     Out,
     Poll,
     TrustRemoteCode,
     secret,
 )
+from deltachain.cli.serving import follower_metrics
 from deltachain.errors import ConfigError
 
 
@@ -49,6 +51,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     once: Once = False,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
+    metrics: MetricsAddress = None,
     as_json: AsJsonLines = False,
 ) -> None:
     """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
@@ -83,13 +86,17 @@ def agent(  # noqa: PLR0913 - one argument an option
         if adapter
         else ReloadServer(engine, key=key)
     )
-    with Agent(config, folder, server) as led, stopping(stop, led.subscriber.notify) as by:
+    with (
+        Agent(config, folder, server) as led,
+        follower_metrics(led.subscriber, metrics, engine="agent", follows=not once) as looked,
+        stopping(stop, led.subscriber.notify) as by,
+    ):
         if once:
             receipt = led.update()
             if receipt is not None:
                 show_version(receipt, as_json=as_json)
         else:
-            for receipt in led.follow(stop):
+            for receipt in led.follow(stop, looked=looked):
                 show_version(receipt, as_json=as_json)
         if not as_json:
             c.say(f"{engine} holds {held(led.subscriber.version)}", "dim")

@@ -50,6 +50,8 @@ EXTRAS: Final = {
     "adlfs": "azure",
     "cryptography": "signing",
     "fastapi": "server",
+    "simpy": "bench",
+    "prometheus_client": "server",
 }
 """Extra of deltachain, by package."""
 

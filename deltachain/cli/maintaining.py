@@ -15,12 +15,13 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, AsJsonLines, Base, Once, Url
-from deltachain.errors import ChainError, ConfigError, DeltaChainError
+from deltachain.errors import BrokenChainError, ChainError, ConfigError, DeltaChainError
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
     from deltachain.format.documents import EdgeSummary
     from deltachain.maintain import KeepRule, Maintained, Maintainer, PrunePlan
+    from deltachain.maintain.survey import Survey
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 """Seconds of a unit of time on the command line."""
@@ -188,10 +189,17 @@ def anchor(
         )
 
 
-def dry_prune(chain: Chain, last: int, within: str | None, every: int | None) -> dict[str, Any]:
-    """Return what pruning would do; empty without versions."""
-    plan = _pruner(chain, _rule(last, within, every, tags=True), 0.0).plan(dry=True)
-    return {} if plan is None else _pruned(plan)
+def dry_prune(
+    survey: Survey, last: int, within: str | None, every: int | None
+) -> dict[str, Any] | None:
+    """Return what pruning would do; ``None`` if newcomers have no way, so that it is refused."""
+    from deltachain.maintain import Pruner
+
+    try:
+        plan = Pruner(survey, _rule(last, within, every, tags=True)).plan(dry=True)
+    except BrokenChainError:
+        return None
+    return None if plan is None else _pruned(plan)
 
 
 def _open(url: str) -> Chain:

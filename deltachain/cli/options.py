@@ -105,6 +105,15 @@ Poll: TypeAlias = Annotated[
         metavar="S", help="Seconds between polls for a new version. Default: 1; 5 for a Hub bucket."
     ),
 ]
+MetricsAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="<PORT|HOST:PORT>",
+        help="Serve /metrics for Prometheus, /healthz and /readyz here; without a host, to this "
+        "machine alone.",
+    ),
+]
 AtStep: TypeAlias = Annotated[
     int | None,
     typer.Option(metavar="S", help="The newest version of this step of the trainer."),

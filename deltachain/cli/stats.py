@@ -34,6 +34,7 @@ def stats(
     from deltachain.chain.chain import Chain
     from deltachain.maintain.prices import LIST_PRICES
     from deltachain.maintain.stats import per_thousand, reader_plans, totals
+    from deltachain.maintain.survey import Survey
     from deltachain.store import open_store
 
     chain = Chain.open(open_store(url))
@@ -41,10 +42,10 @@ def stats(
     if head is None:
         raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
     by_kind = {total.kind: total for total in totals(chain.store.list())}
-    deltas = by_kind["deltas"].objects if "deltas" in by_kind else 0
-    plans = reader_plans(chain, head)
+    plans, survey = reader_plans(chain, head), Survey(chain)
     nbytes = sum(total.nbytes for total in by_kind.values())
-    more, objects = per_thousand(by_kind, deltas)
+    documents = (total for total in by_kind.values() if total.kind in ("manifests", "edges"))
+    more, objects = per_thousand(survey.edges(head), documents, head.version)
     kinds = [{"kind": t.kind, "objects": t.objects, "nbytes": t.nbytes} for t in by_kind.values()]
     report = {
         "url": chain.store.url,
@@ -63,7 +64,7 @@ def stats(
             }
             for prices in LIST_PRICES
         ],
-        "prune": dry_prune(chain, keep_last, keep_within, keep_every),
+        "prune": dry_prune(survey, keep_last, keep_within, keep_every),
     }
     if as_json:
         c.write_json(report)
@@ -110,6 +111,9 @@ def _show(report: dict[str, Any]) -> None:
     out.print()
     out.print(prices)
     prune = report["prune"]
+    if prune is None:
+        out.print("\npruning would free nothing, since newcomers have no way to the head")
+        return
     freed = prune["deleted"]["nbytes"] + prune["waiting"]["nbytes"]
     out.print(f"\npruning would free {c.nbytes(freed)}: deltachain prune URL --dry-run")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -10,6 +10,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.plan import Plan
 from deltachain.chain.reachable import plan_present
 from deltachain.errors import BrokenChainError
+from deltachain.format.documents import EdgeSummary
 from deltachain.store import ObjectInfo
 from deltachain.types import Version
 
@@ -69,10 +70,17 @@ def _plan(chain: Chain, head: Committed, age: Version | None) -> Plan | None:
         return None
 
 
-def per_thousand(by_kind: Mapping[str, KindTotal], versions: int) -> tuple[int, int]:
-    """Return bytes and objects that a thousand versions add, as those in the store did."""
-    kinds = ("deltas", "anchors", "skips", "manifests", "edges")
-    found = [by_kind[kind] for kind in kinds if kind in by_kind]
-    share = 1000 / max(versions, 1)
-    nbytes = sum(total.nbytes for total in found)
-    return round(nbytes * share), round(sum(total.objects for total in found) * share)
+def per_thousand(
+    edges: Iterable[EdgeSummary], documents: Iterable[KindTotal], versions: int
+) -> tuple[int, int]:
+    """Return bytes and objects that a thousand versions add, as all versions so far did.
+
+    Args:
+        edges: All edges of the chain, whether or not their objects were deleted since.
+        documents: Totals of manifests and edge records, which are never deleted.
+        versions: Number of versions so far.
+    """
+    edges, documents, share = tuple(edges), tuple(documents), 1000 / max(versions, 1)
+    nbytes = sum(e.nbytes for e in edges) + sum(total.nbytes for total in documents)
+    objects = sum(e.parts for e in edges) + sum(total.objects for total in documents)
+    return round(nbytes * share), round(objects * share)

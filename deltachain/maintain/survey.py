@@ -70,6 +70,14 @@ class Survey:
         infos = (info for prefix in PAYLOADS for info in self.chain.store.list(prefix))
         return {info.key: info for info in infos}
 
+    def lost(self, edges: Iterable[EdgeSummary]) -> tuple[EdgeSummary, ...]:
+        """Return the edges with fewer objects in the store than they have parts.
+
+        No document is read: where several edges share a folder, a lost one may be overlooked.
+        """
+        there = by_version(self.objects())
+        return tuple(edge for edge in edges if len(there.get(_place(edge), ())) < edge.parts)
+
     def parts_of(self, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, dict[str, int] | None]:
         """Return size by key of the parts of edges; each document is read once.
 
@@ -99,6 +107,10 @@ class Survey:
     def _read(self, key: str) -> EdgeSummary | None:
         chain = self.chain
         return read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
+
+
+def _place(edge: EdgeSummary) -> tuple[str, Version]:
+    return f"{edge.kind}s", edge.version
 
 
 def by_version(objects: Mapping[str, ObjectInfo]) -> dict[tuple[str, Version], list[ObjectInfo]]:

@@ -16,6 +16,7 @@ from deltachain.chain.fetch import fetch
 from deltachain.chain.head_hint import read_hint
 from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.trust import Trust
+from deltachain.chain.write_access import check_signing_key
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -67,7 +68,7 @@ def newest(chain: Chain) -> Committed | None:
     first = hinted if is_there else min(known)
     passed = _check_gaps(chain, first, sorted(v for v in known if v >= first))
     last = chain.read(max(known))
-    _check_key(chain, last)
+    check_signing_key(chain, last)
     if first > 0 and not is_there:
         passed.append(f"0 to {first - 1}")
     if passed:
@@ -140,17 +141,6 @@ def open_or_make(
         found.chain,
     )
     return Chain.open(store, trust)
-
-
-def _check_key(chain: Chain, head: Committed) -> None:
-    """Raise if a publisher without a signing key would continue a signed chain."""
-    if head.signatures and chain.trust.key is None:
-        raise ConfigError(
-            f"{chain.store.url} is a signed chain, and this publisher has no signing key: "
-            "followers with trusted keys would refuse its versions",
-            hint="set DELTACHAIN_SIGNING_KEY; with a new key, set DELTACHAIN_TRUSTED_KEYS to the "
-            "public key of the old one as well",
-        )
 
 
 def _listed(store: Store, hinted: Version | None) -> set[Version]:

@@ -16,8 +16,8 @@ from typing import Final
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
+from deltachain.chain.write_access import check_write_access
 from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
 from deltachain.errors import (
@@ -83,13 +83,13 @@ def revert(
         dry_run: Whether to compute the delta only, and write nothing.
 
     Raises:
-        ConfigError: The store cannot decide races, so that only its publisher can go back; or it is
-            a mirror.
+        ConfigError: The store cannot decide races, so that only its publisher can go back; it is a
+            mirror; or the chain is signed and there is no signing key.
         BrokenChainError: One of the versions cannot be rebuilt from the store.
         DigestMismatchError: One of them, rebuilt, has another state than its manifest says.
         PublisherFencedError: Another publisher took the chain over meanwhile.
     """
-    refuse_mirror(chain.store)
+    check_write_access(chain)
     chosen, head = ENCODINGS.chosen(encoding), newest(chain)
     if head is None or head.version < goal.version:
         raise ChainError(

@@ -238,6 +238,7 @@ class Session:
             state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
+            upload_s=upload.transfer.seconds,
         )
 
     def conclude(
@@ -272,6 +273,7 @@ class Session:
             diff_s=attempt.diff_s,
             encode_s=encode_s,
             commit_s=time.perf_counter() - start,
+            upload_s=max(share.upload_s for share in shares),
             kernel=self.snapshot.kernel,
             encoding=choice.encoding if edge.kind == "delta" else "",
             encoding_reason=choice.reason if self.encoding.is_auto and edge.kind == "delta" else "",

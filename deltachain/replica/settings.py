@@ -65,6 +65,8 @@ class ReplicaSettings:
         token: ``TOKEN``: bearer token of the control routes, or ``TOKEN_FILE``: a file of several;
             empty for none.
         max_lag: ``MAX_LAG``: largest lag, behind the newest version seen, of a ready replica.
+        max_silence_s: ``MAX_SILENCE_S``: largest time without an answer of the store of a ready
+            replica that follows, in seconds.
         spool: ``SPOOL``: folder of fetched objects, shared by the processes of a host.
     """
 
@@ -75,6 +77,7 @@ class ReplicaSettings:
     keep_cache: bool = False
     token: str | Path = field(default="", repr=False)
     max_lag: int | None = None
+    max_silence_s: float | None = None
     spool: Path = field(default_factory=default_spool)
 
     @classmethod
@@ -104,5 +107,6 @@ class ReplicaSettings:
             keep_cache=given.get("KEEP_CACHE", False),
             token=read_secret(environment, "TOKEN"),
             max_lag=given.get("MAX_LAG"),
+            max_silence_s=given.get("MAX_SILENCE_S"),
             spool=spool_folder(environment),
         )

@@ -25,6 +25,8 @@ class Staged:
         fetched: The fetched objects.
         prepared: The prepared writes of the target.
         head: The newest version when staging ended.
+        look_s: Seconds from the commit until staging began; differs from wall time by the offset of
+            the publisher's clock.
         fetch_s: Seconds of planning and fetching, until the last object arrived.
         stage_s: Seconds of decoding and verification after that; before it, they overlap.
     """
@@ -37,6 +39,7 @@ class Staged:
     fetched: Fetched
     prepared: Prepared
     head: int
+    look_s: float
     fetch_s: float
     stage_s: float
 
@@ -54,6 +57,7 @@ class Staged:
             refetched=self.fetched.refetched,
             lag_versions=self.head - self.to.version,
             staleness_s=max(0.0, time.time() - self.time),
+            look_s=self.look_s,
             fetch_s=self.fetch_s,
             stage_s=self.stage_s,
             swap_s=swap_s,

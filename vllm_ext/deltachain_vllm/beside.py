@@ -31,6 +31,8 @@ class BesideEngine:
         keep_cache: Whether cached prefixes outlive a swap.
     """
 
+    software = "vllm"
+
     def __init__(self, url: str, *, pause: str = "keep", keep_cache: bool = False) -> None:
         self._mode = pause_mode(pause, PAUSES)
         self._clear, self._doubted = not keep_cache, False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI
 
 from deltachain.control.server.auth import LOOPBACK
-from deltachain.control.server.bootstrap import LedEngine, lead
+from deltachain.control.server.bootstrap import LedEngine, join_registry, lead
 from deltachain.control.server.routes import probes, router
 from deltachain.errors import ConfigError
 from deltachain.replica.settings import ReplicaSettings
@@ -48,6 +48,7 @@ class EndpointPlugin:
             is_open=getattr(args, "host", None) in LOOPBACK,
             is_guarded=has_key,
         )
+        join_registry(state.deltachain)
 
 
 def _engine(

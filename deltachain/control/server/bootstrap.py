@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +14,9 @@ from deltachain.control.server.auth import Control, aside
 from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
 from deltachain.errors import DeltaChainError, EngineDamagedError
+from deltachain.metrics import register_figures
 from deltachain.replica.engine import Engine
+from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.tokens import Tokens
@@ -75,3 +79,15 @@ async def lead(
         leader, refusal = None, str(exc)
         logger.warning("deltachain follows no chain: %s", exc)
     return Control(leader, refusal, token=token, is_open=is_open, is_guarded=is_guarded)
+
+
+def join_registry(control: Control) -> None:
+    """Add the figures of a leader to the process' own Prometheus registry, once.
+
+    An engine that serves that registry at its own ``/metrics`` then shows them there. Does nothing
+    without a leader or without ``prometheus_client``.
+    """
+    if control.leader is None:
+        return
+    with suppress(ModuleNotFoundError):
+        register_figures(partial(replica_figures, control.leader))

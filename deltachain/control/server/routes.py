@@ -6,6 +6,7 @@ A request names versions of the chain the server was started with; it cannot cha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -38,6 +39,7 @@ from deltachain.errors import (
     FormatError,
     StoreError,
 )
+from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader
 from deltachain.replica.status import ReplicaStatus
 
@@ -105,10 +107,11 @@ async def metrics(control: Allowed, _: NothingAsked) -> Response:
     if control.leader is None:
         return _follows_nothing(control)
     try:
-        from deltachain.control.server.metrics import exposition  # noqa: PLC0415 - an extra
+        from deltachain.metrics import exposition  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as exc:
         raise HTTPException(503, "metrics need: pip install 'deltachain[server]'") from exc
-    return Response(exposition(control.leader), media_type=METRICS)
+    figures = partial(replica_figures, control.leader)
+    return Response(exposition(figures), media_type=METRICS)
 
 
 @router.post("/stage", responses=_FAILS, openapi_extra=_VERSION)

@@ -72,6 +72,25 @@ def test_a_dry_run_says_what_the_run_then_frees(url: Path) -> None:
     assert "were pruned" in ok("verify", url).stdout
 
 
+@pytest.mark.parametrize("command", ["pull", "inspect", "revert", "mirror"])
+def test_what_was_pruned_is_called_pruned(url: Path, tmp_path: Path, command: str) -> None:
+    """Nothing brings it back, so the hint must not ask for a publisher or a copy."""
+    for _ in range(2):
+        ok("maintain", url, "--once", "--keep-last", 20, "--grace", "0s")
+    version = ok("verify", url, "--json").document["not_rebuilt"][0]
+    options: dict[str, tuple[object, ...]] = {
+        "pull": ("--version", version, "--out", tmp_path / "out"),
+        "inspect": ("--version", version),
+        "revert": ("--to", version),
+        "mirror": (tmp_path / "mirror", "--from", version),
+    }
+    done = invoke(command, url, *options[command])
+    assert done.code == 4, done.stderr
+    assert "pruned" in done.stderr
+    assert "choose a version that was kept" in done.stderr
+    assert "lifecycle" not in done.stderr
+
+
 def test_tables_fit_eighty_columns(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in (("stats", url), ("prune", url, "--dry-run"), ("maintain", url, "--once")):
@@ -88,6 +107,18 @@ def test_stats_add_up(url: Path) -> None:
     assert report["readers"][1]["edges"] == 1
     assert {row["provider"] for row in report["dollars"]} == {"S3", "R2", "HF"}
     assert all(row["month"] >= 0 and row["newcomer"] >= 0 for row in report["dollars"])
+
+
+def test_stats_show_a_chain_that_newcomers_cannot_join(url: Path) -> None:
+    for part in url.glob("anchors/*/*"):
+        part.unlink()
+    shown = ok("stats", url).stdout
+    assert "no way: run deltachain maintain --copy DIR" in shown
+    assert "newcomers have no way to the head" in shown
+    report = ok("stats", url, "--json").document
+    assert report["prune"] is None
+    assert report["readers"][0]["edges"] is None
+    assert report["dollars"][0]["newcomer"] is None
 
 
 @pytest.mark.parametrize(

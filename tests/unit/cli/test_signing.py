@@ -50,6 +50,25 @@ def test_keygen_overwrites_nothing(key: Path) -> None:
     assert key.read_bytes() == before
 
 
+def test_keygen_names_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    done = invoke("keygen", tmp_path / "none" / "key")
+    assert done.code == 2
+    assert "No such file or directory" in done.stderr
+    assert "hint   name a file in a folder that exists" in done.stderr
+
+
+def test_a_mirror_is_signed_at_its_source(
+    key: Path, pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("mirror", pushed.url, tmp_path / "mirror")
+    before = contents(tmp_path / "mirror")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    done = invoke("sign", tmp_path / "mirror")
+    assert done.code == 2, done.stdout
+    assert "is a mirror of" in done.stderr
+    assert contents(tmp_path / "mirror") == before
+
+
 def test_a_chain_is_signed_from_its_first_push(
     key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +111,7 @@ def test_a_chain_is_signed_from_the_middle_on(
         "version": 4,
         "signatures": [public(key).key_id],
         "signed_by": [public(key).key_id],
+        "signed_again": [],
     }
     assert "nothing to do" in ok("sign", pushed.url).stdout
     ok("verify", pushed.url)
@@ -124,3 +144,82 @@ def test_verify_names_a_record_that_nobody_signed(
     done = invoke("verify", url)
     assert done.code == 5
     assert f"{record}: no trusted key signed it" in done.stderr
+
+
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_a_log_of_reverts_and_signatures_is_legible(
+    key: Path, pushed: Pushed, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    ok("sign", pushed.url)
+    ok("revert", pushed.url, "--to", 1)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = ok("log", pushed.url).stdout
+    table = shown[shown.index("version  ") :]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in table
+    assert "revert to 1" in table
+    assert public(key).key_id[:8] in table
+    assert max(map(len, table.splitlines())) <= columns
+    assert ("committed" in table) is (columns == 140)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("maintain", "--once"),
+        ("prune",),
+        ("anchor",),
+        ("tag", "good"),
+        ("tag", "old", "--delete"),
+        ("revert", "--to", "0"),
+    ],
+)
+def test_writers_without_a_key_leave_a_signed_chain_as_it_is(
+    key: Path, pushed: Pushed, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """A record without a signature would take the place of one that readers accept, for good."""
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    ok("sign", pushed.url)
+    ok("tag", pushed.url, "old")
+    monkeypatch.delenv("DELTACHAIN_SIGNING_KEY")
+    before = contents(pushed.url)
+    name, *options = command
+    done = invoke(name, pushed.url, *options)
+    assert done.code == 2, done.stdout
+    assert "has no signing key" in done.stderr
+    assert "set DELTACHAIN_SIGNING_KEY" in done.stderr
+    assert contents(pushed.url) == before
+    ok("prune", pushed.url, "--dry-run")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    ok(name, pushed.url, *options)
+
+
+def contents(url: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(url)): f.read_bytes() for f in url.rglob("*") if f.is_file()}
+
+
+def test_tags_and_prune_records_outlive_the_key_that_signed_them(
+    key: Path, pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("tag", pushed.url, "first", "--version", "1")  # before the chain is signed
+    ok("prune", pushed.url, "--keep-last", "1", "--grace", "0s")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    begun = ok("sign", pushed.url, "--json").document
+    assert "tags/first/00000001.json" in begun["signed_again"]
+    monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(public(key)))
+    ok("tag", pushed.url, "gone", "--version", "2")
+    ok("tag", pushed.url, "gone", "--delete")
+
+    ok("keygen", tmp_path / "new")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(tmp_path / "new"))
+    ok("push", write_checkpoint(tmp_path / "next", train(pushed.states[-1], 9)), pushed.url)
+    again = ok("sign", pushed.url, "--json").document
+    assert not again["committed"]
+    assert {"tags/first/00000002.json", "tags/gone/00000002.json"} <= set(again["signed_again"])
+    monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(public(tmp_path / "new")))
+    assert "nothing to do" in ok("sign", pushed.url).stdout
+    listed = ok("tag", pushed.url, "--json").document["tags"]
+    assert [(one["name"], one["version"]) for one in listed] == [("first", 1)]
+    ok("prune", pushed.url, "--keep-last", "1")
+    ok("maintain", pushed.url, "--once")
+    ok("pull", pushed.url, "--tag", "first", "--out", tmp_path / "out")

@@ -13,11 +13,13 @@ from unittest import mock
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
+from prometheus_client import REGISTRY, generate_latest
 
 from deltachain.control.server.auth import AT_ONCE, Control, RequestKind
-from deltachain.control.server.bootstrap import lead
+from deltachain.control.server.bootstrap import join_registry, lead
 from deltachain.control.server.routes import router
 from deltachain.errors import ChainError
+from deltachain.metrics import register_figures
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of
 from tests.unit.replica.replicas import Followed
@@ -296,6 +298,18 @@ def test_metrics_count_what_was_applied(leader: Leader) -> None:
     assert float(figures["deltachain_failures_total"]) == 1
     assert float(figures["deltachain_fetched_bytes_total"]) > 0
     assert float(figures["deltachain_pause_seconds_total"]) > 0
+
+
+def test_an_engines_own_registry_shows_a_leader_too(leader: Leader) -> None:
+    leader.update(1)
+    join_registry(Control(leader, "", token="", is_open=True))
+    try:
+        shown = generate_latest(REGISTRY).decode()
+    finally:
+        register_figures(tuple)
+    assert "\ndeltachain_version 1.0\n" in shown
+    assert 'engine="fake/1.0"' in shown
+    assert "deltachain_" not in generate_latest(REGISTRY).decode()
 
 
 def test_errors_say_what_to_do(here: Followed, leader: Leader) -> None:

@@ -20,6 +20,7 @@ from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.prune_ranges import ranges
 from deltachain.maintain.survey import Survey
+from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, ObjectInfo, Store
 from deltachain.types import Version
 from deltachain.verify import verify
@@ -120,6 +121,18 @@ def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     assert all(edge.pruned for edge in gone)
 
 
+@pytest.mark.parametrize("tagged", [(), (13,), (7, 13, 29)])
+def test_verify_rebuilds_every_version_that_readers_can_reach(
+    grown: Grown, tagged: tuple[Version, ...]
+) -> None:
+    """A kept delta behind a skip's base must not hide where the skip leads."""
+    finish(pruner_of(grown, last=20, tagged=tagged))
+    chain = Chain.open(grown.store)
+    rebuilt = {proof.version for proof in verify(Chain.open(grown.store)) if proof.rebuilt}
+    assert rebuilt == {version for version in range(60) if is_reachable(chain, version)}
+    assert len(rebuilt) < 60
+
+
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
     made = Grown(Clock())
     made.grow(80)
@@ -157,18 +170,51 @@ def test_a_tag_set_after_the_record_takes_its_way_back(grown: Grown) -> None:
     check_bits(grown, 21)
 
 
-def test_a_tag_set_while_objects_are_deleted_keeps_them(grown: Grown) -> None:
-    tagged: list[Version] = []
-    pruner = pruner_of(grown, last=17, tagged=tagged)
-    pruner.run()
+def test_a_tag_set_between_decision_and_deletion_keeps_its_objects(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is due is decided twice: the tag is seen only the second time."""
+    looks: list[int] = []
+
+    def tagged(_: Chain) -> list[Version]:
+        looks.append(len(looks))
+        return [12] if len(looks) > 2 else []
+
+    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(last=17), grace_s=3600, tagged=tagged)
+    run(pruner)
     Clock.now += 3601
-    plan = pruner.plan()
-    assert plan is not None
-    tagged.append(59)  # something changed between plan and deletion: it is decided again
-    grown.grow(1)
-    done = pruner.run()
-    assert done is not None
-    check_bits(grown, 60)
+    before = payloads(grown.store)
+    done = run(pruner)
+    assert len(looks) == 3
+    assert "are kept, because they are needed again" in caplog.text
+    freed = sum(before.values()) - sum(payloads(grown.store).values())
+    assert done.nbytes == freed > 0
+    run(pruner)  # takes the way back into plans
+    check_bits(grown, 12)
+
+
+def test_nothing_is_added_to_a_pruned_version(grown: Grown) -> None:
+    pruner_of(grown, last=17, tagged=[24]).run()
+    check_bits(grown, 24)  # over a skip, without the delta from version 23
+    before = payloads(grown.store)
+    with pytest.raises(ChainError, match="version 24 is pruned") as caught:
+        add_anchor(grown.chain, grown.chain.read(24))
+    assert caught.value.hint
+    assert payloads(grown.store) == before
+    assert add_anchor(grown.chain, grown.chain.read(59)).kind == "anchor"
+
+
+def test_a_revert_reaches_what_is_pruned_until_it_is_deleted(grown: Grown) -> None:
+    pruner = pruner_of(grown, last=17)
+    pruner.run()
+    goal, gone = grown.chain.read(21), grown.chain.read(22)
+    done = revert(Chain.open(grown.store), goal)
+    assert done.committed is not None
+    assert done.committed.state == goal.state
+    Clock.now += 3601
+    pruner.run()
+    with pytest.raises(BrokenChainError):
+        revert(Chain.open(grown.store), gone)
 
 
 def test_orphans_go_and_parts_on_their_way_stay(grown: Grown) -> None:
@@ -277,6 +323,22 @@ def test_the_loser_of_a_race_reads_and_decides_again(grown: Grown) -> None:
     newest = Chain.open(grown.store).prunes.newest()
     assert newest is not None
     assert newest.number == 1
+
+
+def test_two_maintainers_with_different_rules_are_told_so(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each takes back what the other one retires, so that nothing is ever deleted."""
+    one, other = pruner_of(grown, last=1024), pruner_of(grown, last=17)
+    run(one)
+    retired = len(run(other).retired)
+    assert "same rule" not in caplog.text
+    run(one)
+    assert f"{retired} edges that maintainer" in caplog.text
+    assert "give all maintainers of a chain the same rule" in caplog.text
+    caplog.clear()
+    run(one)
+    assert not caplog.text
 
 
 def test_a_second_maintainer_is_found_where_the_store_cannot_decide() -> None:

@@ -6,24 +6,22 @@ import pytest
 
 from deltachain.cli.maintaining import seconds
 from deltachain.errors import ConfigError
+from deltachain.format.documents import EdgeSummary
 from deltachain.maintain.prices import LIST_PRICES, Prices
-from deltachain.maintain.stats import per_thousand, reader_plans, totals
+from deltachain.maintain.stats import KindTotal, per_thousand, reader_plans, totals
+from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore
 from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import Grown
 
 
-def test_objects_are_summed_up_by_kind_and_a_thousand_versions_are_estimated() -> None:
+def test_objects_are_summed_up_by_kind_and_readers_are_planned_for() -> None:
     grown = Grown(MemoryStore())
     grown.grow(12)
     infos = list(grown.store.list(""))
     found = {total.kind: total for total in totals(infos)}
     assert sum(total.nbytes for total in found.values()) == sum(info.nbytes for info in infos)
     assert (found["manifests"].objects, found["deltas"].objects) == (12, 11)
-    kinds = [found[kind] for kind in ("deltas", "anchors", "manifests")]
-    more, objects = per_thousand(found, 10)
-    assert more == 100 * sum(total.nbytes for total in kinds)
-    assert objects == 100 * sum(total.objects for total in kinds)
     ways = reader_plans(grown.chain, grown.chain.read(11))
     assert [way.age for way in ways] == [None, 1, 10]
     assert all(way.plan is not None for way in ways)
@@ -31,6 +29,37 @@ def test_objects_are_summed_up_by_kind_and_a_thousand_versions_are_estimated() -
         if info.key.startswith("anchors/"):
             grown.store.delete(info.key)
     assert reader_plans(grown.chain, grown.chain.read(11))[0].plan is None
+
+
+def test_a_thousand_versions_cost_the_same_after_a_prune_and_in_any_number_of_parts() -> None:
+    parts = [edge_of("delta", v, v - 1, nbytes=500, parts=4) for v in range(1, 11)]
+    documents = [KindTotal(kind="manifests", objects=10, nbytes=100)]
+    assert per_thousand(parts, documents, 10) == (510_000, 5000)
+    grown = Grown(MemoryStore())
+    grown.grow(12)
+    before = estimate(grown)
+    assert before[1] == round(1000 / 11 * (12 + 12))
+    for info in grown.store.list("deltas/"):
+        grown.store.delete(info.key)
+    assert estimate(grown) == before
+
+
+def edge_of(kind: str, version: int, base: int, *, nbytes: int, parts: int) -> EdgeSummary:
+    return EdgeSummary(
+        kind=kind,  # type: ignore[arg-type]
+        base=base,
+        version=version,
+        state="0" * 32,
+        nbytes=nbytes,
+        parts=parts,
+        encodings=("step",),
+    )
+
+
+def estimate(grown: Grown) -> tuple[int, int]:
+    head = grown.chain.read(grown.head)
+    documents = [t for t in totals(grown.store.list("")) if t.kind in ("manifests", "edges")]
+    return per_thousand(Survey(grown.chain).edges(head), documents, head.version)
 
 
 def test_prices_are_of_bytes_and_requests() -> None:
