@@ -39,6 +39,7 @@ from deltachain.publish.resume import begin
 from deltachain.publish.session import Attempt, Session
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
+from deltachain.tracing import VersionSpan
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
@@ -341,11 +342,13 @@ class Publisher(Closeable):
         if failed is not None and failed.version <= head:
             session.redo(failed.diff)  # it was committed after all
         session.head = head
+        span = VersionSpan("publish", records=self._ranks.leads)
         start, diff, failure = time.perf_counter(), NO_CHANGES, None
         try:
             diff = session.diff_(self._barrier.topic)
         except FAILURES as error:
             if self._ranks.count == 1:
+                span.end(error=error)
                 raise
             failure = error
         attempt = Attempt(
@@ -354,6 +357,7 @@ class Publisher(Closeable):
             failure=failure,
             step=self._waiting_step,
             diff_s=time.perf_counter() - start,
+            span=span,
         )
         flight = Flight(head + 1, diff, attempt, self._take_waiting())
         self._flight = flight
@@ -365,11 +369,13 @@ class Publisher(Closeable):
             conclusion = session.commit(flight.attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.totals.failures += 1
+            flight.attempt.span.end(error=error)
             for future in (flight.outcome, *flight.covered):
                 future.set_exception(error)
             return
         receipt = self.last = conclusion.receipt
         self.totals.count(receipt)
+        flight.attempt.span.end(receipt.sequence, attributes=receipt.attributes)
         logger.info("%s", receipt)
         anchors = self._require_anchors()
         try:

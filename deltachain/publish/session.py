@@ -34,6 +34,7 @@ from deltachain.publish.version_bits import VersionBits
 from deltachain.publish.version_encoding import VersionEncoding
 from deltachain.publish.wire_form import sparse_change, window_change
 from deltachain.publish.writer import Writer
+from deltachain.tracing import UNTRACED, VersionSpan
 from deltachain.types import Bits, StateDigest, Version
 
 INDEX_NBYTES = 8
@@ -52,6 +53,7 @@ class Attempt:
         failure: Error of a failed diff on this rank, raised on every rank.
         step: Step of the trainer.
         diff_s: Time of the diff, in seconds.
+        span: Span of the version.
     """
 
     topic: str
@@ -61,6 +63,7 @@ class Attempt:
     failure: Exception | None = None
     step: int | None = None
     diff_s: float = 0.0
+    span: VersionSpan = UNTRACED
 
 
 class Conclusion(msgspec.Struct, frozen=True):
@@ -258,7 +261,13 @@ class Session:
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
         nnz, choice = sum(share.nnz for share in shares), self.encoding.present
-        draft = self.writer.draft(keys.commit_id, state=state, step=attempt.step, nnz=nnz)
+        draft = self.writer.draft(
+            keys.commit_id,
+            state=state,
+            step=attempt.step,
+            nnz=nnz,
+            metadata=attempt.span.context,
+        )
         committed = self.writer.commit(draft, edge)
         receipt = PublishReceipt(
             version=committed.version,

@@ -69,6 +69,23 @@ class ApplyReceipt:
             "swap": self.swap_s,
         }
 
+    @property
+    def sequence(self) -> dict[str, float]:
+        """Seconds of the phases that follow one another, in their order, for a trace."""
+        return {name: seconds for name, seconds in self.phases.items() if name != "swap"}
+
+    @property
+    def attributes(self) -> dict[str, str | int | float]:
+        """Attributes of the apply's span in a trace."""
+        step = {} if self.step is None else {"step": self.step}
+        return {
+            "version": self.version,
+            "nbytes": self.nbytes,
+            "nnz": self.nnz,
+            "swap_s": self.swap_s,
+            **step,
+        }
+
     def __str__(self) -> str:
         origin = "nothing" if self.previous is None else self.previous
         return (

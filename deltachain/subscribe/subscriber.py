@@ -28,7 +28,7 @@ from deltachain.subscribe.fetch import UsablePlans, fetch_around, newest_after
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged, overtaken
+from deltachain.subscribe.stage import Staged, overtaken, trace_apply
 from deltachain.subscribe.status import Status, status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target
@@ -221,6 +221,7 @@ class Subscriber(Closeable):
             requests, self._counted = self._counted, self._store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
+        trace_apply(staged, receipt)
         logger.info("%s", receipt)
         return receipt
 
@@ -368,6 +369,7 @@ class Subscriber(Closeable):
             to=held_by(self.chain, committed),
             step=committed.manifest.step,
             time=committed.manifest.time,
+            metadata=committed.manifest.metadata,
             generation=generation,
             fetched=fetched,
             prepared=prepared,

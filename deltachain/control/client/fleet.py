@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
-from typing import Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from typing_extensions import override
 
@@ -17,7 +17,9 @@ from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
 from deltachain.retry import Backoff
 from deltachain.threads import started
-from deltachain.types import Version
+
+if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
+    from deltachain.types import Version
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
@@ -38,7 +39,7 @@ class Http:
     Args:
         url: Address of the server.
         credentials: Ways to identify; the next one is tried if the server answers 401.
-        timeout_s: Timeout of a request, in seconds.
+        timeout_s: Timeout of a request, in seconds, to its last byte.
 
     Raises:
         ConfigError: ``url``, a proxy or a file for TLS is invalid.
@@ -52,10 +53,10 @@ class Http:
             parsed = httpx.URL()
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url!r} is not a server address", hint="use http://HOST:PORT")
-        self._credentials = credentials
+        self._credentials, self._timeout_s = credentials, timeout_s
         self._client = make_client(
             headers={"accept-encoding": "identity"},
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S)),
         )
 
     def request(
@@ -75,13 +76,17 @@ class Http:
     def _send(
         self, method: str, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
     ) -> httpx.Response:
-        content, url = b"", self.url + path
+        content, url, until = b"", self.url + path, time.monotonic() + self._timeout_s
         try:
             with self._client.stream(method, url, json=body, headers=headers) as answer:
                 for chunk in answer.iter_raw():
                     content += chunk
                     if len(content) > LARGEST:
                         raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
+                    if time.monotonic() > until:  # httpx limits each read, not their sum
+                        raise ControlPlaneError(
+                            f"{self.url} did not end its answer in {self._timeout_s:g} s"
+                        )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             what = str(exc) or type(exc).__name__
             hint = UNTRUSTED if is_untrusted(exc) else ""

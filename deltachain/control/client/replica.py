@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 from typing_extensions import override
@@ -15,7 +15,9 @@ from deltachain.control.client.http import Http, bearer, read, secret
 from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 from deltachain.errors import ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
-from deltachain.types import Version
+
+if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
+    from deltachain.types import Version
 
 _T = TypeVar("_T")
 
