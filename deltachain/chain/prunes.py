@@ -9,6 +9,7 @@ from deltachain.format.documents import EdgeSummary, unseal
 from deltachain.format.keys import prune_key
 from deltachain.format.prune_record import PruneRecord
 from deltachain.store import Store
+from deltachain.types import Version
 
 
 class Prunes:
@@ -63,6 +64,10 @@ class Prunes:
     def is_pruned(self, edge: EdgeSummary) -> bool:
         """Return whether the newest record that was read names an edge."""
         return self._newest is not None and self._newest.covers(edge)
+
+    def is_closed(self, version: Version) -> bool:
+        """Return whether the newest record that was read closes a version to further edges."""
+        return self._newest is not None and self._newest.closes(version)
 
     def refresh(self) -> None:
         """Read the newest record, if it is readable: planning does without it."""

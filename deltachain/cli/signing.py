@@ -58,11 +58,13 @@ def keygen(
 
 
 def sign(url: Url, *, as_json: AsJson = False) -> None:
-    """Begin to sign a chain that was published without a signing key.
+    """Begin to sign a chain, or sign tags and the newest prune record again with a new key.
 
-    Signs the chain's identity with the key in DELTACHAIN_SIGNING_KEY and commits a signed version
-    without changes, which fences the publisher. Whatever the chain holds then counts as signed:
-    verify it before. A publisher that signs from its first version needs no such command.
+    Signs the identity of an unsigned chain with the key in DELTACHAIN_SIGNING_KEY and commits a
+    signed version without changes, which fences the publisher. Whatever the chain holds then counts
+    as signed: verify it before. A publisher that signs from its first version needs no such
+    command. On a signed chain the command signs tags and the newest prune record again that another
+    trusted key signed: run it before that key is taken out of DELTACHAIN_TRUSTED_KEYS.
 
     Example: `deltachain sign /mnt/policy`
     """
@@ -74,24 +76,29 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
         hint = "`deltachain keygen` makes a key"
         raise ConfigError("DELTACHAIN_SIGNING_KEY is not set", hint=hint)
     with closing(open_store(url)) as store:
-        done, committed = _begin(store, trust)
+        done, committed, again = _sign(store, trust)
     report = {"url": url, "committed": done, "version": committed.version, **signers(committed)}
+    report["signed_again"] = list(again)
     if as_json:
         c.write_json(report)
-    elif done:
+        return
+    if done:
         c.out().print(
             f"[bold green]✓[/]  version {committed.version} is signed by {trust.key.public.key_id}",
             markup=True,
         )
-    else:
+    for key in again:
+        c.out().print(f"[bold green]✓[/]  signed again as {key}", markup=True, soft_wrap=True)
+    if not done and not again:
         by = ", ".join(committed.signed_by)
         c.out().print(f"nothing to do: version {committed.version} is signed by {by}")
 
 
-def _begin(store: Store, trust: Trust) -> tuple[bool, Committed]:
-    """Sign identity and head unless they are; return whether a version was committed, and it."""
+def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]:
+    """Sign what is not; return whether a version was committed, the head, and other records."""
     from deltachain.chain.chain import Chain
     from deltachain.chain.mirror_record import refuse_mirror
+    from deltachain.maintain.key_rotation import sign_again
     from deltachain.publish.writer import take_over
 
     refuse_mirror(store)
@@ -100,15 +107,16 @@ def _begin(store: Store, trust: Trust) -> tuple[bool, Committed]:
     except SignatureError:
         head = None
     if head is not None:
-        return False, head
+        return False, head, sign_again(Chain.open(store, trust))
     chain = Chain.open(store, trust.unchecked())
+    again = sign_again(chain)  # before the head is signed: killed here, the command starts anew
     for key, data in chain.sign_identity().items():
         store.put(key, data)
     numel = sum(spec.numel for spec in chain.table.specs())
     writer = take_over(chain, numel=numel, metadata={})
     if writer is None or writer.parent is None:
         raise ChainError(f"{store.url} has no version yet", hint="its identity is signed now")
-    return True, Chain.open(store, trust).read(writer.parent.version)
+    return True, Chain.open(store, trust).read(writer.parent.version), again
 
 
 def signers(committed: Committed) -> dict[str, list[str]]:

@@ -82,3 +82,10 @@ class PruneRecord(Document, frozen=True, kw_only=True):
     def covers(self, edge: EdgeSummary) -> bool:
         """Return whether an edge is pruned."""
         return self.range_of(edge.kind, edge.base, edge.version) is not None
+
+    def closes(self, version: Version) -> bool:
+        """Return whether nothing may be added to a version, because the delta to it is pruned.
+
+        Parts of a skip or an anchor that come late would be taken for orphans.
+        """
+        return self.range_of("delta", version - 1, version) is not None

@@ -13,12 +13,12 @@ from typing_extensions import override
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.edge_record import read_summary
 from deltachain.chain.fetch import Fetched, fetch, fetching
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.plan import Plan
 from deltachain.chain.reachable import plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
+from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
-from deltachain.errors import BrokenChainError, DigestMismatchError, ObjectNotFoundError
+from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
 from deltachain.format.digest import digest_key, object_digest
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind, edge_key
@@ -44,9 +44,11 @@ def add_skip(
         base: Local folder of the base checkpoint, if the chain starts from one.
 
     Raises:
+        ChainError: The target is pruned.
         ObjectNotFoundError: An object of the plan is gone.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
+    _refuse_pruned(chain, target)
     fetched = fetch(chain, plan)
     before = _BitsAt(chain, start, base)
     changes = _proven(folded(fetched, before.read), start, target)
@@ -64,6 +66,7 @@ def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> 
     Raises:
         BrokenChainError: No plan whose objects are there leads to the version, or its anchor was
             recorded before and has lost its parts.
+        ChainError: The version is pruned.
         ObjectNotFoundError: An object of the plan was deleted meanwhile.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
@@ -101,8 +104,12 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
         chain: The chain.
         target: The version.
         changes: All bits of every tensor, in the order of the table.
+
+    Raises:
+        ChainError: The version is pruned.
     """
-    refuse_mirror(chain.store)
+    check_write_access(chain)
+    _refuse_pruned(chain, target)
     edge = _upload(chain.store, "anchor", target, changes, _anchor_limit(chain))
     return chain.add_edge(target, edge, base_state="")
 
@@ -119,7 +126,7 @@ def restore_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -
         BrokenChainError: A part is encoded in other bytes here, as by another deltachain or with
             another size of parts; it was not put.
     """
-    refuse_mirror(chain.store)
+    check_write_access(chain)
     key = edge_key(target.version, "anchor", None)
     known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
     if known is None:
@@ -220,3 +227,14 @@ def _upload(
         for change in changes:
             upload.add(change)
         return upload.finish()
+
+
+def _refuse_pruned(chain: Chain, target: Committed) -> None:
+    chain.prunes.newest()
+    if chain.prunes.is_closed(target.version):
+        raise ChainError(
+            f"version {target.version} is pruned: nothing can be added to it",
+            version=target.version,
+            hint="choose a version whose delta is not pruned: `deltachain prune URL --dry-run` "
+            "lists what is",
+        )

@@ -10,8 +10,9 @@ from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import read_hint
-from deltachain.chain.mirror_record import refuse_mirror
+from deltachain.chain.plan import Plan
 from deltachain.chain.skips import SPANS
+from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -97,11 +98,10 @@ class Maintainer:
             ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
             ChainError: Another maintainer prunes a store that cannot decide races.
         """
-        refuse_mirror(self.chain.store)
+        check_write_access(self.chain)
         head = self.chain.head()
         if head is None:
             return None
-        self.chain.trust.check_key(head.signatures, self.chain.store.url)
         self.chain.prunes.refresh()
         failed: list[str] = []
         healed = self._heal(head, done, failed)
@@ -164,11 +164,13 @@ class Maintainer:
                 head=head.version,
                 model_nbytes=self._model_nbytes,
             ):
+                if self.chain.prunes.is_closed(hop.version):
+                    continue
                 start, target = self.chain.find(hop.base), self.chain.find(hop.version)
                 if start is None or target is None or self.survey.has_record(hop.key):
                     continue
                 try:
-                    summary = add_skip(self.chain, start, plan, target, base=self.base)
+                    summary = self.make_skip(start, plan, target)
                 except FAILURES as error:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
@@ -189,12 +191,20 @@ class Maintainer:
         if target is None:
             return
         try:
-            summary = add_anchor(self.chain, target, base=self.base)
+            summary = self.make_anchor(target)
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
         done(summary)
         yield summary
+
+    def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
+        """Fold a plan into a skip, and record it; see :func:`add_skip`."""
+        return add_skip(self.chain, start, plan, target, base=self.base)
+
+    def make_anchor(self, target: Committed) -> EdgeSummary:
+        """Rebuild a version from nothing, and record it as an anchor; see :func:`add_anchor`."""
+        return add_anchor(self.chain, target, base=self.base)
 
     def hint(self, head: Committed) -> None:
         """Name recorded anchors in the hint that neither manifests nor the hint name."""

@@ -11,8 +11,8 @@ from typing import Final
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.recent_edges import VERSIONS_LISTED
+from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
     AlreadyExistsError,
     ChainError,
@@ -198,11 +198,8 @@ class Pruner:
             ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
             ChainError: Another maintainer prunes a store that cannot decide races.
         """
-        chain = self._chain
-        refuse_mirror(chain.store)
-        head, plan = chain.head(), None
-        if head is not None:
-            chain.trust.check_key(head.signatures, chain.store.url)
+        check_write_access(self._chain)
+        plan = None
         for attempt in range(TRIES):
             plan = self.plan()
             if plan is None:

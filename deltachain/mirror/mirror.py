@@ -84,6 +84,7 @@ class Mirror:
 
     Attributes:
         version: The newest version of the mirror; -1 for none.
+        chain: Id of the chain; ``None`` before the first round.
         left_out: Keys of payloads that the source does not have any more.
     """
 
@@ -98,6 +99,7 @@ class Mirror:
         trust: Trust | None = None,
     ) -> None:
         self.version: Version = -1
+        self.chain: str | None = None
         self.left_out: set[str] = set()
         self._source, self._destination = source, destination
         self._start, self._writer, self._planned = start, writer, planned
@@ -109,8 +111,7 @@ class Mirror:
         self._in_source: frozenset[str] = frozenset()
         self._pruned: PruneRecord | None = None
         self._hinted: bytes | None = None
-        self._rounds = 0
-        self._is_whole = self._is_checked = False
+        self._rounds, self._is_whole, self._is_checked = 0, False, False
         self._opened: tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords] | None = None
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
@@ -197,6 +198,7 @@ class Mirror:
                 f"{chain.identity.chain}",
                 hint="give every mirror a URL of its own",
             )
+        self.chain = record.chain
         return (
             chain,
             record,

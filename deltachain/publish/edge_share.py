@@ -18,12 +18,14 @@ class EdgeShare(msgspec.Struct, frozen=True):
         state: Contribution of the rank's weights to the state digest.
         nnz: Number of changed elements.
         requests: Number of store requests.
+        upload_s: Time in which at least one object was uploaded, in seconds.
     """
 
     edge: Edge
     state: StateDigest
     nnz: int
     requests: int
+    upload_s: float = 0.0
 
 
 def joined(shares: Sequence[EdgeShare]) -> Edge:

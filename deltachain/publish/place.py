@@ -16,6 +16,7 @@ from deltachain.chain.fetch import fetch
 from deltachain.chain.head_hint import read_hint
 from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.trust import Trust
+from deltachain.chain.write_access import check_signing_key
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -67,7 +68,7 @@ def newest(chain: Chain) -> Committed | None:
     first = hinted if is_there else min(known)
     passed = _check_gaps(chain, first, sorted(v for v in known if v >= first))
     last = chain.read(max(known))
-    chain.trust.check_key(last.signatures, chain.store.url)
+    check_signing_key(chain, last)
     if first > 0 and not is_there:
         passed.append(f"0 to {first - 1}")
     if passed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetching
+from deltachain.chain.plan import Plan
 from deltachain.chain.reachable import plan_present
 from deltachain.codec import Change
 from deltachain.codec.encodings import Encoding
@@ -23,7 +24,7 @@ from deltachain.kernels.move import digest_change
 from deltachain.kernels.reference import Changes
 from deltachain.publish.wire_form import sparse_change
 from deltachain.threads import Pool, cores
-from deltachain.types import Bits, StateDigest, TensorSpec
+from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,8 @@ def tensors_back(
     """Fetch two versions, and yield how each tensor of the newer one becomes that of the older.
 
     The older version is rebuilt from nothing, the newer one from there or from nothing, whichever
-    is cheaper. At most two tensors a core are decoded ahead.
+    is cheaper. Pruned objects are used while they are there. At most two tensors a core are
+    decoded ahead.
 
     Args:
         chain: The chain.
@@ -66,7 +68,7 @@ def tensors_back(
         ObjectNotFoundError: An object was deleted meanwhile.
         FormatError: An object is damaged.
     """
-    plans = plan_present(chain, None, older), plan_present(chain, older.version, newer)
+    plans = _plan(chain, None, older), _plan(chain, older.version, newer)
     with ExitStack() as stack:
         start = stack.enter_context(fetching(chain, plans[0], target=older, base=base, hold=False))
         onward = stack.enter_context(fetching(chain, plans[1], target=newer, base=base, hold=False))
@@ -77,6 +79,17 @@ def tensors_back(
             start.specs.values(),
             ahead=2 * cores(),
         )
+
+
+def _plan(chain: Chain, held: Version | None, target: Committed) -> Plan:
+    """Find a plan; with pruned edges, whose objects may still be there, if no other leads on."""
+    try:
+        return plan_present(chain, held, target)
+    except BrokenChainError:
+        if chain.prunes.names_edges:
+            with suppress(BrokenChainError):
+                return plan_present(chain, held, target, pruned=True)
+        raise
 
 
 def _tensor(

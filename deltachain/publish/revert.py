@@ -16,8 +16,8 @@ from typing import Final
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
+from deltachain.chain.write_access import check_write_access
 from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
 from deltachain.errors import (
@@ -34,6 +34,7 @@ from deltachain.publish.place import newest
 from deltachain.publish.rebuilt import tensors_back
 from deltachain.publish.writer import Writer, in_new_epoch, take_over
 from deltachain.store import MemoryStore, Store
+from deltachain.tracing import without_context
 from deltachain.types import Buffer, StateDigest
 
 PART_NBYTES: Final = 512 << 20
@@ -83,13 +84,13 @@ def revert(
         dry_run: Whether to compute the delta only, and write nothing.
 
     Raises:
-        ConfigError: The store cannot decide races, so that only its publisher can go back; or it is
-            a mirror.
+        ConfigError: The store cannot decide races, so that only its publisher can go back; it is a
+            mirror; or the chain is signed and there is no signing key.
         BrokenChainError: One of the versions cannot be rebuilt from the store.
         DigestMismatchError: One of them, rebuilt, has another state than its manifest says.
         PublisherFencedError: Another publisher took the chain over meanwhile.
     """
-    refuse_mirror(chain.store)
+    check_write_access(chain)
     chosen, head = ENCODINGS.chosen(encoding), newest(chain)
     if head is None or head.version < goal.version:
         raise ChainError(
@@ -102,7 +103,9 @@ def revert(
         return settings.measure(head)
     if not chain.store.capabilities.conditional_put:
         raise _undecided(chain, goal)
-    writer = in_new_epoch(chain, head, numel=head.manifest.numel, metadata=goal.manifest.metadata)
+    writer = in_new_epoch(
+        chain, head, numel=head.manifest.numel, metadata=without_context(goal.manifest.metadata)
+    )
     try:
         return settings.commit(writer, head)
     except PublisherFencedError as exc:
@@ -112,7 +115,9 @@ def revert(
             exc.hint += "until it is done, and revert again"
             raise
     # A publisher at work was faster: fence it first. What follows cannot fail for want of objects.
-    taken = take_over(chain, numel=head.manifest.numel, metadata=goal.manifest.metadata)
+    taken = take_over(
+        chain, numel=head.manifest.numel, metadata=without_context(goal.manifest.metadata)
+    )
     if taken is None or taken.parent is None:
         raise BrokenChainError(f"{chain.store.url} lost its versions", version=head.version)
     return settings.commit(taken, taken.parent)

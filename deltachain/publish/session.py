@@ -34,6 +34,7 @@ from deltachain.publish.version_bits import VersionBits
 from deltachain.publish.version_encoding import VersionEncoding
 from deltachain.publish.wire_form import sparse_change, window_change
 from deltachain.publish.writer import Writer
+from deltachain.tracing import UNTRACED, VersionSpan
 from deltachain.types import Bits, StateDigest, Version
 
 INDEX_NBYTES = 8
@@ -52,6 +53,7 @@ class Attempt:
         failure: Error of a failed diff on this rank, raised on every rank.
         step: Step of the trainer.
         diff_s: Time of the diff, in seconds.
+        span: Span of the version.
     """
 
     topic: str
@@ -61,6 +63,7 @@ class Attempt:
     failure: Exception | None = None
     step: int | None = None
     diff_s: float = 0.0
+    span: VersionSpan = UNTRACED
 
 
 class Conclusion(msgspec.Struct, frozen=True):
@@ -238,6 +241,7 @@ class Session:
             state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
+            upload_s=upload.transfer.seconds,
         )
 
     def conclude(
@@ -257,7 +261,13 @@ class Session:
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
         nnz, choice = sum(share.nnz for share in shares), self.encoding.present
-        draft = self.writer.draft(keys.commit_id, state=state, step=attempt.step, nnz=nnz)
+        draft = self.writer.draft(
+            keys.commit_id,
+            state=state,
+            step=attempt.step,
+            nnz=nnz,
+            metadata=attempt.span.context,
+        )
         committed = self.writer.commit(draft, edge)
         receipt = PublishReceipt(
             version=committed.version,
@@ -272,6 +282,7 @@ class Session:
             diff_s=attempt.diff_s,
             encode_s=encode_s,
             commit_s=time.perf_counter() - start,
+            upload_s=max(share.upload_s for share in shares),
             kernel=self.snapshot.kernel,
             encoding=choice.encoding if edge.kind == "delta" else "",
             encoding_reason=choice.reason if self.encoding.is_auto and edge.kind == "delta" else "",

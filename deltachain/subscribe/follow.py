@@ -22,7 +22,7 @@ from deltachain.errors import (
     TensorMismatchError,
     UnsupportedFormatError,
 )
-from deltachain.retry import Backoff
+from deltachain.retry import between_polls
 from deltachain.subscribe.receipt import ApplyReceipt
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ NEEDS_A_PERSON: Final = (
 
 LOOK_BACK: Final = 8
 """Iterations between two checks of the held version in the store."""
-
-MOST_POLLS: Final = 32
-"""Upper bound of the back-off after repeated failures, in poll intervals."""
 
 
 def follow(
@@ -103,6 +100,7 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
         if receipt is None:
             raise
         return receipt, True
+    subscriber.times.looked()
     if is_there and chain.latest == held.version and chain.trust.max_age_s is not None:
         check_age(chain, chain.read(held.version))
     return None, is_there
@@ -126,6 +124,7 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
     later = None
     try:
         later = chain.find(held.version + 1) if every_version else chain.later(held.version)
+        subscriber.times.looked()
         return subscriber.update(later) if later else None
     except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
         if later and later.version == chain.newest(held.version):
@@ -144,7 +143,6 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
 
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
     """Wait for the next poll, longer after each failure, or until notified or stopped."""
-    most_s = 1.25 * subscriber.poll_s  # with 0.4 of it random, one poll on average
-    pauses = Backoff(most_s, most_s * MOST_POLLS, random_share=0.4)
-    if not stop.is_set() and subscriber.told.wait(pauses.pause_s(failures)):
+    pause_s = between_polls(subscriber.poll_s).pause_s(failures)
+    if not stop.is_set() and subscriber.told.wait(pause_s):
         subscriber.told.clear()

@@ -111,6 +111,7 @@ def test_a_chain_is_signed_from_the_middle_on(
         "version": 4,
         "signatures": [public(key).key_id],
         "signed_by": [public(key).key_id],
+        "signed_again": [],
     }
     assert "nothing to do" in ok("sign", pushed.url).stdout
     ok("verify", pushed.url)
@@ -164,7 +165,14 @@ def test_a_log_of_reverts_and_signatures_is_legible(
 
 @pytest.mark.parametrize(
     "command",
-    [("maintain", "--once"), ("prune",), ("anchor",), ("tag", "good"), ("tag", "old", "--delete")],
+    [
+        ("maintain", "--once"),
+        ("prune",),
+        ("anchor",),
+        ("tag", "good"),
+        ("tag", "old", "--delete"),
+        ("revert", "--to", "0"),
+    ],
 )
 def test_writers_without_a_key_leave_a_signed_chain_as_it_is(
     key: Path, pushed: Pushed, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
@@ -188,3 +196,30 @@ def test_writers_without_a_key_leave_a_signed_chain_as_it_is(
 
 def contents(url: Path) -> dict[str, bytes]:
     return {str(f.relative_to(url)): f.read_bytes() for f in url.rglob("*") if f.is_file()}
+
+
+def test_tags_and_prune_records_outlive_the_key_that_signed_them(
+    key: Path, pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("tag", pushed.url, "first", "--version", "1")  # before the chain is signed
+    ok("prune", pushed.url, "--keep-last", "1", "--grace", "0s")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    begun = ok("sign", pushed.url, "--json").document
+    assert "tags/first/00000001.json" in begun["signed_again"]
+    monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(public(key)))
+    ok("tag", pushed.url, "gone", "--version", "2")
+    ok("tag", pushed.url, "gone", "--delete")
+
+    ok("keygen", tmp_path / "new")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(tmp_path / "new"))
+    ok("push", write_checkpoint(tmp_path / "next", train(pushed.states[-1], 9)), pushed.url)
+    again = ok("sign", pushed.url, "--json").document
+    assert not again["committed"]
+    assert {"tags/first/00000002.json", "tags/gone/00000002.json"} <= set(again["signed_again"])
+    monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(public(tmp_path / "new")))
+    assert "nothing to do" in ok("sign", pushed.url).stdout
+    listed = ok("tag", pushed.url, "--json").document["tags"]
+    assert [(one["name"], one["version"]) for one in listed] == [("first", 1)]
+    ok("prune", pushed.url, "--keep-last", "1")
+    ok("maintain", pushed.url, "--once")
+    ok("pull", pushed.url, "--tag", "first", "--out", tmp_path / "out")

@@ -20,6 +20,7 @@ from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.prune_ranges import ranges
 from deltachain.maintain.survey import Survey
+from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, ObjectInfo, Store
 from deltachain.types import Version
 from deltachain.verify import verify
@@ -190,6 +191,30 @@ def test_a_tag_set_between_decision_and_deletion_keeps_its_objects(
     assert done.nbytes == freed > 0
     run(pruner)  # takes the way back into plans
     check_bits(grown, 12)
+
+
+def test_nothing_is_added_to_a_pruned_version(grown: Grown) -> None:
+    pruner_of(grown, last=17, tagged=[24]).run()
+    check_bits(grown, 24)  # over a skip, without the delta from version 23
+    before = payloads(grown.store)
+    with pytest.raises(ChainError, match="version 24 is pruned") as caught:
+        add_anchor(grown.chain, grown.chain.read(24))
+    assert caught.value.hint
+    assert payloads(grown.store) == before
+    assert add_anchor(grown.chain, grown.chain.read(59)).kind == "anchor"
+
+
+def test_a_revert_reaches_what_is_pruned_until_it_is_deleted(grown: Grown) -> None:
+    pruner = pruner_of(grown, last=17)
+    pruner.run()
+    goal, gone = grown.chain.read(21), grown.chain.read(22)
+    done = revert(Chain.open(grown.store), goal)
+    assert done.committed is not None
+    assert done.committed.state == goal.state
+    Clock.now += 3601
+    pruner.run()
+    with pytest.raises(BrokenChainError):
+        revert(Chain.open(grown.store), gone)
 
 
 def test_orphans_go_and_parts_on_their_way_stay(grown: Grown) -> None:
