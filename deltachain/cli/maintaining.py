@@ -285,7 +285,7 @@ def _tell(found: Maintained, *, as_json: bool) -> None:
     words = []
     if found.skips:
         size = c.nbytes(sum(edge.nbytes for edge in found.skips))
-        words.append(f"{c.plural(len(found.skips), 'skip')} added, {size}")
+        words.append(f"skips added: {len(found.skips):,}, {size}")
     words += [f"anchor of version {e.version} added, {c.nbytes(e.nbytes)}" for e in found.anchors]
     pruned = found.pruned
     if pruned is not None and (pruned.retired or pruned.due or pruned.orphans):
