@@ -79,6 +79,7 @@ bench: venv  ## speed and size on this CPU
 	$(BIN)/deltachain bench detect
 	$(BIN)/deltachain bench apply
 	$(BIN)/deltachain bench anchor
+	$(BIN)/deltachain bench reach
 
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm

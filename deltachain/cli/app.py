@@ -47,6 +47,7 @@ EXTRAS: Final = {
     "adlfs": "azure",
     "cryptography": "signing",
     "fastapi": "server",
+    "simpy": "bench",
     "prometheus_client": "server",
 }
 """Extra of deltachain, by package."""

@@ -88,7 +88,8 @@ def _promote(url: str, other: str | None, *, as_json: bool) -> None:
     from deltachain.store import open_store
 
     if other is not None:
-        raise ConfigError("--promote takes one URL, that of the mirror")
+        hint = "deltachain mirror --promote URL"
+        raise ConfigError("--promote takes one URL, that of the mirror", hint=hint)
     version = promote(open_store(url, writer=True))
     if as_json:
         c.write_json({"url": url, "version": version})
@@ -147,7 +148,10 @@ def _start(text: str | None) -> int | Literal["head"] | None:
     if text is None or text == "head":
         return "head" if text else None
     if not text.isdecimal():
-        raise ConfigError(f"--from {text}: expected 'head' or the number of a version")
+        raise ConfigError(
+            f"--from {text}: expected 'head' or the number of a version",
+            hint="`deltachain log SRC` lists the versions",
+        )
     return int(text)
 
 

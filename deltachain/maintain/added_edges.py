@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
+from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.edge_record import read_summary
@@ -17,13 +18,14 @@ from deltachain.chain.reachable import plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
-from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
-from deltachain.format.digest import digest_key
+from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
+from deltachain.format.digest import digest_key, object_digest
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind, edge_key
 from deltachain.kernels import host
 from deltachain.maintain.folding import folded
-from deltachain.types import Bits, StateDigest
+from deltachain.store import MemoryStore, Store
+from deltachain.types import Bits, Buffer, StateDigest
 
 PART_NBYTES: Final = 512 << 20
 """Largest size of changes in one part before compression, in bytes."""
@@ -46,10 +48,11 @@ def add_skip(
         ObjectNotFoundError: An object of the plan is gone.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
+    _refuse_pruned(chain, target)
     fetched = fetch(chain, plan)
     before = _BitsAt(chain, start, base)
     changes = _proven(folded(fetched, before.read), start, target)
-    edge = _upload(chain, "skip", target, changes, PART_NBYTES)
+    edge = _upload(chain.store, "skip", target, changes, PART_NBYTES)
     edge = replace(edge, base=start.version)
     return chain.add_edge(target, edge, base_state=start.manifest.state)
 
@@ -106,9 +109,59 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
         ChainError: The version is pruned.
     """
     check_write_access(chain)
-    limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
-    edge = _upload(chain, "anchor", target, changes, limit)
+    _refuse_pruned(chain, target)
+    edge = _upload(chain.store, "anchor", target, changes, _anchor_limit(chain))
     return chain.add_edge(target, edge, base_state="")
+
+
+def restore_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
+    """Put back the lost parts of a recorded anchor; each is compared with its digest before.
+
+    Args:
+        chain: The chain.
+        target: The version.
+        changes: All bits of every tensor, in the order of the table.
+
+    Raises:
+        BrokenChainError: A part is encoded in other bytes here, as by another deltachain or with
+            another size of parts; it was not put.
+    """
+    check_write_access(chain)
+    key = edge_key(target.version, "anchor", None)
+    known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
+    if known is None:
+        raise ObjectNotFoundError(f"{key} is gone", key=key, url=chain.store.url)
+    parts = {part.key: part.blake3 for part in chain.edge(known, target).parts}
+    commit_id = next(iter(parts)).split("/")[1].rpartition("-")[2]
+    there = _Same(chain.store, parts, target)
+    _upload(there, "anchor", target, changes, _anchor_limit(chain), commit_id)
+    return known
+
+
+class _Same(MemoryStore):
+    """Takes the parts that a record names, and puts them into their store.
+
+    Args:
+        inner: The store of the parts.
+        digests: blake3 of each part, by key.
+        target: The version that they lead to.
+    """
+
+    def __init__(self, inner: Store, digests: Mapping[str, str], target: Committed) -> None:
+        super().__init__()
+        self._inner, self._digests, self._target = inner, digests, target
+
+    @override
+    def put(self, key: str, data: Buffer) -> str:
+        if self._digests.get(key) != object_digest(data):
+            version = self._target.version
+            raise BrokenChainError(
+                f"the anchor of version {version} was recorded before, its parts are gone, and "
+                f"this deltachain encodes {key} in other bytes",
+                version=version,
+                hint="run this again after the next version, or restart the publisher",
+            )
+        return self._inner.put(key, data)
 
 
 class _BitsAt:
@@ -156,13 +209,21 @@ def _wrong(what: str, found: StateDigest, target: Committed) -> DigestMismatchEr
     )
 
 
+def _anchor_limit(chain: Chain) -> int:
+    return anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
+
+
 def _upload(
-    chain: Chain, kind: PayloadKind, target: Committed, changes: Iterable[Change], limit: int
+    store: Store,
+    kind: PayloadKind,
+    target: Committed,
+    changes: Iterable[Change],
+    limit: int,
+    commit_id: str = "",
 ) -> Edge:
-    _refuse_pruned(chain, target)
-    epoch = target.manifest.epoch
-    keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=uuid.uuid4().hex)
-    with EdgeUpload(chain.store, keys, raw=False, part_nbytes=limit) as upload:
+    epoch, commit_id = target.manifest.epoch, commit_id or uuid.uuid4().hex
+    keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=commit_id)
+    with EdgeUpload(store, keys, raw=False, part_nbytes=limit) as upload:
         for change in changes:
             upload.add(change)
         return upload.finish()

@@ -10,6 +10,7 @@ from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import read_hint
+from deltachain.chain.plan import Plan
 from deltachain.chain.skips import SPANS
 from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
@@ -167,7 +168,7 @@ class Maintainer:
                 if start is None or target is None or self.survey.has_record(hop.key):
                     continue
                 try:
-                    summary = add_skip(self.chain, start, plan, target, base=self.base)
+                    summary = self.make_skip(start, plan, target)
                 except FAILURES as error:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
@@ -188,12 +189,20 @@ class Maintainer:
         if target is None:
             return
         try:
-            summary = add_anchor(self.chain, target, base=self.base)
+            summary = self.make_anchor(target)
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
         done(summary)
         yield summary
+
+    def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
+        """Fold a plan into a skip, and record it; see :func:`add_skip`."""
+        return add_skip(self.chain, start, plan, target, base=self.base)
+
+    def make_anchor(self, target: Committed) -> EdgeSummary:
+        """Rebuild a version from nothing, and record it as an anchor; see :func:`add_anchor`."""
+        return add_anchor(self.chain, target, base=self.base)
 
     def hint(self, head: Committed) -> None:
         """Name recorded anchors in the hint that neither manifests nor the hint name."""

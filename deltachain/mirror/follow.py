@@ -17,7 +17,7 @@ from deltachain.errors import (
 )
 from deltachain.mirror.mirror import Mirror
 from deltachain.mirror.receipt import MirrorReceipt
-from deltachain.retry import Backoff
+from deltachain.retry import between_polls
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +28,6 @@ NEEDS_A_PERSON: Final = (
     UnsupportedFormatError,
 )
 """Errors that end the loop."""
-
-MOST_POLLS: Final = 32
-"""Upper bound of the back-off after repeated failures, in poll intervals."""
 
 
 def follow(
@@ -57,7 +54,7 @@ def follow(
         ChainMismatchError: The destination mirrors another chain.
         UnsupportedFormatError: The chain needs a newer deltachain.
     """
-    pauses = Backoff(1.25 * poll_s, 1.25 * poll_s * MOST_POLLS, random_share=0.4)
+    pauses = between_polls(poll_s)
     failures, logged = 0, ""
     while not stop.is_set():
         try:

@@ -22,7 +22,7 @@ from deltachain.errors import (
     TensorMismatchError,
     UnsupportedFormatError,
 )
-from deltachain.retry import Backoff
+from deltachain.retry import between_polls
 from deltachain.subscribe.receipt import ApplyReceipt
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ NEEDS_A_PERSON: Final = (
 
 LOOK_BACK: Final = 8
 """Iterations between two checks of the held version in the store."""
-
-MOST_POLLS: Final = 32
-"""Upper bound of the back-off after repeated failures, in poll intervals."""
 
 
 def follow(
@@ -146,7 +143,6 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
 
 def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
     """Wait for the next poll, longer after each failure, or until notified or stopped."""
-    most_s = 1.25 * subscriber.poll_s  # with 0.4 of it random, one poll on average
-    pauses = Backoff(most_s, most_s * MOST_POLLS, random_share=0.4)
-    if not stop.is_set() and subscriber.told.wait(pauses.pause_s(failures)):
+    pause_s = between_polls(subscriber.poll_s).pause_s(failures)
+    if not stop.is_set() and subscriber.told.wait(pause_s):
         subscriber.told.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
+from deltachain.chain.reachable import plan_present
 from deltachain.errors import BrokenChainError, ChainError, MalformedError, ObjectNotFoundError
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary
@@ -127,7 +128,7 @@ class _Walk:
 
     Attributes:
         lost: Error for the missing part since which no version can be rebuilt; ``None`` for none.
-            The weights are then those of the last version before, from which a skip may lead on.
+            The weights are then those of an earlier version, from which a skip may lead on.
     """
 
     def __init__(
@@ -166,6 +167,8 @@ class _Walk:
                     proofs.append(self._prove(summary, write=True))
                 elif summary.base < self._first:
                     proofs.append(self._read(summary))
+                elif self.lost is not None:
+                    self._rebuild(committed)
         self._check_window(committed)
         self._leave(committed)
         return VersionProof(
@@ -199,6 +202,15 @@ class _Walk:
             else:
                 self._check_state(committed)
                 return proof if own == edges[-1] else self._read(own)
+
+    def _rebuild(self, committed: Committed) -> None:
+        """Rebuild a version from nothing, if a skip leads on where the line of deltas ended."""
+        try:
+            plan = plan_present(self._chain, None, committed)
+        except BrokenChainError:
+            return
+        if all(not self._prove(edge, write=True).expired for edge in plan.edges):
+            self._check_state(committed)
 
     def _check_state(self, committed: Committed) -> None:
         if self._weights.state != committed.state:

@@ -72,6 +72,25 @@ def test_a_dry_run_says_what_the_run_then_frees(url: Path) -> None:
     assert "were pruned" in ok("verify", url).stdout
 
 
+@pytest.mark.parametrize("command", ["pull", "inspect", "revert", "mirror"])
+def test_what_was_pruned_is_called_pruned(url: Path, tmp_path: Path, command: str) -> None:
+    """Nothing brings it back, so the hint must not ask for a publisher or a copy."""
+    for _ in range(2):
+        ok("maintain", url, "--once", "--keep-last", 20, "--grace", "0s")
+    version = ok("verify", url, "--json").document["not_rebuilt"][0]
+    options: dict[str, tuple[object, ...]] = {
+        "pull": ("--version", version, "--out", tmp_path / "out"),
+        "inspect": ("--version", version),
+        "revert": ("--to", version),
+        "mirror": (tmp_path / "mirror", "--from", version),
+    }
+    done = invoke(command, url, *options[command])
+    assert done.code == 4, done.stderr
+    assert "pruned" in done.stderr
+    assert "choose a version that was kept" in done.stderr
+    assert "lifecycle" not in done.stderr
+
+
 def test_tables_fit_eighty_columns(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in (("stats", url), ("prune", url, "--dry-run"), ("maintain", url, "--once")):

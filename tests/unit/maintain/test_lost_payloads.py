@@ -113,17 +113,42 @@ def test_a_copy_of_another_chain_is_refused(tmp_path: Path) -> None:
     assert "holds no version of this chain" in done.failed[0]
 
 
-def test_an_anchor_whose_parts_are_gone_cannot_be_recorded_twice(tmp_path: Path) -> None:
+def test_the_lost_parts_of_an_anchor_come_back_from_a_copy(tmp_path: Path) -> None:
+    """The record of the head's anchor stays for good: a chain that ended must heal all the same."""
     grown = Grown(MemoryStore())
     grown.grow(6)
     with follower(grown, tmp_path / "copy") as subscriber:
         subscriber.update()
     add_anchor(grown.chain, grown.chain.read(grown.head))
-    for info in list(grown.store.list("anchors/")):
-        grown.store.delete(info.key)
+    before = {key: grown.store.get(key) for key in payloads(grown)}
+    for key in before:
+        grown.store.delete(key)
+    done = maintained(grown, tmp_path / "copy")
+    assert [edge.version for edge in done.anchors] == [5], done.failed
+    assert all(before[key] == grown.store.get(key) for key in payloads(grown))
+    with follower(grown, tmp_path / "late") as newcomer:
+        newcomer.update()
+    check(grown, tmp_path / "late")
+
+
+def test_parts_of_other_bytes_are_not_put_back(tmp_path: Path) -> None:
+    """An anchor in other parts, as of another publisher, has digests that a copy cannot give."""
+    grown = Grown(MemoryStore())
+    grown.grow(6)
+    with follower(grown, tmp_path / "copy") as subscriber:
+        subscriber.update()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deltachain.maintain.added_edges._anchor_limit", lambda _: 64)
+        add_anchor(grown.chain, grown.chain.read(grown.head))
+    for key in payloads(grown):
+        if key.startswith("anchors/"):
+            grown.store.delete(key)
+    before = payloads(grown)
     done = maintained(grown, tmp_path / "copy")
     assert not done.anchors
     assert "its parts are gone" in done.failed[0]
+    assert "in other bytes" in done.failed[0]
+    assert payloads(grown) == before
     grown.grow(1)
     with follower(grown, tmp_path / "copy") as subscriber:
         subscriber.update()
