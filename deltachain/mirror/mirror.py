@@ -105,10 +105,8 @@ class Mirror:
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
         self._there: dict[str, int] = {}
-        self._unproven: set[str] = set()
-        self._sent: set[str] = set()
-        self._listed: frozenset[str] = frozenset()
-        self._in_source: frozenset[str] = frozenset()
+        self._unproven, self._sent = set[str](), set[str]()
+        self._listed = self._in_source = frozenset[str]()
         self._pruned: PruneRecord | None = None
         self._hinted: bytes | None = None
         self._rounds, self._is_whole, self._is_checked = 0, False, False

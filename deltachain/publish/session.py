@@ -20,6 +20,7 @@ from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError
 from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
+from deltachain.format.publish_phases import phases_mark
 from deltachain.publish.base import base_edge
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import CheckpointChanges, Diff
@@ -261,11 +262,13 @@ class Session:
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
         nnz, choice = sum(share.nnz for share in shares), self.encoding.present
+        upload_s = max(share.upload_s for share in shares)
         draft = self.writer.draft(
             keys.commit_id,
             state=state,
             step=attempt.step,
             nnz=nnz,
+            ext=phases_mark({"diff": attempt.diff_s, "encode": encode_s, "upload": upload_s}),
             metadata=attempt.span.context,
         )
         committed = self.writer.commit(draft, edge)
@@ -282,7 +285,7 @@ class Session:
             diff_s=attempt.diff_s,
             encode_s=encode_s,
             commit_s=time.perf_counter() - start,
-            upload_s=max(share.upload_s for share in shares),
+            upload_s=upload_s,
             kernel=self.snapshot.kernel,
             encoding=choice.encoding if edge.kind == "delta" else "",
             encoding_reason=choice.reason if self.encoding.is_auto and edge.kind == "delta" else "",

@@ -33,6 +33,9 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         on_host: Some of the tensors that are not written in place, with the reasons.
         ranks: Replies of the ranks to the last swap.
         last: Receipt of the last apply.
+        phases: Seconds of each phase of the version applied last, by name: ``diff``, ``encode`` and
+            ``upload`` (a part of it) of the publisher; ``look`` from the commit on, ``fetch``,
+            ``stage``, ``pause`` and ``swap`` (a part of it) here.
         trouble: Error since the last apply; empty for none.
         doubt: Reason why the held version may no longer be the chain's: the store went back, has
             another history, or is lost. Such a replica is not ready.
@@ -75,3 +78,4 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
     committed_at: float | None = None
     silence_s: float | None = None
     age_s: float | None = None
+    phases: dict[str, float] = {}

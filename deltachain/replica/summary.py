@@ -64,6 +64,7 @@ def summarise(leader: Leader) -> ReplicaStatus:
         trouble=str(leader.trouble) if leader.trouble else "",
         manifest=held.manifest if held else None,
         doubt=doubt,
+        phases=last.phases if last else {},
         deltachain=__version__,
         engine=leader.engine.software,
         looked_at=times.looked_at,

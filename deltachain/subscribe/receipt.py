@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from deltachain.types import StateDigest, Version
 
@@ -24,6 +25,8 @@ class ApplyReceipt:
         lag_versions: Versions committed after this one, as of the end of staging.
         staleness_s: Seconds from the version's commit to the swap; differs from wall time by the
             offset of the publisher's clock.
+        publish_phases: Seconds of the publisher's phases before the commit, by name, as it says in
+            the manifest: ``diff``, ``encode``, and ``upload`` as a part of that.
         look_s: Seconds from the version's commit until this party began to fetch it, with the same
             offset.
         fetch_s: Seconds of planning and fetching.
@@ -54,25 +57,25 @@ class ApplyReceipt:
     swap_s: float
     pause_s: float
     look_s: float = 0.0
+    publish_phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds of each phase of the version after its commit, by name.
+        """Seconds of each phase of the version, from the diff to the swap, by name.
 
-        ``swap`` is a part of ``pause``.
+        ``upload`` is a part of ``encode``, and ``swap`` of ``pause``.
         """
+        return {**self.publish_phases, **self.sequence, "swap": self.swap_s}
+
+    @property
+    def sequence(self) -> dict[str, float]:
+        """Seconds of the phases after the commit that follow one another, in their order."""
         return {
             "look": self.look_s,
             "fetch": self.fetch_s,
             "stage": self.stage_s,
             "pause": self.pause_s,
-            "swap": self.swap_s,
         }
-
-    @property
-    def sequence(self) -> dict[str, float]:
-        """Seconds of the phases that follow one another, in their order, for a trace."""
-        return {name: seconds for name, seconds in self.phases.items() if name != "swap"}
 
     @property
     def attributes(self) -> dict[str, str | int | float]:

@@ -24,6 +24,7 @@ class Staged:
         step: The trainer's step of the new version.
         time: Time of its commit in seconds since 1970, on the publisher's clock.
         metadata: Metadata of its manifest.
+        publish_phases: Seconds of the publisher's phases before the commit, by name.
         generation: Number of swaps of the subscriber; another swap invalidates this apply.
         fetched: The fetched objects.
         prepared: The prepared writes of the target.
@@ -39,6 +40,7 @@ class Staged:
     step: int | None
     time: float
     metadata: Mapping[str, str]
+    publish_phases: Mapping[str, float]
     generation: int
     fetched: Fetched
     prepared: Prepared
@@ -61,6 +63,7 @@ class Staged:
             refetched=self.fetched.refetched,
             lag_versions=self.head - self.to.version,
             staleness_s=max(0.0, time.time() - self.time),
+            publish_phases=self.publish_phases,
             look_s=self.look_s,
             fetch_s=self.fetch_s,
             stage_s=self.stage_s,

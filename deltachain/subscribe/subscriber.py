@@ -22,6 +22,7 @@ from deltachain.errors import (
     PartialApplyError,
     StoreWentBackError,
 )
+from deltachain.format.publish_phases import phases_of
 from deltachain.store import Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, newest_after
@@ -370,6 +371,7 @@ class Subscriber(Closeable):
             step=committed.manifest.step,
             time=committed.manifest.time,
             metadata=committed.manifest.metadata,
+            publish_phases=phases_of(committed.manifest),
             generation=generation,
             fetched=fetched,
             prepared=prepared,

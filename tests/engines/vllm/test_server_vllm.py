@@ -55,6 +55,19 @@ def test_nobody_else_can_write_through_the_backend(trainer: Trainer, tmp_path: P
         assert replica.holds(0)
 
 
+def test_the_servers_own_metrics_have_the_replicas_figures(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    with serving(trainer, tmp_path) as replica:
+        shown = replica.server.client.get("/metrics").text
+        status = replica.server.client.get("/v1/deltachain/status").json()
+    assert "\ndeltachain_version 0.0\n" in shown
+    assert "\ndeltachain_ready 1.0\n" in shown
+    assert f'engine="{status["engine"]}"' in shown
+    assert "vllm:" in shown
+    assert status["engine"].startswith("vllm/")
+
+
 def test_an_update_session_of_somebody_else_changes_nothing(
     trainer: Trainer, tmp_path: Path
 ) -> None:

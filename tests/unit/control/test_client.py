@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from threading import Event
 
 import msgspec
 import pytest
 import torch
 from fastapi import FastAPI, Response
+from fastapi.responses import StreamingResponse
 
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.schemas import PREFIXES
@@ -191,3 +194,25 @@ def test_an_answer_is_not_unpacked() -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 16 << 20
+
+
+def test_an_answer_that_never_ends_is_given_up() -> None:
+    """Each byte comes in time, so that no timeout of a single read would end it."""
+    app, ended = FastAPI(), Event()
+
+    @app.get("/v1/deltachain/status")
+    async def drip() -> StreamingResponse:
+        async def drops() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b" "
+                    await asyncio.sleep(0.01)
+            finally:
+                ended.set()
+
+        return StreamingResponse(drops())
+
+    with served(app) as url, ReplicaClient(url, timeout_s=0.3) as replica:
+        with pytest.raises(ControlPlaneError, match=r"did not end its answer in 0\.3 s"):
+            replica.status()
+        assert ended.wait(60)  # the connection is closed, too
