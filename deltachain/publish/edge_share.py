@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from deltachain.format.documents import Edge
+from deltachain.store import Store
 from deltachain.types import StateDigest
 
 
@@ -28,12 +29,14 @@ class EdgeShare(msgspec.Struct, frozen=True):
     upload_s: float = 0.0
 
 
-def joined(shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge."""
+def joined(shares: Sequence[EdgeShare], store: Store) -> Edge:
+    """Join the parts of all ranks in one edge, and make them visible in few requests."""
     edges = [share.edge for share in shares]
-    return Edge(
+    edge = Edge(
         kind=edges[0].kind,
         base=edges[0].base,
         encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
         parts=tuple(part for edge in edges for part in edge.parts),
     )
+    store.reveal({part.key: part.pin for part in edge.parts})
+    return edge

@@ -209,8 +209,7 @@ def test_a_revert_reaches_what_is_pruned_until_it_is_deleted(grown: Grown) -> No
     pruner.run()
     goal, gone = grown.chain.read(21), grown.chain.read(22)
     done = revert(Chain.open(grown.store), goal)
-    assert done.committed is not None
-    assert done.committed.state == goal.state
+    assert getattr(done.committed, "state", None) == goal.state
     Clock.now += 3601
     pruner.run()
     with pytest.raises(BrokenChainError):
