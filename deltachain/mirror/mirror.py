@@ -164,7 +164,7 @@ class Mirror:
 
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords]:
         """Open the source; create the record of the mirror, or check that it is of this chain."""
-        chain, there = Chain.open(self._source, self._trust), self._destination
+        chain, there, start = Chain.open(self._source, self._trust), self._destination, self._start
         record = read_mirror(there)
         if record is None:
             if there.find(CHAIN_KEY) is not None or has_versions(there):
@@ -175,19 +175,17 @@ class Mirror:
             record = MirrorRecord(
                 chain=chain.identity.chain,
                 source=self._source.url,
-                first=oldest_copied(chain, self._start),
+                first=oldest_copied(chain, start),
                 writer=self._writer,
             )
             try:
                 there.put_if_absent(MIRROR_KEY, dump(record))
             except AlreadyExistsError:
                 record = read_mirror(there) or record
-        elif (
-            self._start not in (None, "head") and oldest_copied(chain, self._start) != record.first
-        ):
+        elif start not in (None, "head") and oldest_copied(chain, start) != record.first:
             raise ConfigError(
                 f"{there.url} holds payloads from version {record.first} on, which is not the "
-                f"start for version {self._start}",
+                f"start for version {start}",
                 hint="leave out --from, or mirror to another URL",
             )
         if record.chain != chain.identity.chain:
