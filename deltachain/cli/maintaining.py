@@ -285,7 +285,7 @@ def _tell(found: Maintained, *, as_json: bool) -> None:
     words = []
     if found.skips:
         size = c.nbytes(sum(edge.nbytes for edge in found.skips))
-        words.append(f"{len(found.skips)} skips added, {size}")
+        words.append(f"skips added: {len(found.skips):,}, {size}")
     words += [f"anchor of version {e.version} added, {c.nbytes(e.nbytes)}" for e in found.anchors]
     pruned = found.pruned
     if pruned is not None and (pruned.retired or pruned.due or pruned.orphans):
@@ -325,8 +325,8 @@ def _pruned(plan: PrunePlan) -> dict[str, Any]:
 
 def _prune_words(report: dict[str, Any]) -> list[str]:
     deleted, waiting = report["deleted"], report["waiting"]
-    words = [f"{report['retired']:,} edges retired"]
-    words.append(f"{deleted['objects']:,} objects deleted, {c.nbytes(deleted['nbytes'])}")
+    words = [f"{c.plural(report['retired'], 'edge')} retired"]
+    words.append(f"{c.plural(deleted['objects'], 'object')} deleted, {c.nbytes(deleted['nbytes'])}")
     if deleted["orphans"]:
         words.append(f"{deleted['orphans']:,} of them orphans")
     if waiting["objects"]:
@@ -340,10 +340,11 @@ def _show_prune(report: dict[str, Any]) -> None:
     c.out().print(
         c.facts(
             head=f"version {report['head']}",
-            retired=f"{report['retired']:,} edges {would}retired now",
-            deleted=f"{deleted['objects']:,} objects {would}deleted, {c.nbytes(deleted['nbytes'])}"
+            retired=f"{c.plural(report['retired'], 'edge')} {would}retired now",
+            deleted=f"{c.plural(deleted['objects'], 'object')} {would}deleted, "
+            f"{c.nbytes(deleted['nbytes'])}"
             + (f", {deleted['orphans']:,} of them orphans" if deleted["orphans"] else ""),
-            waiting=f"{waiting['objects']:,} objects wait for the grace, "
+            waiting=f"{c.plural(waiting['objects'], 'object')} to delete after the grace, "
             f"{c.nbytes(waiting['nbytes'])}",
         )
     )

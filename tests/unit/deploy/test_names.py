@@ -14,7 +14,7 @@ from deltachain import environment
 from deltachain.cli.app import app
 from deltachain.control.server.routes import probes
 from deltachain.figures import COUNTERS, GAUGES
-from deltachain_vllm.start_check import TESTED
+from deltachain_vllm import start_check
 from tests.unit.deploy.recipes import (
     DEPLOY,
     ENVIRONMENTS,
@@ -127,6 +127,6 @@ def test_settings_of_the_trainer_are_read_by_it() -> None:
 
 
 def test_the_engine_is_a_release_that_is_tested() -> None:
-    tested = ".".join(map(str, TESTED.first))
+    tested = ".".join(map(str, start_check.TESTED.first))
     found = named(r"vllm(?:-openai)?(?::v|==)(\d+\.\d+)\.\d+")
     assert set(found) == {tested}
