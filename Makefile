@@ -86,7 +86,7 @@ PROMETHEUS := $(HOME)/.cache/deltachain/prometheus
 prometheus: $(PROMETHEUS)/usr/bin/promtool  ## Debian's prometheus and promtool, for the tests of the alert rules
 $(PROMETHEUS)/usr/bin/promtool:
 	mkdir -p $(PROMETHEUS)
-	cd $(PROMETHEUS) && apt-get -q download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	cd $(PROMETHEUS) && (apt-get -q download prometheus || (apt-get -q update && apt-get -q download prometheus)) && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 
 venv-sky: venv  ## build .venv-sky, with SkyPilot, whose pins exclude ours: it reads its recipes
 	test -x .venv-sky/bin/sky || $(BIN)/uv venv -q .venv-sky
