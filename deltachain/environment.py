@@ -47,29 +47,28 @@ def read(environment: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ConfigError: A name is unknown, a value is invalid, or two variables exclude each other.
     """
-    for mistake in mistakes(environment):
+    for _, mistake in mistakes(environment):
         raise mistake
     ours = _ours(environment)
     return {name: VARIABLES[name].parse(text) for name, text in ours.items() if text}
 
 
-def mistakes(environment: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Yield an error for each unknown name, invalid value and pair that excludes each other."""
+def mistakes(environment: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
+    """Yield name and error of each variable that is unknown, invalid or excluded by another."""
     ours = _ours(environment)
     for name, text in ours.items():
         if name not in VARIABLES:
-            yield _unknown(PREFIX + name)
+            yield PREFIX + name, _unknown(PREFIX + name)
         elif text:
             try:
                 VARIABLES[name].parse(text)
             except ValueError as exc:
-                yield _invalid(name, text, exc)
+                yield PREFIX + name, _invalid(name, text, exc)
     for name in FROM_FILE:
         if ours.get(name) and ours.get(f"{name}_FILE"):
-            yield ConfigError(
-                f"{PREFIX}{name} and {PREFIX}{name}_FILE are both set",
-                hint="unset one of them; only the file can be changed while a program runs",
-            )
+            both = f"{PREFIX}{name} and {PREFIX}{name}_FILE are both set"
+            hint = "unset one of them; only the file can be changed while a program runs"
+            yield PREFIX + name, ConfigError(both, hint=hint)
 
 
 def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 - as it is parsed

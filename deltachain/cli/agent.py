@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.follow import show_version, stopping
+from deltachain.cli.follow import held, show_version, stopping
 from deltachain.cli.options import (
     AsJsonLines,
     Base,
@@ -27,14 +27,16 @@ from deltachain.errors import ConfigError
 
 
 def agent(  # noqa: PLR0913 - one argument an option
-    url: Annotated[str | None, typer.Argument(metavar="URL", help="URL of the chain.")] = None,
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="The chain; or give it as --chain.")
+    ] = None,
     *,
     engine: Annotated[
         str, typer.Option(metavar="URL", help="Address of the server, which must see --out.")
     ],
     out: Out,
     chain: Annotated[
-        str | None, typer.Option(metavar="URL", help="URL of the chain, instead of the argument.")
+        str | None, typer.Option(metavar="URL", help="The chain, in place of the argument URL.")
     ] = None,
     adapter: Annotated[
         str | None,
@@ -97,6 +99,6 @@ def agent(  # noqa: PLR0913 - one argument an option
             for receipt in led.follow(stop, looked=looked):
                 show_version(receipt, as_json=as_json)
         if not as_json:
-            c.say(f"{engine} holds version {led.subscriber.version}", "dim")
+            c.say(f"{engine} holds {held(led.subscriber.version)}", "dim")
     if signal.SIGINT in by:
         raise typer.Exit(130)

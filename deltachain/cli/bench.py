@@ -32,6 +32,7 @@ def bench(  # noqa: PLR0913 - one argument an option
     subject: Annotated[
         Subject,
         typer.Argument(
+            metavar="SUBJECT",
             help="**codec**: bits per change, encode and decode speed, and the time to serve a "
             "version by the speed of the link, beside other systems' layouts; **detect**: finding "
             "changes; **apply**: writing changes; **anchor**: whole versions, from attaching to "

@@ -69,7 +69,7 @@ def follow(  # noqa: PLR0913 - one argument an option
                 write_assets(subscriber.chain, out, trusted=trust_remote_code)
                 show_version(receipt, as_json=as_json)
         if not as_json:
-            c.say(f"{out} holds version {subscriber.version}", "dim")
+            c.say(f"{out} holds {held(subscriber.version)}", "dim")
     if signal.SIGINT in by:
         raise typer.Exit(130)
 
@@ -88,6 +88,11 @@ def _catch_up(
         if receipt is None:
             return
         yield receipt
+
+
+def held(version: int | None) -> str:
+    """Name what is held in a message."""
+    return "no version: the chain had none yet" if version is None else f"version {version}"
 
 
 def receipt_row(receipt: ApplyReceipt) -> dict[str, Any]:

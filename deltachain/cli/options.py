@@ -101,7 +101,9 @@ Out: TypeAlias = Annotated[
 ]
 Poll: TypeAlias = Annotated[
     float | None,
-    typer.Option(metavar="S", help="Seconds between looks. Default: what the store bears."),
+    typer.Option(
+        metavar="S", help="Seconds between polls for a new version. Default: 1; 5 for a Hub bucket."
+    ),
 ]
 MetricsAddress: TypeAlias = Annotated[
     str | None,

@@ -11,7 +11,13 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
 from deltachain.chain.reachable import plan_present
-from deltachain.errors import BrokenChainError, ChainError, MalformedError, ObjectNotFoundError
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    MalformedError,
+    ObjectNotFoundError,
+)
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary
 from deltachain.types import StateDigest, Version
@@ -96,13 +102,23 @@ def verify(
         base: Local folder of the base checkpoint, if the chain starts from one.
 
     Raises:
+        ConfigError: ``first`` is greater than ``last``.
         StoreError: An object cannot be read, or is gone and no later anchor replaces it.
         ChainError: The versions do not form one chain.
         FormatError: An object has another digest, or leads to another state.
     """
     end = newest(chain) if last is None else last
+    if first > end and first <= newest(chain):
+        raise ConfigError(
+            f"version {first}, the first to verify, is after version {end}, the last one",
+            hint="swap the two",
+        )
     if first > end:
-        raise ChainError(f"version {first} is not committed, head is {end}", version=end)
+        raise ChainError(
+            f"version {first} is not committed, head is {end}",
+            version=end,
+            hint="name a version up to the head, or wait until it is committed",
+        )
     for _ in chain.assets():  # verified while read
         pass
     chain.prunes.newest()

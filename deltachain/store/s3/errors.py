@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import urlsplit
 
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,  # noqa: A004 - its name
     CredentialRetrievalError,
+    EndpointConnectionError,
     HTTPClientError,
     IncompleteReadError,
     NoAuthTokenError,
@@ -125,6 +127,8 @@ def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
         return ours
     status, code = status_of(failure), code_of(failure)
     answer = f"{status} {code}" if status else code
+    if isinstance(failure, EndpointConnectionError):
+        answer += f": nothing answers at {_origin(failure.kwargs.get('endpoint_url', ''))}"
     if isinstance(failure, AnswerError):
         answer = f"answered by {failure.reason}"
     message = f"object {key!r} in {url}: {answer}" if key else f"{url}: {answer}"
@@ -137,6 +141,12 @@ def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
     if hint is not None:
         return StoreUnavailableError(message, key=key, url=url, hint=hint)
     return ConfigError(message, hint="the server does not take such a request: see its log")
+
+
+def _origin(url: str) -> str:
+    """Return scheme, host and port: the rest names an object, and may hold a signature."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _refused(failure: Exception) -> str:
