@@ -57,11 +57,14 @@ class EdgeUpload:
         store: Store of the parts.
         keys: Names of the parts.
         raw: Whether the parts are readable by any safetensors reader.
+        visible: Whether each part is visible once it is uploaded; otherwise the caller reveals all.
         part_nbytes: Largest size of the changes in a part before compression, in bytes.
     """
 
-    def __init__(self, store: Store, keys: EdgeKeys, *, raw: bool, part_nbytes: int) -> None:
-        self._store, self._keys = store, keys
+    def __init__(
+        self, store: Store, keys: EdgeKeys, *, raw: bool, part_nbytes: int, visible: bool = True
+    ) -> None:
+        self._write, self._keys = store.put if visible else store.upload, keys
         self._raw, self._part_nbytes = raw, part_nbytes
         self._group: dict[str, Change] = {}
         self._nbytes = 0
@@ -174,7 +177,7 @@ class EdgeUpload:
         if self._failure is not None:
             raise self._failure
         with self._clock.upload(len(part.content)):
-            pin = self._store.put(key, part.content)
+            pin = self._write(key, part.content)
         return ObjectRef(
             key=key,
             nbytes=len(part.content),

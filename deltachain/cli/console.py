@@ -146,6 +146,11 @@ def _scaled(value: float) -> str:
     return f"{value:.{digits}f} {unit}"
 
 
+def plural(n: int, noun: str) -> str:
+    """Format a number of things: ``1 object``, ``2,000 objects``."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+
+
 def percent(share: float) -> str:
     """Format a fraction: ``1.12 %``; a value above 0 is never shown as 0."""
     if share in (0.0, 1.0):

@@ -182,18 +182,15 @@ def _show_facts(report: Mapping[str, Any]) -> None:
             f"{contents['tensors']:,} tensors"
         )
         named["size"] = (
-            f"{c.nbytes(contents['nbytes'])} in {_plural(contents['parts'], 'object')}"
+            f"{c.nbytes(contents['nbytes'])} in {c.plural(contents['parts'], 'object')}"
             + (f", {bits:.2f} bits an element" if bits else "")
         )
         named["layout"] = (
-            f"{_plural(contents['frames'], 'frame')}, {_plural(contents['segments'], 'segment')}, "
+            f"{c.plural(contents['frames'], 'frame')}, "
+            f"{c.plural(contents['segments'], 'segment')}, "
             f"header and directory {c.nbytes(contents['directory_nbytes'])}"
         )
     c.out().print(c.facts(**named))
-
-
-def _plural(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def _show_contents(contents: Mapping[str, Any], limit: int | None) -> None:

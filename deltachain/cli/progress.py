@@ -23,6 +23,7 @@ from typing_extensions import override
 from deltachain.cli.console import err
 from deltachain.store import Capabilities, ObjectInfo, Store
 from deltachain.store.base import MAX_DOCUMENT
+from deltachain.store.feed import Feed, OnChange
 from deltachain.types import Buffer
 
 _T = TypeVar("_T")
@@ -159,6 +160,10 @@ class MeteredStore(Store):
     @override
     def delete(self, key: str) -> None:
         self._store.delete(key)
+
+    @override
+    def feed(self, prefix: str, on_change: OnChange) -> Feed | None:
+        return self._store.feed(prefix, on_change)
 
     @override
     def close(self) -> None:

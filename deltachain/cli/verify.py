@@ -144,7 +144,7 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
                 where = f"{edge.kind} {edge.base} to {proof.version}"
                 out.print(f"\n{where}: read, but not proven: {_unproven(edge, done[0].version)}")
     if report["pruned"]:
-        out.print(f"\npayloads of {len(report['pruned']):,} edges were pruned")
+        out.print(f"\npayloads of {c.plural(len(report['pruned']), 'edge')} were pruned")
     if report["expired"] or report["not_rebuilt"]:
         out.print(f"\n{_expired(report)}", style="yellow" if report["expired"] else "")
     for key in report["refetched"]:
@@ -178,7 +178,9 @@ def _show_signed(report: dict[str, Any]) -> None:
 def _expired(report: dict[str, Any]) -> str:
     """Describe expired payloads and their consequences."""
     gone, versions = report["expired"], report["not_rebuilt"]
-    text = [f"payloads of {len(gone)} edges have expired, {gone[0]} first"] if gone else []
+    text = (
+        [f"payloads of {c.plural(len(gone), 'edge')} have expired, {gone[0]} first"] if gone else []
+    )
     if versions:
         what = "version" if len(versions) == 1 else "versions"
         causes = ["were pruned"] * bool(report["pruned"]) + ["have expired"] * bool(gone)

@@ -139,10 +139,12 @@ class Maintainer:
         before, self._lost = self._lost, self.survey.lost(self._edges(head))
         if self._lost and self._lost != before:
             first = self._lost[0]
-            which = f", {first.kind} to version {first.version} first" if self._lost[1:] else ""
+            what = f"the {first.kind} to version {first.version}"
+            if self._lost[1:]:
+                what = f"{len(self._lost):,} edges, {what} first,"
             failed.append(
-                f"the parts of {len(self._lost)} edges are gone{which}, deleted by a lifecycle "
-                "rule or a user; readers and skips do without them"
+                f"parts of {what} are gone, deleted by a lifecycle rule or a user; readers and "
+                "skips do without them"
             )
 
     def _edges(self, head: Committed) -> tuple[EdgeSummary, ...]:

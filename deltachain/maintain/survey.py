@@ -65,6 +65,17 @@ class Survey:
         """Return whether the last listing showed an edge record, damaged or not."""
         return key in self._records
 
+    def unreadable(self) -> frozenset[tuple[str, Version]]:
+        """Return folder and version of the parts that unreadable edge records may name.
+
+        A record is unreadable if it is damaged, or if no trusted key signed it.
+        """
+        keys = [key for key, summary in self._records.items() if summary is None]
+        kinds = (key.rpartition("/")[2].partition("-")[0] for key in keys)
+        return frozenset(
+            (f"{kind}s", version_of(key) or 0) for kind, key in zip(kinds, keys, strict=True)
+        )
+
     def objects(self) -> dict[str, ObjectInfo]:
         """List all payload objects, by key."""
         infos = (info for prefix in PAYLOADS for info in self.chain.store.list(prefix))

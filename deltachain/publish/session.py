@@ -12,13 +12,12 @@ from threading import Lock
 
 import msgspec
 
-from deltachain.chain.anchor_cost import Replay, anchor_due
-from deltachain.chain.chain import Committed
+from deltachain.chain.anchor_cost import anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError
-from deltachain.format.documents import EdgeSummary
+from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind
 from deltachain.format.publish_phases import phases_mark
 from deltachain.publish.base import base_edge
@@ -26,6 +25,7 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import CheckpointChanges, Diff
 from deltachain.publish.edge_share import EdgeShare, joined
 from deltachain.publish.encoding_choice import EncodingChoice
+from deltachain.publish.late_anchor import LateAnchor
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
@@ -77,23 +77,6 @@ class Conclusion(msgspec.Struct, frozen=True):
 
     receipt: PublishReceipt
     anchor_due: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateAnchor:
-    """An anchor on its way while later versions are committed, on every rank.
-
-    Attributes:
-        version: The version that it leads to.
-        committed: Manifest of the version; on rank 0.
-        before: What a newcomer would fetch of all versions of the writer up to this one.
-        bits: Bits of the version on this rank.
-    """
-
-    version: Version
-    committed: Committed | None
-    before: Replay
-    bits: VersionBits
 
 
 class Session:
@@ -230,7 +213,7 @@ class Session:
         part_nbytes = self.config.part_nbytes
         if diff is None:
             part_nbytes = anchor_part_nbytes(self.source.held_nbytes, part_nbytes)
-        with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes) as upload:
+        with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes, visible=False) as upload:
             if diff is not None:
                 self._add_changes(upload, diff, encoding)
             elif attempt.base is None:
@@ -258,7 +241,7 @@ class Session:
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
-        edge = joined(shares)
+        edge = self._revealed(shares)
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
         nnz, choice = sum(share.nnz for share in shares), self.encoding.present
@@ -352,7 +335,13 @@ class Session:
                 f"the anchor has state {state}, version {committed.version} {committed.state}"
             )
         before = None if late is None else late.before
-        return self.writer.add_anchor(committed, joined(shares), before=before)
+        return self.writer.add_anchor(committed, self._revealed(shares), before=before)
+
+    def _revealed(self, shares: Sequence[EdgeShare]) -> Edge:
+        """Return the edge of all ranks, and make its parts visible, in one request if possible."""
+        edge = joined(shares)
+        self.writer.chain.store.reveal({part.key: part.pin for part in edge.parts})
+        return edge
 
     def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
         """Return names of the parts of one attempt, which no other attempt has."""

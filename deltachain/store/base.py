@@ -19,6 +19,7 @@ from deltachain.errors import (
     MalformedError,
     ObjectNotFoundError,
 )
+from deltachain.store.feed import Feed, OnChange
 from deltachain.types import Buffer
 
 MAX_KEY_LENGTH: Final = 512
@@ -152,6 +153,25 @@ class Store(Protocol):
             Content identifier, the ``pin`` for ``read``; empty if the store has none.
         """
 
+    def upload(self, key: str, data: Buffer) -> str:
+        """Write the content of an object that ``reveal`` makes visible, as one of many.
+
+        Whether the key has the object before ``reveal`` is left to the store: by default it has,
+        and ``reveal`` does nothing. Otherwise as ``put``, with the same return value.
+        """
+        return self.put(key, data)
+
+    def reveal(self, uploads: Mapping[str, str]) -> None:  # noqa: ARG002 - see upload
+        """Make uploaded content visible, in as few requests as possible. Idempotent.
+
+        Any process may link what another one uploaded. Each object is visible whole or not at all,
+        and durable on return.
+
+        Args:
+            uploads: What ``upload`` returned, by key.
+        """
+        return
+
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object if the key has none: atomic and durable as ``put``.
 
@@ -181,6 +201,19 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Delete an object; do nothing if no object has this key."""
+
+    def feed(self, prefix: str, on_change: OnChange) -> Feed | None:  # noqa: ARG002
+        """Begin to tell of objects as they are written, if the store can.
+
+        Args:
+            prefix: Prefix of the keys to tell of.
+            on_change: See :data:`OnChange`.
+
+        Returns:
+            The feed, which the caller closes; it connects by itself, and connects again. ``None``
+            if the store has none.
+        """
+        return None
 
     def close(self) -> None:
         """Close connections. Closing twice is allowed; other calls afterwards are not."""

@@ -11,7 +11,18 @@ from deltachain.errors import DeltaChainError, StoreUnavailableError
 
 _S = TypeVar("_S", bound=type)
 
-_CALLS: Final = ("get", "read", "get_range", "put", "put_if_absent", "find", "find_all", "delete")
+_CALLS: Final = (
+    "get",
+    "read",
+    "get_range",
+    "put",
+    "upload",
+    "reveal",
+    "put_if_absent",
+    "find",
+    "find_all",
+    "delete",
+)
 _HINT: Final = (
     "the library of this store or what answered it is at fault; if it happens again, report it "
     "with the traceback"

@@ -159,8 +159,16 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
     return found or [edge for edge in plan.edges if edge.kind == "base"]
 
 
-def newest_after(chain: Chain, version: Version) -> Version:
-    """Find the newest version from a committed one; this one itself if a gap follows it."""
+def newest_after(chain: Chain, version: Version, is_told: bool) -> Version:
+    """Find the newest version from a committed one; this one itself if a gap follows it.
+
+    Args:
+        chain: The chain.
+        version: The committed version.
+        is_told: Whether later versions end the wait for the next poll: nothing is looked up then.
+    """
+    if is_told:
+        return max(version, chain.latest or 0)
     try:
         return chain.newest(version)
     except BrokenChainError:  # a gap ahead is reported once it is reached

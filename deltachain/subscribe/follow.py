@@ -23,6 +23,7 @@ from deltachain.errors import (
     UnsupportedFormatError,
 )
 from deltachain.retry import between_polls
+from deltachain.subscribe.announcements import Announcements
 from deltachain.subscribe.receipt import ApplyReceipt
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ NEEDS_A_PERSON: Final = (
 """Errors that need an operator; they end the loop."""
 
 LOOK_BACK: Final = 8
-"""Iterations between two checks of the held version in the store."""
+"""Poll intervals between two checks of the held version in the store."""
 
 
 def follow(
@@ -57,14 +58,31 @@ def follow(
     logged once and retried with back-off, from nothing if the target's state is unknown. Errors
     that need an operator are raised: a fork, another model, a newer format.
     """
-    failures = turns = 0
+    with Announcements(subscriber.store, subscriber.notify) as announcements:
+        yield from _follow(
+            subscriber, announcements, stop, every_version=every_version, looked=looked
+        )
+
+
+def _follow(
+    subscriber: Subscriber,
+    announcements: Announcements,
+    stop: Event,
+    *,
+    every_version: bool,
+    looked: Callable[[DeltaChainError | None], None],
+) -> Iterator[ApplyReceipt]:
+    failures = polls = 0  # polls since the last look back, as many as the time had room for
     logged = ""
     while not stop.is_set():
         receipt, is_sure = None, True
-        turns += 1
+        polls += 1
+        subscriber.told.clear()  # before the poll: what is told from here on may be missed by it
         try:
-            receipt = _step(subscriber, every_version=every_version)
-            around, is_sure = _look_back(subscriber, is_due=turns % LOOK_BACK == 0 or failures > 0)
+            receipt = _poll(subscriber, announcements, every_version=every_version)
+            is_due = polls >= LOOK_BACK or failures > 0
+            around, is_sure = _look_back(subscriber, is_due=is_due)
+            polls = 0 if is_due else polls
             receipt = receipt or around
             failures, logged = 0, ""
             if is_sure:
@@ -81,7 +99,8 @@ def follow(
         if receipt is not None:
             yield receipt
         if receipt is None or receipt.lag_versions <= 0:  # else later versions are known already
-            _wait(subscriber, failures, stop)
+            intervals = announcements.intervals if is_sure and not failures else 1
+            polls += _wait(subscriber, failures, stop, intervals=intervals)
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
@@ -114,6 +133,19 @@ def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None
     return receipt
 
 
+def _poll(
+    subscriber: Subscriber, announcements: Announcements, *, every_version: bool
+) -> ApplyReceipt | None:
+    """Poll once and apply what was found; compare it with what was announced."""
+    before, announced = subscriber.version, announcements.take()
+    subscriber.is_told = announcements.is_relied_upon
+    receipt = _step(subscriber, every_version=every_version)
+    held = subscriber.version
+    if before is not None and held is not None and not subscriber.pinned:
+        announcements.compare(announced, before, held)
+    return receipt
+
+
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
     """Poll once for a new version and apply it; one request to the store if there is none."""
     chain, held = subscriber.chain, subscriber.held
@@ -141,8 +173,11 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
     return subscriber.pinned and not subscriber.poisoned
 
 
-def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
-    """Wait for the next poll, longer after each failure, or until notified or stopped."""
-    pause_s = between_polls(subscriber.poll_s).pause_s(failures)
-    if not stop.is_set() and subscriber.told.wait(pause_s):
-        subscriber.told.clear()
+def _wait(subscriber: Subscriber, failures: int, stop: Event, *, intervals: int) -> int:
+    """Wait some poll intervals, longer after each failure; return the polls left out.
+
+    The wait ends early, with none left out, when the loop is notified or stopped.
+    """
+    pauses = between_polls(subscriber.poll_s * intervals)
+    is_early = stop.is_set() or subscriber.told.wait(pauses.pause_s(failures))
+    return 0 if is_early else intervals - 1

@@ -66,12 +66,12 @@ class Subscriber(Closeable):
     ) -> None:
         self.config = SubscribeConfig(url=config) if isinstance(config, str) else config
         self.target = as_target(target)
-        self.pinned = self.poisoned = False
+        self.pinned = self.poisoned = self.is_told = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
         self.watch, self.times = Watch(), Times()
         self._usable = UsablePlans(self.config.base)
-        self._store = store or open_store(self.config.url, self.config.storage_options)
+        self.store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None
         self._held: HeldVersion | None = None
         self._generation = self._counted = 0
@@ -92,7 +92,7 @@ class Subscriber(Closeable):
         return self._chain
 
     def _open(self) -> Chain:
-        chain = Chain.open(self._store, self.config.trust())
+        chain = Chain.open(self.store, self.config.trust())
         specs = {spec.name: spec for spec in chain.table.specs()}
         self.target.bind(specs, chain.table.aliases)
         self._held = identify(chain, self.target, verify=self.config.verify_at_start)
@@ -125,7 +125,7 @@ class Subscriber(Closeable):
     @property
     def poll_s(self) -> float:
         """Seconds between polls for a new version."""
-        return self.config.poll_s or self._store.capabilities.poll_s
+        return self.config.poll_s or self.store.capabilities.poll_s
 
     def update(self, version: Version | Committed | None = None) -> ApplyReceipt | None:
         """Stage and swap a version.
@@ -219,7 +219,7 @@ class Subscriber(Closeable):
                 self._undo.clear()
             else:
                 self._undo.push(staged.held, staged.prepared)
-            requests, self._counted = self._counted, self._store.requests
+            requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
         trace_apply(staged, receipt)
@@ -333,7 +333,7 @@ class Subscriber(Closeable):
     def close(self) -> None:
         """Release store and target; idempotent."""
         self.target.close()
-        self._store.close()
+        self.store.close()
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage a committed version from the version held at a generation."""
@@ -359,7 +359,7 @@ class Subscriber(Closeable):
 
         # The head is looked up during the fetch, without another round trip.
         with self.times.staging(), Pool(1) as pool:
-            looking = pool.submit(newest_after, self.chain, committed.version)
+            looking = pool.submit(newest_after, self.chain, committed.version, self.is_told)
             fetched, prepared = fetch_around(
                 self.chain, held, committed, stage, usable=self._usable, hold=not once
             )

@@ -32,6 +32,7 @@ from deltachain.store.base import (
     find_each,
     not_found,
 )
+from deltachain.store.feed import Feed, OnChange
 from deltachain.types import Buffer
 
 Action: TypeAlias = Literal[
@@ -220,6 +221,11 @@ class FaultyStore(Store):
         self._due(key, _DELETES)
         self.inner.delete(key)
 
+    @override
+    def feed(self, prefix: str, on_change: OnChange) -> Feed | None:
+        return self.inner.feed(prefix, on_change)
+
+    @override
     def close(self) -> None:
         """Do nothing: the test owns the wrapped store."""
 

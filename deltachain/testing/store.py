@@ -137,6 +137,32 @@ class StoreContract(RaceContract):
         """The longest tested key has exactly the maximum length."""
         assert len(GOOD_KEYS[-1]) == MAX_KEY_LENGTH
 
+    def test_uploads_are_revealed_together(self, store: Store, reopen: Reopen) -> None:
+        """The content may have been uploaded by other processes."""
+        pins = {f"parts/{n}": reopen().upload(f"parts/{n}", b"part %d" % n) for n in range(3)}
+        for _ in range(2):
+            store.reveal(pins)
+        store.reveal({})
+        assert {key: reopen().get(key) for key in pins} == {
+            f"parts/{n}": b"part %d" % n for n in range(3)
+        }
+        for key, pin in pins.items():
+            assert bytes(reopen().read(key, nbytes=6, pin=pin)) == store.get(key)
+
+    @pytest.mark.parametrize("key", BAD_KEYS[:4])
+    def test_bad_key_is_not_uploaded(self, store: Store, key: str) -> None:
+        """As by ``put``."""
+        with pytest.raises(ConfigError):
+            store.upload(key, b"data")
+
+    def test_feed_is_optional_and_closes(self, store: Store) -> None:
+        """A store without one returns None."""
+        feed = store.feed("manifests/", lambda _: None)
+        if feed is not None:
+            feed.close()
+            feed.close()
+            assert not feed.is_live
+
     def test_put_replaces(self, store: Store) -> None:
         """A shorter object replaces a longer one completely."""
         store.put("a", b"long old object")

@@ -39,7 +39,7 @@ class Journal:
         return dict(self.writes)
 
 
-class Kept:
+class Kept(Store):
     """Another store, whose writes go into a journal; some are lost behind a yes.
 
     Args:

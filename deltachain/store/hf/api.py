@@ -166,7 +166,7 @@ class Hub:
             StorePermissionError: The token does not permit the request.
             StoreUnavailableError: No attempt succeeded before the deadline.
         """
-        url = route if "://" in route else f"{self._root}/{route}"
+        url = route if "://" in route else f"{self.root}/{route}"
         deadline = self.deadline(key)
         tries = 0
         while True:
@@ -203,7 +203,8 @@ class Hub:
             ) from exc
 
     @property
-    def _root(self) -> str:
+    def root(self) -> str:
+        """URL of the bucket's routes."""
         return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
 
     def _try(
@@ -277,7 +278,7 @@ class Hub:
         if not _may_pass(reply.status):
             raise self._refusal(reply, key)
         if reply.status == 429:
-            return _Trouble(reply.words, hint=_RATE, wait_s=_told_to_wait(reply.headers))
+            return _Trouble(reply.words, hint=_RATE, wait_s=told_to_wait(reply.headers))
         return _Trouble(reply.words)
 
     def _is_answer(self, reply: Reply) -> bool:
@@ -305,7 +306,7 @@ def _may_pass(status: int) -> bool:
     return status in (408, 429) or status >= 500
 
 
-def _told_to_wait(headers: Mapping[str, str]) -> float:
+def told_to_wait(headers: Mapping[str, str]) -> float:
     """Return the seconds to wait by Retry-After, else by the RateLimit header."""
     after = headers.get("Retry-After", "").strip()
     if after.isdigit():

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 from urllib.parse import quote
+from weakref import WeakSet
 
 from typing_extensions import override
 
@@ -43,8 +44,10 @@ from deltachain.store.base import (
     not_found,
     too_short,
 )
+from deltachain.store.feed import OnChange
 from deltachain.store.guard import guarded
 from deltachain.store.hf.api import IN_BETWEEN, Hub, parse_reply
+from deltachain.store.hf.feed import HubFeed
 from deltachain.store.hf.gateway import Gateway, GatewayKey, Maybe
 from deltachain.store.hf.xet import Xet
 from deltachain.types import Buffer
@@ -80,6 +83,7 @@ class HfStore(Store):
         self._xet = Xet(hub)
         self._folder = f"{check_key(prefix)}/" if prefix else ""
         self._gateway = Gateway(hub, gateway) if gateway is not None else None
+        self._feeds: WeakSet[HubFeed] = WeakSet()
         self._capabilities = Capabilities(
             conditional_put=gateway is not None,
             list_consistent=False,
@@ -135,22 +139,31 @@ class HfStore(Store):
 
         The content is uploaded before the path refers to it, so partial objects are never visible.
         """
-        check_key(key)
-        content = self._xet.write(data, key=key)
-        add = {
-            "type": "addFile",
-            "path": self._path(key),
-            "xetHash": content,
-            "mtime": int(time.time() * 1000),
-        }
-        failed = self._batch(add, key)
-        if failed is None and not self._names(key, content):
-            failed = f"a success that wrote nothing; {IN_BETWEEN}"
-        if failed:
-            raise StoreUnavailableError(
-                f"object {key!r} in {self.url}: {failed}", key=key, url=self.url
-            )
+        content = self.upload(key, data)
+        self.reveal({key: content})
         return content
+
+    @override
+    def upload(self, key: str, data: Buffer) -> str:
+        """Upload content, which no path refers to before ``reveal``; takes no counted request."""
+        return self._xet.write(data, key=check_key(key))
+
+    @override
+    def reveal(self, uploads: Mapping[str, str]) -> None:
+        """Let paths refer to uploaded content, 1,000 in a request; see ``Store``."""
+        keys = [check_key(key) for key in uploads]
+        for first in range(0, len(keys), _PROBES):
+            some = {key: uploads[key] for key in keys[first : first + _PROBES]}
+            failed = self._batch([self._added(*one) for one in some.items()], next(iter(some)))
+            if failed is None and not self._names(some):
+                failed = f"a success that wrote nothing; {IN_BETWEEN}"
+            if failed:
+                named = next(iter(some)) if len(some) == 1 else f"{next(iter(some))} and others"
+                raise StoreUnavailableError(
+                    f"object {named!r} in {self.url}: {failed}",
+                    key=next(iter(some)),
+                    url=self.url,
+                )
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
@@ -197,7 +210,7 @@ class HfStore(Store):
     def delete(self, key: str) -> None:
         """Delete an object if it exists; see ``Store``. Its content stays in the storage."""
         check_key(key)
-        failed = self._batch({"type": "deleteFile", "path": self._path(key)}, key)
+        failed = self._batch([{"type": "deleteFile", "path": self._path(key)}], key)
         # The Hub reports an absent object as a failure, with an undocumented message.
         if failed != "" and self.find(key) is not None:
             raise StoreUnavailableError(
@@ -207,8 +220,17 @@ class HfStore(Store):
             )
 
     @override
+    def feed(self, prefix: str, on_change: OnChange) -> HubFeed:
+        """Tell of changes by the Hub's stream of events, one request for each connection."""
+        made = HubFeed(self._hub, self._folder, prefix, on_change)
+        self._feeds.add(made)
+        return made
+
+    @override
     def close(self) -> None:
-        """Close the gateway's connections; those of ``huggingface_hub`` are shared."""
+        """Close feeds and the gateway's connections; those of ``huggingface_hub`` are shared."""
+        for feed in list(self._feeds):
+            feed.close()
         if self._gateway is not None:
             self._gateway.close()
 
@@ -236,9 +258,14 @@ class HfStore(Store):
         for key in sorted(found):
             yield found[key]
 
-    def _batch(self, operation: Mapping[str, Any], key: str) -> str | None:
-        """Send one operation; return the reason of a refusal, empty on success, None if unknown."""
-        body = json.dumps(operation).encode() + b"\n"
+    def _added(self, key: str, content: str) -> Mapping[str, Any]:
+        modified = int(time.time() * 1000)
+        path = self._path(key)
+        return {"type": "addFile", "path": path, "xetHash": content, "mtime": modified}
+
+    def _batch(self, operations: Sequence[Mapping[str, Any]], key: str) -> str | None:
+        """Send operations; return the reason of a refusal, empty on success, None if unknown."""
+        body = b"".join(json.dumps(one).encode() + b"\n" for one in operations)
         reply = self._hub.call(
             "POST", "batch", dict, body=body, media="application/x-ndjson", key=key
         )
@@ -248,10 +275,9 @@ class HfStore(Store):
             return "; ".join(str(each.get("error", "refused")) for each in failed)
         return "" if document.get("success") is True else None
 
-    def _names(self, key: str, content: str) -> bool:
-        """Return whether a path has this content."""
-        found = self.find(key)
-        return found is not None and found.pin == content
+    def _names(self, uploads: Mapping[str, str]) -> bool:
+        """Return whether paths refer to this content."""
+        return uploads == {key: found.pin for key, found in self.find_all(uploads).items()}
 
     def _parse(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
         """Yield the objects below the prefix among the rows of a reply."""

@@ -54,10 +54,20 @@ def make_app(world: World) -> Door:
     app.include_router(hub.make_routes(world))
     app.include_router(xet.make_routes(world))
     app.include_router(gateway.make_routes(world))
+    _add_controls(app, world, script, limits)
+    return Door(app, script=script, limits=limits, settings=lambda: world.settings, abort=_abort)
+
+
+def _add_controls(app: FastAPI, world: World, script: Script, limits: Limits) -> None:
+    """Add the routes by which tests control the Hub."""
 
     @app.get("/_admin/counts")
     def counts() -> dict[str, dict[str, int]]:
         return limits.counts()
+
+    @app.get("/_admin/streams")
+    def streams() -> int:
+        return world.buckets.changes.streams()
 
     @app.post("/_admin/settings")
     def change(changes: Annotated[dict[str, Any], Body()]) -> None:
@@ -70,6 +80,12 @@ def make_app(world: World) -> Door:
         limits.restart()
         script.clear()
         world.buckets.go_stale(0)
+
+    _add_faults(app, world, script)
+
+
+def _add_faults(app: FastAPI, world: World, script: Script) -> None:
+    """Add the routes by which tests inject faults."""
 
     @app.post("/_admin/faults")
     def add_fault(fault: Annotated[dict[str, Any], Body()]) -> None:
@@ -86,8 +102,6 @@ def make_app(world: World) -> Door:
     @app.post("/_admin/stale")
     def go_stale(seconds: Annotated[float, Body(embed=True)]) -> None:
         world.buckets.go_stale(seconds)
-
-    return Door(app, script=script, limits=limits, settings=lambda: world.settings, abort=_abort)
 
 
 def _listen(folder: Path) -> socket.socket:

@@ -7,8 +7,11 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
+
+from deltachain.testing.hub.changes import ChangeLog
 
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS buckets (id TEXT PRIMARY KEY, created REAL NOT NULL);
@@ -23,6 +26,12 @@ INSERT INTO entries (bucket, path, hash, size, modified, uploaded) VALUES (?, ?,
 ON CONFLICT (bucket, path) DO UPDATE SET hash = excluded.hash, size = excluded.size,
     modified = excluded.modified, uploaded = excluded.uploaded
 """
+
+
+def iso_date(seconds: float) -> str:
+    """Write a Unix time as the Hub does."""
+    moment = datetime.fromtimestamp(seconds, UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Missing(Exception):  # noqa: N818
@@ -42,9 +51,14 @@ class BucketFile:
 
 
 class Buckets:
-    """All buckets of a Hub. Thread-safe; each method is atomic."""
+    """All buckets of a Hub. Thread-safe; each method is atomic.
+
+    Attributes:
+        changes: Changes since the Hub started.
+    """
 
     def __init__(self, path: Path) -> None:
+        self.changes = ChangeLog()
         self._lock = threading.RLock()
         self._base = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._base.execute("PRAGMA journal_mode = WAL")
@@ -89,7 +103,9 @@ class Buckets:
     def add(self, bucket: str, path: str, content: tuple[str, int], modified: float) -> None:
         """Set the content (hash and size) of a path."""
         with self._lock:
+            is_new = not self.find(bucket, [path])
             self._base.execute(_ADD, (bucket, path, *content, modified, time.time()))
+            self._tell(bucket, path, "add" if is_new else "update")
 
     def add_if_absent(
         self, bucket: str, path: str, content: tuple[str, int], modified: float
@@ -107,7 +123,21 @@ class Buckets:
             done = self._base.execute(
                 "DELETE FROM entries WHERE bucket = ? AND path = ?", (bucket, path)
             )
+            if done.rowcount == 1:
+                self._tell(bucket, path, "delete")
             return done.rowcount == 1
+
+    def _tell(self, bucket: str, path: str, operation: str) -> None:
+        """Add a change to the feed."""
+        row: dict[str, object] = {"path": path, "op": operation}
+        for entry in self.find(bucket, [path]):
+            row |= {
+                "size": entry.size,
+                "xetHash": entry.hash,
+                "uploadedAt": iso_date(entry.uploaded),
+                "mtime": iso_date(entry.modified),
+            }
+        self.changes.add(bucket, row)
 
     def find(self, bucket: str, paths: Iterable[str]) -> list[BucketFile]:
         """Return the existing entries of these paths."""

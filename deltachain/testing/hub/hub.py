@@ -6,15 +6,16 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Annotated, Any, Final
 from urllib.parse import quote
 
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, Response
 
-from deltachain.testing.hub.auth import AccessDenied, Right, check_right
-from deltachain.testing.hub.buckets import BucketFile, Missing
+from deltachain.testing.hub import feed
+from deltachain.testing.hub.auth import AccessDenied, Right, bearer, check_right
+from deltachain.testing.hub.buckets import BucketFile, Missing, iso_date
+from deltachain.testing.hub.changes import RefusedResume, TooManyStreams
 from deltachain.testing.hub.world import World
 
 _ROOT: Final = "/api/buckets/{namespace}/{name}"
@@ -56,6 +57,7 @@ def make_routes(world: World) -> APIRouter:
     _add_tokens(routes, world)
     _add_lookups(routes, world)
     _add_content(routes, world)
+    _add_feed(routes, world)
     return routes
 
 
@@ -82,7 +84,8 @@ def _add_buckets(routes: APIRouter, world: World) -> None:
         return {
             "id": bucket,
             "private": True,
-            "createdAt": _date(created),
+            "createdAt": iso_date(created),
+            "updatedAt": iso_date(max([created, *(entry.uploaded for entry in entries)])),
             "size": sum(entry.size for entry in entries),
             "totalFiles": len(entries),
         }
@@ -186,6 +189,32 @@ def _add_content(routes: APIRouter, world: World) -> None:
         return Response(data[begin:end], 206, headers=headers | ranged)
 
 
+def _add_feed(routes: APIRouter, world: World) -> None:
+    changes = world.buckets.changes
+
+    @routes.get(f"{_ROOT}/events", dependencies=[Depends(_Rights(world, "read"))])
+    def events(
+        namespace: str,
+        name: str,
+        cursor: str = "",
+        since: str = "",
+        authorization: Annotated[str | None, Header()] = None,
+    ) -> Response:
+        bucket, settings, token = f"{namespace}/{name}", world.settings, bearer(authorization)
+        if settings.feed == "absent":
+            return error(404, "Not Found")
+        world.buckets.created(bucket)
+        try:
+            start = changes.start(cursor, since)
+            changes.open_stream(token, settings.streams)
+        except RefusedResume:
+            return error(400, "Invalid cursor or date")
+        except TooManyStreams:
+            return error(429, "Too many streams")
+        pieces = feed.events(changes, bucket, start, settings)
+        return feed.EventStream(pieces, lambda: changes.close_stream(token))
+
+
 def _xet_token(world: World, bucket: str, subject: str) -> JSONResponse:
     """Reply with a CAS token, in the body (read by ``hf_xet``) and in headers."""
     world.buckets.created(bucket)
@@ -232,7 +261,7 @@ def _one_level(entries: Sequence[BucketFile], folder: str) -> list[tuple[int, di
         elif name not in folders:
             folders.add(name)
             described = {"type": "directory", "path": f"{folder}{name}"}
-            rows.append((entry.number, described | {"uploadedAt": _date(entry.uploaded)}))
+            rows.append((entry.number, described | {"uploadedAt": iso_date(entry.uploaded)}))
     return rows
 
 
@@ -242,11 +271,6 @@ def _described(entry: BucketFile) -> dict[str, Any]:
         "path": entry.path,
         "size": entry.size,
         "xetHash": entry.hash,
-        "mtime": _date(entry.modified),
-        "uploadedAt": _date(entry.uploaded),
+        "mtime": iso_date(entry.modified),
+        "uploadedAt": iso_date(entry.uploaded),
     }
-
-
-def _date(seconds: float) -> str:
-    moment = datetime.fromtimestamp(seconds, UTC)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")

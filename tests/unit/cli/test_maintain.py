@@ -203,3 +203,23 @@ def test_a_service_outlives_a_store_that_does_not_answer(
     assert done.code == 2
     assert done.stderr.count("no answer") == 2
     assert "skips added" in done.stdout
+
+
+def test_a_service_waits_for_a_chain_that_nobody_has_made_yet(url: Path, tmp_path: Path) -> None:
+    early = tmp_path / "early"
+    early.mkdir()
+    assert invoke("maintain", early, "--once").code == 3
+    command = [sys.executable, "-m", "deltachain", "maintain", str(early), "--every", "0.1s"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "error" in process.stderr.readline()  # it looked, and goes on
+    for path in sorted(url.rglob("*"), key=lambda path: "chain.json" in path.name):
+        if path.is_file():
+            target = early / path.relative_to(url)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    assert process.stdout is not None
+    assert "skips added" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0

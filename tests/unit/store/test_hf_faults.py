@@ -307,3 +307,34 @@ class TestGateway:
             store.put_if_absent("a", b"data")
         hub.clear_faults()
         store.put_if_absent("a", b"data")
+
+
+def test_many_uploads_are_revealed_by_one_request_a_page(opened: Open) -> None:
+    store = opened()
+    pins = {f"parts/{n}": store.upload(f"parts/{n}", b"%d" % (n % 2)) for n in range(3)}
+    assert [info.key for info in store.list()] == []
+    many = {f"many/{n:04d}": pins[f"parts/{n % 3}"] for n in range(1001)}
+    before = store.requests
+    store.reveal(pins)
+    assert store.requests == before + 1
+    store.reveal(many)
+    assert store.requests == before + 3
+    assert len(list(store.list("many/"))) == 1001
+
+
+def test_upload_that_is_not_there_is_not_revealed(opened: Open) -> None:
+    store = opened()
+    pin = store.upload("there", b"there")
+    with pytest.raises(StoreUnavailableError, match="and others"):
+        store.reveal({"there": pin, "not-there": "ab" * 32})
+    with pytest.raises(StoreUnavailableError, match="not-there"):
+        store.reveal({"not-there": "ab" * 32})
+    assert store.find("not-there") is None
+
+
+def test_reveal_that_is_lost_on_its_way_is_sent_again(hub: HubServer, opened: Open) -> None:
+    store = opened()
+    pins = {key: store.upload(key, key.encode()) for key in ("a", "b")}
+    hub.inject(RequestFault(do="lose-reply", path="/api/buckets/.*/batch"))
+    store.reveal(pins)
+    assert [info.key for info in store.list()] == ["a", "b"]

@@ -1,0 +1,28 @@
+"""What ranks do that publish to a bucket of the Hub."""
+
+from __future__ import annotations
+
+import torch
+
+from deltachain.publish import PublishConfig, Publisher
+from tests.ranks.layouts import LAYOUTS, train_step
+
+LAYOUT = "rows"
+VERSIONS = 4
+
+
+def publishes(rank: int, url: str, endpoint: str, token: str) -> None:
+    """Publish versions and an anchor; ranks other than 0 make no request of the Hub for them."""
+    model = LAYOUTS[LAYOUT]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+    options = {"endpoint": endpoint, "token": token}
+    config = PublishConfig(
+        url=url, dtype="BF16", deadline_s=60, storage_options=options, anchor_every=2
+    )
+    with Publisher(config).attach(model) as publisher:
+        attached = publisher._store.requests
+        for number in range(VERSIONS):
+            train_step(LAYOUT, model, optimizer, number)
+            assert publisher.publish(step=number).result(60).step == number
+    made = publisher._store.requests - attached
+    assert made >= 3 * VERSIONS if rank == 0 else made <= 1  # another token of the storage
