@@ -7,7 +7,8 @@ import time
 from concurrent.futures import Future
 
 from deltachain.errors import DeltaChainError
-from deltachain.publish.session import LateAnchor, Session
+from deltachain.publish.late_anchor import LateAnchor
+from deltachain.publish.session import Session
 from deltachain.threads import Pool
 
 logger = logging.getLogger(__name__)

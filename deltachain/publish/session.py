@@ -12,8 +12,7 @@ from threading import Lock
 
 import msgspec
 
-from deltachain.chain.anchor_cost import Replay, anchor_due
-from deltachain.chain.chain import Committed
+from deltachain.chain.anchor_cost import anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
@@ -26,6 +25,7 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import CheckpointChanges, Diff
 from deltachain.publish.edge_share import EdgeShare, joined
 from deltachain.publish.encoding_choice import EncodingChoice
+from deltachain.publish.late_anchor import LateAnchor
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
@@ -77,23 +77,6 @@ class Conclusion(msgspec.Struct, frozen=True):
 
     receipt: PublishReceipt
     anchor_due: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateAnchor:
-    """An anchor on its way while later versions are committed, on every rank.
-
-    Attributes:
-        version: The version that it leads to.
-        committed: Manifest of the version; on rank 0.
-        before: What a newcomer would fetch of all versions of the writer up to this one.
-        bits: Bits of the version on this rank.
-    """
-
-    version: Version
-    committed: Committed | None
-    before: Replay
-    bits: VersionBits
 
 
 class Session:
