@@ -25,9 +25,10 @@ async function refresh() {
   fleet ??= new Fleet();
   versions ??= new Versions(showPicked);
   showChain(overview);
-  if (overview.replicas.length && round % TRACK_EVERY === 0) await fleet.loadTrack();
   showPicked();
-  await versions.update(overview.chain);
+  const isDue = overview.replicas.length > 0 && round % TRACK_EVERY === 0;
+  await Promise.all([isDue ? fleet.loadTrack() : null, versions.update(overview.chain)]);
+  showPicked();
   round += 1;
 }
 
