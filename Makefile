@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: prometheus venv-sky venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: docs package soak test-floors test-triton
+.PHONY: docs package soak test-floors test-triton test-browser
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -124,6 +124,10 @@ bench-sglang: venv-sglang  ## the same for SGLang: ten minutes
 
 test-triton: venv  ## Triton programs without a card: interpreted, and compiled for three architectures
 	$(BIN)/pytest -m triton tests/unit/test_triton_programs.py tests/unit/test_diff_kernels.py
+
+# Not in CI: Chromium is a package of the system. Debian: apt-get install chromium
+test-browser: venv  ## the dashboard in Chromium, which must be installed
+	$(BIN)/pytest -m browser tests/e2e/test_dashboard.py
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test

@@ -103,7 +103,7 @@ def parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.strip().rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(
-            f"{text!r} is no address for metrics",
+            f"{text!r} is no address to serve at",
             hint="give a port, 9095, or a host and a port, 0.0.0.0:9095",
         )
     return host.strip("[]") or LOOPBACK, int(port)

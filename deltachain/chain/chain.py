@@ -233,17 +233,16 @@ class Chain:
         newest = self.latest = looks.last(known, hinted)
         return self.read(newest)
 
-    def history(self, first: Version, last: Version) -> Iterator[Committed]:
+    def history(self, first: Version, last: Version, *, reads: int = 1) -> Iterator[Committed]:
         """Yield the manifests of ``first`` to ``last``, each verified as parent of the next.
+
+        Up to ``reads`` manifests are read at a time.
 
         Raises:
             BrokenChainError: A manifest is missing, or names another parent.
         """
         parent: Committed | None = None
-        for version in range(first, last + 1):
-            if (version - first) % SEEN == 0:
-                self._manifests.looks.ahead(range(version, last + 1))
-            committed = self.find(version)
+        for version, committed in self._manifests.between(first, last, reads):
             if committed is None:
                 raise BrokenChainError(f"manifest of version {version} is missing", version=version)
             if parent is not None and committed.manifest.parent != parent.digest:

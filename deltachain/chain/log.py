@@ -6,10 +6,13 @@ detected by later lookups.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from threading import Lock
 from typing import Final
 
-from deltachain.chain.lookup import Looks
+from deltachain.chain.lookup import SEEN, Looks
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     ChainMismatchError,
@@ -22,6 +25,7 @@ from deltachain.format.documents import Manifest, Signature, read_state, unseal
 from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.format.signed import opened
 from deltachain.store import ObjectInfo, Store
+from deltachain.threads import Pool
 from deltachain.types import Buffer, StateDigest, Version
 
 
@@ -94,6 +98,7 @@ class Manifests:
         self._chain = chain
         self._trust = trust
         self._oldest_signed: Version | None = None
+        self._proving = Lock()
         self._named: dict[Version, str] = {}
         self._listed: dict[str, None] = {}
         self.looks = Looks(store, chain, identity)
@@ -109,7 +114,9 @@ class Manifests:
             ForkedChainError: The manifest was replaced since the last look.
         """
         found = self._checked(version)
-        if self._trust.trusted is not None:
+        if self._trust.trusted is None:
+            return found
+        with self._proving:
             self._prove(found)
             listed = (edge.digest for edge in found.manifest.recent if edge.record)
             self._listed.update(dict.fromkeys(listed))
@@ -206,6 +213,23 @@ class Manifests:
             return self.read(version)
         except ObjectNotFoundError:
             return None
+
+    def between(
+        self, first: Version, last: Version, reads: int
+    ) -> Iterator[tuple[Version, Committed | None]]:
+        """Yield versions of a range in order, each with its manifest, or ``None`` if it is gone.
+
+        Args:
+            first: The first version.
+            last: The last version, included.
+            reads: Manifests read at a time, ahead of the one that is yielded.
+        """
+        with nullcontext() if reads == 1 else Pool(reads) as pool:
+            for start in range(first, last + 1, SEEN):
+                versions = range(start, min(start + SEEN, last + 1))
+                self.looks.ahead(versions)
+                ahead = pool.ordered(self.find, versions, ahead=reads) if pool else None
+                yield from zip(versions, ahead or map(self.find, versions), strict=True)
 
     def _bytes(self, version: Version) -> Buffer:
         """Read a manifest, pinned to the content of the last look if the store supports it."""

@@ -16,6 +16,7 @@ from deltachain import environment
 from deltachain.cli.agent import agent
 from deltachain.cli.bench import bench
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
+from deltachain.cli.dashboard import dashboard
 from deltachain.cli.demo import demo
 from deltachain.cli.demo_async import demo_async
 from deltachain.cli.diff import diff, patch
@@ -51,6 +52,8 @@ EXTRAS: Final = {
     "cryptography": "signing",
     "fastapi": "server",
     "simpy": "bench",
+    "starlette": "server",
+    "uvicorn": "server",
     "prometheus_client": "server",
 }
 """Extra of deltachain, by package."""
@@ -153,7 +156,7 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Publish and follow": (push, pull, follow, revert),
     "Maintain": (maintain, prune, anchor, mirror),
     "Signatures": (keygen, sign),
-    "Replicas": (fleet, agent),
+    "Replicas": (fleet, agent, dashboard),
     "Offline": (diff, patch),
     "Try": (demo, demo_async, bench),
 }

@@ -14,6 +14,7 @@ from rich.text import Text
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of
 from deltachain.cli.signing import SHOWN_DIGITS, signed, signers
+from deltachain.errors import ConfigError
 
 COLUMNS: Final = (
     ">version",
@@ -29,6 +30,9 @@ COLUMNS: Final = (
     "state",
 )
 """Columns; ``bits``: payload bits for each change; ``dense``: payload over size of all weights."""
+
+READS: Final = 16
+"""Manifests read at a time."""
 
 GIVE_WAY: Final = (">epoch", "committed", ">dense", ">bits", ">density")
 """Columns that are left out where the terminal is too narrow, in this order."""
@@ -54,6 +58,10 @@ def log(  # noqa: PLR0913 - one argument an option
     step: AtStep = None,
     tag: TagName = "",
     at: At = "",
+    plot: Annotated[
+        bool,
+        typer.Option("--plot", help="Draw changed elements and bytes instead of the table."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the versions of a chain, newest first.
@@ -64,18 +72,25 @@ def log(  # noqa: PLR0913 - one argument an option
     Example: `deltachain log /mnt/policy -n 5`
 
     Example: `deltachain log /mnt/policy --at 2026-11-23T09:00`
+
+    Example: `deltachain log /mnt/policy --plot -n 500`
     """
     from deltachain.chain.chain import Chain
     from deltachain.chain.choose import VersionChoice, choose
     from deltachain.store import open_store
     from deltachain.verify import edge_records
 
+    if plot and as_json:
+        raise ConfigError("--plot and --json exclude each other", hint="leave out one of them")
     choice = choice_of(version, step=step, tag=tag, at=at)
     chain = Chain.open(open_store(url))
     head = choose(chain, VersionChoice())
     last = head.version if choice == VersionChoice() else choose(chain, choice).version
     first = max(0, last - limit + 1)
-    shown = list(chain.history(first, last))[::-1]
+    shown = list(chain.history(first, last, reads=READS))[::-1]
+    if plot:
+        _plot(shown[::-1])
+        return
     records: dict[int, list[Edge]] = defaultdict(list)
     for record, summary in edge_records(chain, first, last):
         records[summary.version].append(record.edge)
@@ -93,6 +108,17 @@ def log(  # noqa: PLR0913 - one argument an option
         )
     else:
         _show(chain, head, model, versions)
+
+
+def _plot(versions: Sequence[Committed]) -> None:
+    from deltachain.cli.plot import columns
+
+    out = c.out()
+    ends = str(versions[0].version), str(versions[-1].version)
+    density = [committed.manifest.density for committed in versions]
+    stored = [float(committed.manifest.edge.nbytes) for committed in versions]
+    out.print(columns("changed elements", density, ends, c.percent, out.width))
+    out.print(columns("\nbytes", stored, ends, lambda size: c.nbytes(int(size)), out.width))
 
 
 def describe_model(chain: Chain) -> dict[str, Any]:

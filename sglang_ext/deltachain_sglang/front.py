@@ -16,8 +16,9 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
-from deltachain.control.server.auth import LOOPBACK, Control
+from deltachain.control.server.auth import Control
 from deltachain.control.server.bootstrap import LedEngine, lead
+from deltachain.control.server.origin import LOOPBACK
 from deltachain.control.server.refusal import refused
 from deltachain.control.server.routes import probes, router
 from deltachain.environment import is_strict

@@ -101,7 +101,7 @@ def test_an_address_is_a_port_or_a_host_and_a_port(text: str, expected: tuple[st
 
 @pytest.mark.parametrize("text", ["", "host", "host:", "70000", "-1", "host:x", "٣", "1.5"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no address for metrics") as caught:
+    with pytest.raises(ConfigError, match="no address to serve at") as caught:
         parse_address(text)
     assert "9095" in caught.value.hint
 

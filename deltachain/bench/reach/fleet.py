@@ -10,7 +10,7 @@ from typing import Any
 
 from simpy import Environment, Event
 
-from deltachain.bench.reach.growth import Moment, Reading
+from deltachain.bench.reach.growth import Reading, SampledVersion
 from deltachain.bench.reach.link import Link
 from deltachain.bench.reach.mirror_calls import MirrorCalls
 from deltachain.bench.reach.settings import ModelSize, ReachConfig
@@ -99,7 +99,11 @@ class SimulatedFleet:
     """
 
     def __init__(
-        self, config: ReachConfig, model: ModelSize, moments: Sequence[Moment], calls: MirrorCalls
+        self,
+        config: ReachConfig,
+        model: ModelSize,
+        moments: Sequence[SampledVersion],
+        calls: MirrorCalls,
     ) -> None:
         self._config, self._model, self._moments, self._calls = config, model, moments, calls
         self._env = Environment()

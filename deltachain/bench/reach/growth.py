@@ -65,7 +65,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class SampledVersion:
     """A version of the chain, and what readers ask for right after its commit.
 
     Attributes:
@@ -96,7 +96,7 @@ class Grown:
         anchors: Anchors that both added.
     """
 
-    moments: tuple[Moment, ...]
+    moments: tuple[SampledVersion, ...]
     writing: Requests
     put_nbytes: int
     kept_nbytes: int
@@ -218,10 +218,10 @@ class Growth:
         self._anchors += edge.kind == "anchor"
         return edge
 
-    def _look(self, version: Version) -> Moment:
+    def _look(self, version: Version) -> SampledVersion:
         """Measure what readers ask for, by their own code."""
         before = self.store.spent()
-        moment = Moment(
+        moment = SampledVersion(
             version=version,
             update=self._update(version),
             join=self._join(),

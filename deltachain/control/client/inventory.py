@@ -42,6 +42,17 @@ def read_inventory(file: Path) -> tuple[str, ...]:
     return _checked(tuple(entry for entry in entries if entry), str(file))
 
 
+def engines_of(text: str) -> tuple[str, ...]:
+    """Return the addresses that an inventory stands for now; see :func:`parse_inventory`.
+
+    Raises:
+        ConfigError: The inventory is invalid.
+        ControlPlaneError: A DNS name cannot be resolved.
+    """
+    addresses, names = split_entries(parse_inventory(text))
+    return (*addresses, *(address for name in names for address in resolve(name)))
+
+
 def _checked(entries: tuple[str, ...], where: str) -> tuple[str, ...]:
     if not entries:
         raise ConfigError(f"{where} names no engine", hint=_HINT)

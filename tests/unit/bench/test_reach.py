@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from deltachain.bench.reach import figures, run
 from deltachain.bench.reach.edge_sizes import edge_nbytes, make_edge
 from deltachain.bench.reach.fleet import Delivery, SimulatedFleet, Steps
-from deltachain.bench.reach.growth import Growth, Moment, Reading, samples
+from deltachain.bench.reach.growth import Growth, Reading, SampledVersion, samples
 from deltachain.bench.reach.link import Link
 from deltachain.bench.reach.mirror_calls import MirrorCalls, count_mirror_calls
 from deltachain.bench.reach.request_times import measure
@@ -40,13 +40,15 @@ ONE = ReachConfig(
 )
 
 
-def moment(version: int, parts: tuple[int, ...], poll: float = 1.0) -> Moment:
+def moment(version: int, parts: tuple[int, ...], poll: float = 1.0) -> SampledVersion:
     update = Reading(in_row=1, beside=1, documents_nbytes=0, parts=parts, edges=1)
     join = Reading(in_row=3, beside=20, documents_nbytes=0, parts=parts, edges=1)
-    return Moment(version=version, update=update, join=join, poll=poll, copied=parts)
+    return SampledVersion(version=version, update=update, join=join, poll=poll, copied=parts)
 
 
-def deliver(config: ReachConfig, *moments: Moment, calls: MirrorCalls = NO_MIRROR) -> Delivery:
+def deliver(
+    config: ReachConfig, *moments: SampledVersion, calls: MirrorCalls = NO_MIRROR
+) -> Delivery:
     return SimulatedFleet(config, config.models[0], moments, calls).run()
 
 

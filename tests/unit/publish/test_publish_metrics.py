@@ -67,5 +67,5 @@ def test_a_taken_port_is_an_error_before_training_starts(
 
 
 def test_an_invalid_address_is_an_error_at_once() -> None:
-    with pytest.raises(ConfigError, match="no address for metrics"):
+    with pytest.raises(ConfigError, match="no address to serve at"):
         PublishConfig(url="memory://x", metrics="localhost")

@@ -1,0 +1,141 @@
+"""``deltachain dashboard``: serve a web page of a chain and its replicas."""
+
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltachain import environment
+from deltachain.cli import console as c
+from deltachain.cli.options import KeyFile, Poll, TokenFile, Url, secret
+from deltachain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from deltachain.control.client.replica import ReplicaClient
+
+QUESTION_S = 5.0
+"""Timeout of a question to a replica, in seconds."""
+
+
+def dashboard(  # noqa: PLR0913 - one argument an option
+    url: Url,
+    *,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Address of a replica; may be given several times. Default: DELTACHAIN_ENGINES.",
+        ),
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="<PORT|HOST:PORT>",
+            help="Where to serve the page; without a host, to this machine alone. Port 0 takes a "
+            "free one.",
+        ),
+    ] = "9096",
+    max_lag: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Versions behind before a replica is an alert.")
+    ] = 8,
+    max_silence: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="S",
+            help="Seconds without an answer before a replica is an alert, or a store that does not "
+            "answer it. Default: the variable DELTACHAIN_MAX_SILENCE_S, or 60.",
+        ),
+    ] = None,
+    poll: Poll = None,
+    token_file: TokenFile = None,
+    key_file: KeyFile = None,
+) -> None:
+    """Serve a web page of a chain: its versions, its replicas, and what is wrong.
+
+    Reads every manifest once, and then whatever is new. The page changes nothing. It asks for the
+    token that the replicas ask for; without one it is served to this machine alone. Ends with
+    Ctrl-C.
+
+    Example: `deltachain dashboard /mnt/policy`
+
+    Example: `deltachain dashboard s3://bucket/run-1 --engine http://a:8000 --engine http://b:30000`
+    """
+    import uvicorn
+
+    from deltachain.control.client.inventory import engines_of
+    from deltachain.dashboard.alerts import AlertLimits
+    from deltachain.dashboard.app import create_app
+    from deltachain.dashboard.chain_index import ChainIndex
+    from deltachain.dashboard.watcher import Watcher
+    from deltachain.store import open_store
+
+    given = environment.read(os.environ)
+    token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
+    silence_s = max_silence or given.get("MAX_SILENCE_S", 60.0)
+    listed = given.get("ENGINES", "")
+    clients = _clients(engine or (listed and engines_of(listed)) or (), token, key)
+    with closing(open_store(url)) as store, closing(_bound(listen, token)) as server:
+        poll_s = poll or store.capabilities.poll_s
+        limits = AlertLimits(max_lag=max_lag, max_silence_s=silence_s)
+        with Watcher(ChainIndex(store), clients, poll_s=poll_s, limits=limits) as watcher:
+            c.say(f"dashboard of {store.url} at {_address(server)}")
+            config = uvicorn.Config(
+                create_app(watcher, token=token),
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+            uvicorn.Server(config).run(sockets=[server])
+
+
+def _clients(engines: Sequence[str], token: str | Path, key: str | Path) -> list[ReplicaClient]:
+    from deltachain.control.client.replica import ReplicaClient
+
+    return [ReplicaClient(engine, token=token, key=key, timeout_s=QUESTION_S) for engine in engines]
+
+
+def _bound(listen: str, token: str | Path) -> socket.socket:
+    """Bind the socket that the page is served at.
+
+    Raises:
+        ConfigError: The address is invalid or cannot be bound, or others can connect to it and
+            there is no token.
+    """
+    from deltachain.control.server.origin import LOOPBACK
+    from deltachain.metrics import parse_address
+
+    host, port = parse_address(listen)
+    if host not in LOOPBACK and not token:
+        raise ConfigError(
+            f"a dashboard at {host} needs a token",
+            hint="set DELTACHAIN_TOKEN or --token-file, or leave out the host to serve this "
+            "machine alone",
+        )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = socket.socket(family)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind((host, port))
+        server.listen()  # now: until then another process could bind the port as well
+    except OSError as exc:
+        server.close()
+        raise ConfigError(
+            f"the dashboard cannot be served at {host}:{port}: {exc.strerror or exc}",
+            hint="name a free port, or 0 for any",
+        ) from exc
+    return server
+
+
+def _address(server: socket.socket) -> str:
+    host, port = server.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

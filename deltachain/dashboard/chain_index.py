@@ -1,0 +1,203 @@
+"""Index of a chain: its manifests read once, and then whatever is new."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from threading import Lock
+from typing import Any, Final
+
+from deltachain.chain import tags
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.trust import Trust
+from deltachain.dashboard.chain_view import ChainModel, ChainView
+from deltachain.dashboard.version_summary import VersionSummary, shown, version_summary
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    DeltaChainError,
+    FormatError,
+    ObjectNotFoundError,
+)
+from deltachain.maintain.survey import Survey
+from deltachain.store import Store
+from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.subscribe.watch import Watch
+from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
+
+READS: Final = 16
+"""Manifests read at a time."""
+
+PUBLISHED: Final = 512
+"""Versions after which a view shows what was read meanwhile."""
+
+DETAILS_S: Final = 30.0
+"""Seconds between two listings of edges, tags and prune records, if no version was committed."""
+
+LISTED_S: Final = 5.0
+"""Seconds between two such listings while versions are committed."""
+
+
+CHECKED_S: Final = 5.0
+"""Seconds between two looks at whether the newest version that was read is still in the store."""
+
+
+class ChainIndex:
+    """Reads a chain and keeps a view of it; never writes.
+
+    A store that went back, forked or was replaced is read again from version 0, once two looks
+    agree, and the view says why.
+
+    Args:
+        store: Store of the chain, which need not have one yet.
+        trust: Keys that readers trust; those of the environment if ``None``.
+    """
+
+    def __init__(self, store: Store, trust: Trust | None = None) -> None:
+        self._store = store
+        self._trust = trust
+        self._chain: Chain | None = None
+        self._survey: Survey | None = None
+        self._watch = Watch()
+        self._listed_at: float | None = None
+        self._checked_at = 0.0
+        self._changing = Lock()
+        self._view = ChainView(url=store.url)
+
+    @property
+    def view(self) -> ChainView:
+        """What is known now; immutable."""
+        return self._view
+
+    def refresh(self, now: float) -> ChainView:
+        """Read what is new, and return the view of it; errors of the store are in the view.
+
+        Args:
+            now: Time in seconds since 1970.
+        """
+        with self._changing:
+            try:
+                self._look(now)
+            except DeltaChainError as exc:
+                trouble = shown(str(exc.args[0]) if exc.args else type(exc).__name__)
+                if not isinstance(exc, FormatError | ChainError | ObjectNotFoundError):
+                    self._change(trouble=trouble)
+                else:
+                    self._change(trouble=trouble, looked_at=now)
+            else:
+                self._change(trouble="", looked_at=now)
+            return self._view
+
+    def _look(self, now: float) -> None:
+        chain = self._chain or self._open()
+        head = self._view.head
+        if head is not None and now - self._checked_at >= CHECKED_S:
+            self._checked_at = now
+            if self._is_replaced(chain, head):
+                chain, head = self._open(), None
+        known = len(self._view.rows) - 1
+        newest = chain.newest(head.version) if head else _newest(chain)
+        if newest is not None:
+            self._change(newest=newest)
+            self._read(chain, known + 1, newest)
+        self._list(chain, now, grew=newest is not None and newest > known)
+
+    def _open(self) -> Chain:
+        chain = self._chain = Chain.open(self._store, self._trust)
+        self._survey, self._listed_at, self._watch = Survey(chain), None, Watch()
+        specs = chain.table.specs()
+        model = ChainModel(
+            tensors=len(specs),
+            numel=sum(spec.numel for spec in specs),
+            nbytes=sum(spec.nbytes for spec in specs),
+        )
+        self._change(chain=shown(chain.identity.chain), model=model)
+        return chain
+
+    def _is_replaced(self, chain: Chain, head: VersionSummary) -> bool:
+        """Return whether the store no longer has the history that was read, and forget it then.
+
+        Raises:
+            DeltaChainError: It may be so; the next look decides.
+        """
+        held = HeldVersion(
+            chain=chain.identity.chain,
+            version=head.version,
+            epoch=head.epoch,
+            manifest=head.manifest,
+            state=head.state,
+        )
+        try:
+            self._watch.look(chain, held)
+        except BrokenChainError:
+            return False  # a gap after the head, which reading shows
+        except DeltaChainError as exc:
+            if self._watch.doubt is None:
+                raise
+            doubt = shown(str(exc.args[0]))
+            self._chain = None
+            self._change(rows=(), newest=None, edges=(), tags=(), prunes=None, doubt=doubt)
+            return True
+        return False
+
+    def _read(self, chain: Chain, first: Version, last: Version) -> None:
+        """Read versions; those whose manifests are gone or damaged get no row."""
+        rows: list[VersionSummary | None] = []
+        while (start := first + len(rows)) <= last:
+            try:
+                for committed in chain.history(start, last, reads=READS):
+                    rows.append(version_summary(committed))
+                    if len(rows) % PUBLISHED == 0:
+                        self._change(rows=(*self._view.rows, *rows))
+                        first, rows = first + len(rows), []
+            except (BrokenChainError, FormatError, ObjectNotFoundError) as exc:
+                logger.warning("version %s cannot be shown: %s", first + len(rows), exc)
+                if first + len(rows) == start:
+                    rows.append(None)
+            except DeltaChainError:
+                self._change(rows=(*self._view.rows, *rows))
+                raise
+        self._change(rows=(*self._view.rows, *rows))
+
+    def _list(self, chain: Chain, now: float, *, grew: bool) -> None:
+        """List edges, tags and prune records, if that is due."""
+        period = LISTED_S if grew else DETAILS_S
+        committed = self._head(chain)
+        is_due = self._listed_at is None or now - self._listed_at >= period
+        if self._survey is None or committed is None or not is_due:
+            return
+        self._listed_at = now
+        self._change(
+            edges=self._survey.edges(committed),
+            tags=tags.read_all(chain),
+            prunes=chain.prunes.newest(),
+        )
+
+    def _head(self, chain: Chain) -> Committed | None:
+        head = self._view.head
+        return chain.read(head.version) if head else None
+
+    def _change(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the view
+        """Show other values; the revision grows if any of them is not just a time."""
+        new = replace(self._view, **changes)
+        same = replace(new, looked_at=self._view.looked_at)
+        is_same = _is_equal(same, self._view, changes)
+        self._view = new if is_same else replace(new, revision=self._view.revision + 1)
+
+
+def _is_equal(one: ChainView, other: ChainView, names: Iterable[str]) -> bool:
+    """Return whether two views agree in some fields; rows only ever grow or start anew."""
+    return all(
+        len(one.rows) == len(other.rows)
+        if name == "rows" and one.rows[:1] == other.rows[:1]
+        else getattr(one, name) == getattr(other, name)
+        for name in names
+    )
+
+
+def _newest(chain: Chain) -> Version | None:
+    head = chain.head()
+    return head.version if head else None

@@ -1,0 +1,195 @@
+"""JSON documents of the dashboard, made from what is known; everything in them is text or numbers.
+
+Series are columns of equal length, and long ones are thinned, so that a page of 10,000 versions and
+200 replicas stays small.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from math import isfinite
+from typing import Any, Final
+
+from deltachain.dashboard.alerts import lag_of
+from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.replica_report import ReplicaReport
+from deltachain.dashboard.thinning import spread, thinned_versions
+from deltachain.dashboard.track import Moment, changes
+from deltachain.dashboard.version_summary import VersionSummary, shown
+from deltachain.dashboard.watcher import Overview
+from deltachain.types import Version
+
+MARKS: Final = 500
+"""Marks of one kind in a chart, and ranges in a list."""
+
+PAGE: Final = 50
+"""Largest number of versions in a page of the table."""
+
+
+def overview_document(found: Overview) -> dict[str, Any]:
+    """Return chain, alerts and replicas."""
+    return {
+        "time": found.time,
+        "newest": found.newest,
+        "chain": _chain(found.view),
+        "alerts": [asdict(alert) for alert in found.alerts],
+        "replicas": [_replica(report, found.newest) for report in found.reports],
+    }
+
+
+def chart_document(view: ChainView, first: Version, last: Version) -> dict[str, Any]:
+    """Return the columns of charts over a range of versions, and marks in it."""
+    rows = [row for row in view.rows[first : last + 1] if row is not None]
+    chosen = thinned_versions(rows)
+    return {
+        "revision": view.revision,
+        "first": first,
+        "last": min(last, len(view.rows) - 1),
+        "versions": [row.version for row in chosen],
+        "density": [row.density for row in chosen],
+        "nbytes": [row.nbytes for row in chosen],
+        "marks": _marks(view, rows),
+    }
+
+
+def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any]:
+    """Return up to ``count`` versions before one, newest first, for the table."""
+    end = max(min(before, len(view.rows)), 0)
+    start = max(end - min(count, PAGE), 0)
+    rows = [row for row in view.rows[start:end] if row is not None]
+    return {"first": start, "last": end - 1, "versions": [_version(row) for row in rows[::-1]]}
+
+
+def version_document(view: ChainView, version: Version) -> dict[str, Any] | None:
+    """Return one version with all ways to it; ``None`` if it is not known."""
+    row = view.at(version)
+    if row is None:
+        return None
+    edges = [edge for edge in view.edges if edge.version == version]
+    return _version(row) | {
+        "state": row.state,
+        "manifest": row.manifest,
+        "numel": row.numel,
+        "metadata": dict(row.metadata),
+        "tags": [shown(tag.name) for tag in view.tags if tag.version == version],
+        "edges": [
+            {
+                "kind": edge.kind,
+                "base": edge.base,
+                "nbytes": edge.nbytes,
+                "parts": edge.parts,
+                "encodings": [shown(name) for name in edge.encodings],
+                "pruned": view.prunes is not None and view.prunes.covers(edge),
+            }
+            for edge in edges
+        ],
+    }
+
+
+def track_document(moments: Sequence[Moment], engines: Iterable[str]) -> dict[str, Any]:
+    """Return the versions of replicas over time: for each, only where its version changed."""
+    return {
+        "times": [round(moment.time, 3) for moment in moments],
+        "newest": [moment.newest for moment in moments],
+        "held": {engine: changes(moments, engine) for engine in engines},
+    }
+
+
+def _chain(view: ChainView) -> dict[str, Any]:
+    head = view.head
+    return {
+        "url": view.url,
+        "id": view.chain,
+        "revision": view.revision,
+        "indexed": len(view.rows),
+        "found": 0 if view.newest is None else view.newest + 1,
+        "looked_at": view.looked_at,
+        "head": _version(head) if head else None,
+    }
+
+
+def chain_document(view: ChainView) -> dict[str, Any]:
+    """Return what is summed up over all versions; changes with the view's revision only."""
+    rows = [row for row in view.rows if row is not None]
+    encodings = Counter(name for row in rows for name in row.encodings)
+    return {
+        "revision": view.revision,
+        "model": asdict(view.model) if view.model else None,
+        "nbytes": sum(row.nbytes for row in rows),
+        "encodings": dict(encodings.most_common(MARKS)),
+        "signers": _signers(rows),
+        "edges": dict(Counter(edge.kind for edge in view.edges)),
+        "tags": [_tag(tag.name, tag.version) for tag in view.tags[:MARKS]],
+        "prunes": _prunes(view),
+    }
+
+
+def _tag(name: str, version: Version | None) -> dict[str, Any]:
+    return {"name": shown(name), "version": version}
+
+
+def _signers(rows: Iterable[VersionSummary]) -> list[dict[str, Any]]:
+    """Return the keys that signed versions, with their numbers of versions."""
+    every = Counter(key for row in rows for key in row.signers)
+    trusted = {key for row in rows for key in row.signed_by}
+    return [
+        {"key": key, "versions": count, "trusted": key in trusted}
+        for key, count in every.most_common(20)
+    ]
+
+
+def _prunes(view: ChainView) -> dict[str, Any] | None:
+    record = view.prunes
+    if record is None:
+        return None
+    ranges = [
+        {"kind": one.kind, "span": one.span, "first": one.first, "last": one.last}
+        for one in record.pruned[-MARKS:]
+    ]
+    pruned = sum(1 for edge in view.edges if record.covers(edge))
+    return {"number": record.number, "time": _time(record.time), "edges": pruned, "ranges": ranges}
+
+
+def _marks(view: ChainView, rows: Sequence[VersionSummary]) -> dict[str, list[Any]]:
+    """Return versions that charts mark, by kind; at most ``MARKS`` of each."""
+    if not rows:
+        return {}
+    first, last = rows[0].version, rows[-1].version
+    edges = [edge for edge in view.edges if first <= edge.version <= last]
+    epochs = [later.version for earlier, later in pairwise(rows) if later.epoch != earlier.epoch]
+    tags = [_tag(t.name, t.version) for t in view.tags if t.version in range(first, last + 1)]
+    return {
+        "anchors": spread([e.version for e in edges if e.kind == "anchor"], MARKS),
+        "skips": spread([e.version for e in edges if e.kind == "skip"], MARKS),
+        "epochs": spread(epochs, MARKS),
+        "reverts": spread([row.version for row in rows if row.reverted_to is not None], MARKS),
+        "tags": spread(tags, MARKS),
+    }
+
+
+def _version(row: VersionSummary) -> dict[str, Any]:
+    return {
+        "version": row.version,
+        "epoch": row.epoch,
+        "kind": row.kind,
+        "encodings": row.encodings,
+        "nbytes": row.nbytes,
+        "step": row.step,
+        "time": _time(row.time),
+        "nnz": row.nnz,
+        "density": row.density,
+        "reverted_to": row.reverted_to,
+        "signers": row.signers,
+        "signed_by": row.signed_by,
+    }
+
+
+def _replica(report: ReplicaReport, newest: Version | None) -> dict[str, Any]:
+    return asdict(report) | {"lag": lag_of(report, newest)}
+
+
+def _time(seconds: float) -> float | None:
+    return seconds if isfinite(seconds) else None

@@ -1,0 +1,20 @@
+// Requests to the dashboard's server, with the token if it asks for one.
+
+const STORED = "deltachain-token";
+
+export class TokenNeeded extends Error {}
+
+export function setToken(token) {
+  sessionStorage.setItem(STORED, token.trim());
+}
+
+/** Return the JSON at a path; `null` if there is none. */
+export async function get(path) {
+  const token = sessionStorage.getItem(STORED);
+  const headers = token ? { authorization: `Bearer ${token}` } : {};
+  const answer = await fetch(`api/${path}`, { headers, cache: "no-store" });
+  if (answer.status === 401) throw new TokenNeeded(token ? "wrong token" : "");
+  if (answer.status === 404) return null;
+  if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
+  return answer.json();
+}

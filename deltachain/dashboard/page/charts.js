@@ -1,0 +1,132 @@
+// Charts, by uPlot. Colours are those of the style sheet, in the light and the dark one.
+
+import uPlot from "./uPlot.esm.js";
+import { bytes, percent } from "./format.js";
+
+const HEIGHT = 230;
+const COLOURS = { selected: "blue", bad: "red", warn: "amber", good: "faint" }; // of replicas, by state
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+const isDecade = (value) => Math.abs(Math.log10(value) % 1) < 1e-9;
+
+function axis(values, size, logarithmic = false) {
+  const filter = (_, splits) => splits.map((split) => (!logarithmic || isDecade(split) ? split : null));
+  return {
+    stroke: () => colour("quiet"),
+    grid: { stroke: () => colour("line"), width: 1, filter },
+    ticks: { stroke: () => colour("line"), width: 1, filter },
+    ...(values ? { values: (_, splits) => splits.map((split) => (split === null ? "" : values(split))) } : {}),
+    ...(size ? { size } : {}),
+  };
+}
+
+/** Keep a chart as wide as its place, and draw it again when the colours change. */
+function fitted(chart, place) {
+  new ResizeObserver(() => chart.setSize({ width: place.clientWidth, height: HEIGHT })).observe(place);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.redraw(false, true));
+  return chart;
+}
+
+/** Chart of a value of each version; `pick` is called with a version, `zoom` with a range. */
+export function versionChart(place, { values, name, size, logarithmic, marks, pick, zoom }) {
+  const chart = new uPlot(
+    {
+      width: place.clientWidth,
+      height: HEIGHT,
+      legend: { show: false },
+      scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : { range: (_, low, high) => [0, high || 1] } },
+      axes: [axis((version) => (Number.isInteger(version) ? version.toLocaleString() : "")), axis(values, size, logarithmic)],
+      series: [{}, { stroke: () => colour("blue"), width: 1.5, points: { size: 4 } }],
+      cursor: { y: false, drag: { x: true, y: false, setScale: false } },
+      hooks: {
+        draw: [(drawn) => drawMarks(drawn, marks())],
+        setSelect: [
+          (drawn) => {
+            const { left, width } = drawn.select;
+            if (width < 5) return;
+            zoom(Math.floor(drawn.posToVal(left, "x")), Math.ceil(drawn.posToVal(left + width, "x")));
+            drawn.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          },
+        ],
+      },
+    },
+    [[], []],
+    place,
+  );
+  chart.over.addEventListener("click", () => {
+    const version = chart.data[0][chart.cursor.idx];
+    if (version !== undefined) pick(version);
+  });
+  place.setAttribute("aria-label", name);
+  return fitted(chart, place);
+}
+
+export const densityValues = { values: (share) => percent(share), size: 70 };
+export const bytesValues = { values: (size) => bytes(size), size: 80, logarithmic: true };
+
+function drawMarks(chart, marks) {
+  const { ctx, bbox } = chart;
+  const position = (version) => Math.round(chart.valToPos(version, "x", true));
+  const inside = (x) => x >= bbox.left && x <= bbox.left + bbox.width;
+  ctx.save();
+  for (const [kind, name] of [["epochs", "purple"], ["reverts", "amber"], ["tags", "text"]]) {
+    ctx.strokeStyle = colour(name);
+    ctx.lineWidth = 1;
+    ctx.setLineDash(kind === "epochs" ? [] : kind === "tags" ? [2, 3] : [6, 3]);
+    for (const mark of marks[kind] ?? []) {
+      const x = position(mark.version ?? mark);
+      if (!inside(x)) continue;
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+  }
+  for (const [kind, name, top] of [["anchors", "blue", true], ["skips", "green", false]]) {
+    ctx.fillStyle = colour(name);
+    for (const version of marks[kind] ?? []) {
+      const x = position(version);
+      if (inside(x)) ctx.fillRect(x - 1, top ? bbox.top : bbox.top + bbox.height - 8, 3, 8);
+    }
+  }
+  ctx.restore();
+}
+
+/** Chart of versions over time: the newest one, and a line for each replica in the colour of its state. */
+export function trackChart(place, engines, stateOf) {
+  const stepped = uPlot.paths.stepped({ align: 1 });
+  const replica = (engine) => ({
+    paths: stepped,
+    points: { show: false },
+    stroke: () => colour(COLOURS[stateOf(engine)]),
+    width: 1.5,
+  });
+  const newest = { paths: stepped, points: { show: false }, stroke: () => colour("green"), width: 3 };
+  const chart = new uPlot(
+    {
+      width: place.clientWidth,
+      height: HEIGHT,
+      legend: { show: false },
+      axes: [axis(), axis((version) => (Number.isInteger(version) ? version.toLocaleString() : ""), 70)],
+      series: [{}, newest, ...engines.map(replica)],
+      cursor: { show: false },
+    },
+    [[], [], ...engines.map(() => [])],
+    place,
+  );
+  return fitted(chart, place);
+}
+
+/** Columns of a track: a value for each moment, from where it changed. */
+export function expanded(changes, length) {
+  const values = [];
+  for (let place = 0, next = 0, value = null; place < length; place += 1) {
+    if (next < changes.length && changes[next][0] === place) {
+      value = changes[next][1];
+      next += 1;
+    }
+    values.push(value);
+  }
+  return values;
+}

@@ -1,0 +1,78 @@
+"""Report of a replica: its last answer, and when it was asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from deltachain.dashboard.version_summary import shown
+from deltachain.replica.status import ReplicaStatus
+from deltachain.types import Version
+
+LARGEST: Final = (1 << 53) - 1
+"""Largest number that a browser holds exactly."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """What is known of one replica. Its texts are cut; numbers out of range count as unknown.
+
+    Attributes:
+        engine: Its address.
+        answered_at: Time of its last answer, in seconds since 1970 on the dashboard's clock;
+            ``None`` before the first.
+        trouble: Why it did not answer the last time; empty if it did.
+        url: URL of the chain it follows; this and all that follows as of its last answer.
+        chain: Id of the chain.
+        version: Version it holds; ``None`` if it can prove none.
+        manifest: blake3 of this version's manifest.
+        head: Newest version it has seen.
+        ready: Whether it is ready for requests.
+        reason: Why it is not.
+        error: Its error since the last apply, or its doubt about the version it holds.
+        pinned: Whether a rollback keeps it at its version.
+        silence_s: Seconds since its store last answered it; ``None`` if it does not say.
+        deltachain: Its version of deltachain.
+        software: Name and version of its engine.
+    """
+
+    engine: str
+    answered_at: float | None = None
+    trouble: str = ""
+    url: str = ""
+    chain: str = ""
+    version: Version | None = None
+    manifest: str = ""
+    head: Version | None = None
+    ready: bool = False
+    reason: str = ""
+    error: str = ""
+    pinned: bool = False
+    silence_s: float | None = None
+    deltachain: str = ""
+    software: str = ""
+
+
+def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
+    """Return the report of a replica that answered."""
+    silence_s = status.silence_s
+    return ReplicaReport(
+        engine=engine,
+        answered_at=now,
+        url=shown(status.url),
+        chain=shown(status.chain or ""),
+        version=_number(status.version),
+        manifest=shown(status.manifest or ""),
+        head=_number(status.head),
+        ready=status.ready,
+        reason=shown(status.reason),
+        error=shown(status.doubt or status.trouble),
+        pinned=status.pinned,
+        silence_s=silence_s if silence_s is not None and 0 <= silence_s < LARGEST else None,
+        deltachain=shown(status.deltachain),
+        software=shown(status.engine),
+    )
+
+
+def _number(value: int | None) -> Version | None:
+    return value if value is not None and 0 <= value <= LARGEST else None

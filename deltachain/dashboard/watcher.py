@@ -1,0 +1,155 @@
+"""Watcher: threads that keep a chain's index and the reports of its replicas up to date."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from threading import Event, Thread
+from typing import Final
+
+from typing_extensions import override
+
+from deltachain.closeable import Closeable
+from deltachain.control.client.replica import ReplicaClient
+from deltachain.dashboard.alerts import Alert, AlertLimits, alerts, newest_seen
+from deltachain.dashboard.chain_index import ChainIndex
+from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.replica_report import ReplicaReport, answered
+from deltachain.dashboard.track import FleetTrack, Moment
+from deltachain.dashboard.version_summary import shown
+from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.threads import started
+
+logger = logging.getLogger(__name__)
+
+ASKED_S: Final = 2.0
+"""Seconds between two questions to a replica."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """A chain and its replicas at one moment.
+
+    Attributes:
+        time: The time, in seconds since 1970.
+        view: The chain.
+        reports: The replicas, in the order in which they were named.
+        newest: The newest version that the store or a replica has shown; ``None`` for none.
+        alerts: What is wrong, most urgent first.
+    """
+
+    time: float
+    view: ChainView
+    reports: tuple[ReplicaReport, ...]
+    newest: int | None
+    alerts: tuple[Alert, ...]
+
+
+class Watcher(Closeable):
+    """Reads a chain and asks replicas, each in a thread of its own, so that none delays another.
+
+    Args:
+        index: Index of the chain.
+        clients: Clients of the replicas, which the watcher closes.
+        poll_s: Seconds between two looks at the chain.
+        asked_s: Seconds between two questions to a replica.
+        limits: Limits of alerts.
+
+    Attributes:
+        track: Versions of the replicas over time.
+
+    Raises:
+        ConfigError: A replica is named twice.
+    """
+
+    def __init__(
+        self,
+        index: ChainIndex,
+        clients: Sequence[ReplicaClient] = (),
+        *,
+        poll_s: float,
+        asked_s: float = ASKED_S,
+        limits: AlertLimits | None = None,
+    ) -> None:
+        self._index = index
+        self._clients = tuple(clients)
+        self._limits = limits or AlertLimits()
+        self._reports = {client.url: ReplicaReport(engine=client.url) for client in clients}
+        if len(self._reports) < len(clients):
+            raise ConfigError("a replica is named twice", hint="name each engine once")
+        self.track = FleetTrack()
+        self._stop = Event()
+        self._run("chain", self._look, poll_s)
+        for client in clients:
+            self._run(client.url, partial(self._ask, client), asked_s)
+        if clients:
+            self._run("track", self._note, asked_s)
+
+    @property
+    def view(self) -> ChainView:
+        """What is known of the chain now."""
+        return self._index.view
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Addresses of the replicas."""
+        return tuple(self._reports)
+
+    def overview(self) -> Overview:
+        """Return what is known now, without asking anybody."""
+        now, view, reports = time.time(), self._index.view, tuple(self._reports.values())
+        newest = newest_seen(view, reports)
+        return Overview(now, view, reports, newest, alerts(view, reports, self._limits, now))
+
+    @override
+    def close(self) -> None:
+        """End all threads, without waiting for a replica or store that hangs; idempotent."""
+        self._stop.set()
+        for client in self._clients:
+            client.close()
+
+    def _run(self, name: str, work: Callable[[], object], pause_s: float) -> None:
+        """Repeat work in a thread until the watcher is closed."""
+
+        def repeat() -> None:
+            while not self._stop.is_set():
+                try:
+                    work()
+                except Exception:
+                    if self._stop.is_set():  # a client that was closed in the middle
+                        return
+                    logger.exception("the dashboard cannot read %s", name)
+                self._stop.wait(pause_s)
+
+        thread = Thread(target=repeat, name=f"deltachain-dashboard-{name}", daemon=True)
+        if not started(thread):
+            raise ConfigError(
+                "no thread is left to watch the chain and each replica",
+                hint="let this process have more (ulimit -u), or name fewer engines",
+            )
+
+    def _look(self) -> None:
+        self._index.refresh(time.time())
+
+    def _ask(self, client: ReplicaClient) -> None:
+        try:
+            report = answered(client.url, client.status(), time.time())
+        except ControlPlaneError as exc:
+            trouble = (
+                str(exc.args[0])
+                .removeprefix(client.url)
+                .strip(": ")
+                .removeprefix("did not answer: ")
+            )
+            report = replace(self._reports[client.url], trouble=shown(trouble))
+        self._reports[client.url] = report
+
+    def _note(self) -> None:
+        found = self.overview()
+        held = {
+            report.engine: None if report.trouble else report.version for report in found.reports
+        }
+        self.track.add(Moment(found.time, found.newest, held))

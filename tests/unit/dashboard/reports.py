@@ -1,0 +1,62 @@
+"""Chains and replicas for tests of the dashboard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from deltachain.chain.chain import Chain
+from deltachain.dashboard.chain_index import ChainIndex
+from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.replica_report import ReplicaReport, answered
+from deltachain.replica.status import ReplicaStatus
+from deltachain.store import MemoryStore, Store
+from tests.unit.manifest_chains import create, extend
+
+NOW = 1_000_000.0
+"""Time of the last look at the chain."""
+
+ENGINE = "http://replica:8000"
+
+
+def chain_of(count: int, store: Store | None = None) -> Chain:
+    chain = create(MemoryStore() if store is None else store)
+    extend(chain, count)
+    chain.write_head(count - 1, ())
+    return chain
+
+
+def view_of(chain: Chain) -> ChainView:
+    return ChainIndex(chain.store).refresh(NOW)
+
+
+def status(made: Chain, version: int | None, **changes: Any) -> ReplicaStatus:
+    """The answer of a replica that holds a version, and sees the newest one, as all is well."""
+    newest = made.newest(0)
+    found = None if version is None else made.find(version)
+    fields: dict[str, Any] = {
+        "url": made.store.url,
+        "chain": "one",
+        "version": version,
+        "state": None,
+        "staged": None,
+        "head": newest,
+        "lag_versions": None,
+        "ready": True,
+        "reason": "",
+        "following": True,
+        "paused": False,
+        "pinned": False,
+        "poisoned": False,
+        "classes": {},
+        "on_host": {},
+        "ranks": [],
+        "last": None,
+        "trouble": "",
+        "manifest": found.digest if found else None,
+        "silence_s": 0.5,
+    }
+    return ReplicaStatus(**fields | changes)
+
+
+def report(made: Chain, version: int | None, **changes: Any) -> ReplicaReport:
+    return answered(ENGINE, status(made, version, **changes), NOW - 1)

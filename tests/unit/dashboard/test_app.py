@@ -1,0 +1,160 @@
+"""The web app: who may read it, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from deltachain.chain.chain import Chain
+from deltachain.control.client.replica import ReplicaClient
+from deltachain.dashboard.app import FILES, PAGES, create_app
+from deltachain.dashboard.chain_index import ChainIndex
+from deltachain.dashboard.watcher import Watcher
+from deltachain.errors import ConfigError
+from tests.unit.dashboard.reports import chain_of
+from tests.unit.replica.replicas import eventually
+
+TOKEN = "one that nobody guesses"  # noqa: S105
+HERE = "http://127.0.0.1:9096"
+PATHS = ["overview", "chain", "chart", "versions", "versions/0", "track"]
+
+
+@pytest.fixture
+def chain() -> Chain:
+    return chain_of(30)
+
+
+@pytest.fixture
+def watcher(chain: Chain) -> Iterator[Watcher]:
+    clients = [ReplicaClient("http://127.0.0.1:1", timeout_s=1)]
+    with Watcher(ChainIndex(chain.store), clients, poll_s=0.01, asked_s=0.01) as made:
+        eventually(lambda: made.view.edges and made.track.moments(9))
+        yield made
+
+
+def browser(watcher: Watcher, *, token: str = "", host: str = HERE) -> TestClient:
+    return TestClient(create_app(watcher, token=token), base_url=host)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_data_needs_the_token(watcher: Watcher, path: str) -> None:
+    page = browser(watcher, token=TOKEN, host="http://dashboard.example")
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {TOKEN}"}):
+        assert page.get(f"/api/{path}", headers=headers).status_code == 401
+    right = page.get(f"/api/{path}", headers={"authorization": f"Bearer {TOKEN}"})
+    assert right.status_code == 200
+
+
+def test_a_token_file_is_read_again(watcher: Watcher, tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("old one\n", encoding="ascii")
+    page = TestClient(create_app(watcher, token=file), base_url=HERE)
+
+    def status(token: str) -> int:
+        return page.get("/api/overview", headers={"authorization": f"Bearer {token}"}).status_code
+
+    assert (status("old one"), status("new one")) == (200, 401)
+    file.write_text("new one, longer\n", encoding="ascii")
+    assert (status("old one"), status("new one, longer")) == (401, 200)
+
+
+@pytest.mark.parametrize(
+    ("host", "headers"),
+    [
+        ("http://rebound.example", {}),
+        (HERE, {"origin": "https://evil.example"}),
+        (HERE, {"origin": "null"}),
+        (HERE, {"sec-fetch-site": "cross-site"}),
+        (HERE, {"sec-fetch-site": "same-site"}),
+    ],
+)
+def test_without_a_token_pages_of_other_sites_read_nothing(
+    watcher: Watcher, host: str, headers: dict[str, str]
+) -> None:
+    page = browser(watcher, host=host)
+    assert page.get("/api/overview", headers=headers).status_code == 403
+
+
+def test_its_own_page_reads_without_a_token_on_this_machine(watcher: Watcher) -> None:
+    own = {"origin": HERE, "sec-fetch-site": "same-origin"}
+    assert browser(watcher).get("/api/overview", headers=own).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/main.js", "/api/overview", "/api/versions/99", "/no/such"])
+def test_every_answer_forbids_code_and_frames_from_elsewhere(watcher: Watcher, path: str) -> None:
+    headers = browser(watcher).get(path).headers
+    policy = headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self';")
+    assert "unsafe" not in policy
+    assert "require-trusted-types-for 'script'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_nothing_can_be_changed(watcher: Watcher) -> None:
+    page = browser(watcher)
+    for path in ["/", *(f"/api/{path}" for path in PATHS)]:
+        for method in ("POST", "PUT", "PATCH", "DELETE"):
+            assert page.request(method, path).status_code == 405
+
+
+def test_files_of_the_page_are_served_and_no_others(watcher: Watcher) -> None:
+    page = browser(watcher)
+    for path in FILES:
+        assert page.get(f"/{path}").status_code == 200
+    for path in ("../app.py", "%2e%2e/app.py", "vendor/uplot/LICENSE", "app.py", "docs"):
+        assert page.get(f"/{path}").status_code == 404
+    there = {path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*") if path.is_file()}
+    assert there - {"vendor/uplot/LICENSE"} == set(FILES.values())
+
+
+def test_scripts_write_text_only() -> None:
+    for script in PAGES.glob("*.js"):
+        text = script.read_text()
+        for sink in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert sink not in text
+
+
+def test_documents_show_the_chain(watcher: Watcher) -> None:
+    page = browser(watcher)
+    overview = page.get("/api/overview").json()
+    assert overview["newest"] == overview["chain"]["head"]["version"] == 29
+    assert [alert["kind"] for alert in overview["alerts"]] == ["silent"]
+    assert overview["replicas"][0]["lag"] is None
+    total = page.get("/api/chain").json()
+    assert total["edges"] == {"anchor": 1, "delta": 29}
+    assert total["encodings"] == {"step": 29, "dense": 1}
+    chart = page.get("/api/chart?first=10&last=12").json()
+    assert chart["versions"] == [10, 11, 12]
+    assert len(chart["density"]) == len(chart["nbytes"]) == 3
+    table = page.get("/api/versions?before=5&count=3").json()
+    assert [row["version"] for row in table["versions"]] == [4, 3, 2]
+    one = page.get("/api/versions/7").json()
+    assert (one["version"], one["edges"][0]["base"]) == (7, 6)
+    assert page.get("/api/versions/30").status_code == 404
+    track = page.get("/api/track").json()
+    assert track["held"] == {"http://127.0.0.1:1": [[0, None]]}
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["chart?first=-1", "chart?last=x", "versions?count=0", "versions?count=51", "versions/-1"],
+)
+def test_bad_questions_are_refused(watcher: Watcher, query: str) -> None:
+    assert browser(watcher).get(f"/api/{query}").status_code == 422
+
+
+def test_a_range_that_is_not_there_is_empty(watcher: Watcher) -> None:
+    page = browser(watcher)
+    assert page.get("/api/chart?first=500&last=600").json()["versions"] == []
+    assert page.get("/api/chart?first=9&last=3").json()["versions"] == []
+    assert page.get("/api/versions?before=0").json()["versions"] == []
+
+
+def test_an_engine_is_named_once(chain: Chain) -> None:
+    clients = [ReplicaClient(HERE), ReplicaClient(f"{HERE}/")]
+    with pytest.raises(ConfigError, match="twice"):
+        Watcher(ChainIndex(chain.store), clients, poll_s=1.0)
