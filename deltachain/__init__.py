@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from deltachain.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain as Chain
     from deltachain.control.client.fleet import Fleet as Fleet
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt as ApplyReceipt
     from deltachain.subscribe import SubscribeConfig as SubscribeConfig
     from deltachain.subscribe import Subscriber as Subscriber
-
-__version__: Final = "0.1.0"
 
 _HOME: Final = {
     "ApplyReceipt": "deltachain.subscribe",

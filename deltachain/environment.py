@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -45,28 +45,54 @@ def read(environment: Mapping[str, str]) -> dict[str, Any]:
     """Parse every variable that is set and not empty, by name without prefix.
 
     Raises:
-        ConfigError: A name is unknown, or a value is invalid.
+        ConfigError: A name is unknown, a value is invalid, or two variables exclude each other.
     """
-    found: dict[str, Any] = {}
-    for full, text in environment.items():
-        name = full.removeprefix(PREFIX)
-        if name == full or _is_of_kubernetes(name, text):
-            continue
+    for _, mistake in mistakes(environment):
+        raise mistake
+    ours = _ours(environment)
+    return {name: VARIABLES[name].parse(text) for name, text in ours.items() if text}
+
+
+def mistakes(environment: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
+    """Yield name and error of each variable that is unknown, invalid or excluded by another."""
+    ours = _ours(environment)
+    for name, text in ours.items():
         if name not in VARIABLES:
-            raise _unknown(full)
-        if text:
-            found[name] = _parsed(name, text)
-    return found
+            yield PREFIX + name, _unknown(PREFIX + name)
+        elif text:
+            try:
+                VARIABLES[name].parse(text)
+            except ValueError as exc:
+                yield PREFIX + name, _invalid(name, text, exc)
+    for name in FROM_FILE:
+        if ours.get(name) and ours.get(f"{name}_FILE"):
+            both = f"{PREFIX}{name} and {PREFIX}{name}_FILE are both set"
+            hint = "unset one of them; only the file can be changed while a program runs"
+            yield PREFIX + name, ConfigError(both, hint=hint)
 
 
 def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 - as it is parsed
-    """Parse one variable; return ``None`` if it is absent or empty.
+    """Check all variables and return one of them, parsed; ``None`` if it is absent or empty.
 
     Raises:
-        ConfigError: The value is invalid.
+        ConfigError: As :func:`read`.
     """
-    text = environment.get(PREFIX + name, "")
-    return _parsed(name, text) if text else None
+    return read(environment).get(name)
+
+
+def read_secret(environment: Mapping[str, str], name: str) -> str | Path:
+    """Return the value of a secret, or the file that holds it; empty if neither is set.
+
+    Args:
+        environment: Environment variables.
+        name: ``TOKEN`` or ``ENGINE_KEY``.
+
+    Raises:
+        ConfigError: As :func:`read`.
+    """
+    given = read(environment)
+    found: str | Path = given.get(f"{name}_FILE") or given.get(name, "")
+    return found
 
 
 def is_strict(environment: Mapping[str, str]) -> bool:
@@ -77,6 +103,16 @@ def is_strict(environment: Mapping[str, str]) -> bool:
     """
     strict = environment.get(f"{PREFIX}STRICT", "").lower() not in FALSE
     return bool(environment.get(f"{PREFIX}URL")) and strict
+
+
+def _ours(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with our prefix, by name without it."""
+    names = {full: full.removeprefix(PREFIX) for full in environment if full.startswith(PREFIX)}
+    return {
+        name: environment[full]
+        for full, name in names.items()
+        if not _is_of_kubernetes(name, environment[full])
+    }
 
 
 def _is_of_kubernetes(name: str, text: str) -> bool:
@@ -93,15 +129,10 @@ def _unknown(full: str) -> ConfigError:
     )
 
 
-def _parsed(name: str, text: str) -> Any:  # noqa: ANN401
-    variable = VARIABLES[name]
-    try:
-        return variable.parse(text)
-    except ValueError as exc:
-        shown = "set to another value" if name in SECRETS else f"{text!r}"
-        raise ConfigError(
-            f"{PREFIX}{name} is {shown}, expected {exc}", hint=f"meaning: {variable.meaning}"
-        ) from exc
+def _invalid(name: str, text: str, why: ValueError) -> ConfigError:
+    shown = "set to another value" if name in SECRETS else f"{text!r}"
+    meaning = VARIABLES[name].meaning
+    return ConfigError(f"{PREFIX}{name} is {shown}, expected {why}", hint=f"meaning: {meaning}")
 
 
 def _switch(text: str) -> bool:
@@ -157,7 +188,12 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "PAUSE": Variable("treatment of running requests during a swap", _line),
     "KEEP_CACHE": Variable("whether cached prefixes are kept across a swap", _switch),
     "TOKEN": Variable("bearer token that callers of the routes must send", _line),
+    "TOKEN_FILE": Variable("file with such tokens, one a line, read again when it changes", Path),
     "MAX_LAG": Variable("largest lag, in versions, of a server that reports ready", _count),
+    "MAX_SILENCE_S": Variable(
+        "largest time, in seconds, without an answer of the store, of a server that reports ready",
+        _seconds,
+    ),
     "BASE": Variable("local folder of the chain's base checkpoint", Path),
     "STAGE_BUDGET": Variable("bytes of staged and undo bits", _count),
     "POLL_S": Variable("seconds between polls for a new version", _seconds),
@@ -172,7 +208,15 @@ VARIABLES: Final[Mapping[str, Variable]] = {
         _seconds,
     ),
     "HF_CALLS": Variable("limit of requests to the Hub in 5 minutes", lambda text: _count(text, 1)),
+    "ENGINES": Variable(
+        "addresses of the replicas of a fleet: a list with commas, or a file with one a line", _line
+    ),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
+    "ENGINE_KEY_FILE": Variable(
+        "file with such keys, one a line, read again when it changes", Path
+    ),
+    "CLIENT_CERT": Variable("file of the client certificate for TLS, in PEM format", Path),
+    "CLIENT_KEY": Variable("file of its private key, if it is not in the same file", Path),
     "VENVS": Variable("folder of the virtual environments of engine tests", Path),
     "TEST_STRIKE": Variable("for tests: file with the faults to inject", str),
     "TEST_RENDEZVOUS": Variable("for tests: rendezvous address of ranks", str),
@@ -183,3 +227,6 @@ PLACES: Final = ("host", "device")
 
 SECRETS: Final = ("TOKEN", "ENGINE_KEY")
 """Variables whose values are never printed."""
+
+FROM_FILE: Final = SECRETS
+"""Variables that exclude another one, of the same name and ``_FILE``."""

@@ -21,4 +21,5 @@ def map_file(path: Path) -> memoryview:
     except ValueError as exc:  # mmap's error for an empty file
         raise MalformedError(f"{path} is empty", key=str(path)) from exc
     except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from exc
+        hint = "check the path, and who may read it"
+        raise ConfigError(f"{path}: {exc.strerror}", hint=hint) from exc

@@ -48,6 +48,19 @@ class Backoff:
 _PAUSES: Final = Backoff(0.1, 5.0)
 
 
+MOST_POLLS: Final = 32
+"""Upper bound of the back-off of a follow loop after repeated failures, in poll intervals."""
+
+
+def between_polls(poll_s: float) -> Backoff:
+    """Return the pauses of a follow loop: 25 % random around ``poll_s``, longer after failures.
+
+    Args:
+        poll_s: Seconds between two polls, on average.
+    """
+    return Backoff(1.25 * poll_s, 1.25 * poll_s * MOST_POLLS, random_share=0.4)
+
+
 def shortly_after(seconds: float) -> float:
     """Return a random wait slightly longer than ``seconds``, as many callers may wait for it."""
     return seconds + random.uniform(0.1, 0.6)  # noqa: S311

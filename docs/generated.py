@@ -1,4 +1,4 @@
-"""Blocks of documents that are made from the code: layers, errors and commands.
+"""Blocks of documents that are made from the code: layers, errors, commands and metrics.
 
 ::
 
@@ -23,6 +23,7 @@ from typer.main import get_command
 from deltachain import errors
 from deltachain.cli.app import PANELS, app
 from deltachain.errors import DeltaChainError
+from deltachain.figures import COUNTERS, GAUGES
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 
@@ -148,10 +149,22 @@ def _first(docstring: str | None) -> str:
     return _ROLE.sub(r"`\1`", line).replace("``", "`")
 
 
+def metrics() -> str:
+    """Every metric, its type, and what it means."""
+    kinds = ((GAUGES, "gauge", ""), (COUNTERS, "counter", "_total"))
+    rows = [
+        f"| `deltachain_{name}{end}` | {kind} | {about.rstrip('.')} |"
+        for known, kind, end in kinds
+        for name, about in known.items()
+    ]
+    return "\n".join(("| metric | type | meaning |", "|---|---|---|", *rows))
+
+
 MAKERS: Final[dict[str, Callable[[], str]]] = {
     "layers": layers,
     "exits": exits,
     "commands": commands,
+    "metrics": metrics,
 }
 
 

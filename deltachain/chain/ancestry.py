@@ -24,6 +24,12 @@ costs less than reading a long history."""
 PLAN_WINDOWS: Final = 24
 """Windows read for a plan from the held version when a plan from nothing is known."""
 
+PRUNED: Final = (
+    "pruned payloads do not come back: choose a version that was kept (`deltachain verify` lists "
+    "them), and tag those that you may want again"
+)
+"""Hint for a version that no plan leads to, because of a prune."""
+
 
 class Past:
     """The history of a chain, read from the edge lists of few manifests.
@@ -102,7 +108,15 @@ class Past:
             if search.add(self._skips.edges(search.starts, version, without=without)):
                 with suppress(BrokenChainError):
                     plan = search.end()
-        return plan or self._plan_back(held, target, search)
+        if plan is not None:
+            return plan
+        try:
+            return self._plan_back(held, target, search)
+        except BrokenChainError as exc:
+            if not pruned and self._prunes.is_pruned(target.manifest.summary()):
+                message = f"{exc.args[0]}: its payloads were pruned"
+                raise BrokenChainError(message, version=target.version, hint=PRUNED) from exc
+            raise
 
     def _leave_out_pruned(self, search: _Search) -> None:
         self._prunes.refresh()

@@ -54,7 +54,10 @@ class VersionChoice:
         given = [name for name in ("version", "step", "at") if getattr(self, name) is not None]
         given += ["tag"] if self.tag else []
         if len(given) > 1:
-            raise ConfigError(f"{' and '.join(given)} exclude each other: each names a version")
+            raise ConfigError(
+                f"{' and '.join(given)} exclude each other: each names a version",
+                hint="give one of them",
+            )
 
     @property
     def is_search(self) -> bool:

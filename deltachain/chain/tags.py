@@ -177,8 +177,9 @@ def check_name(name: str) -> str:
     """
     if NAME.fullmatch(name) is None:
         raise ConfigError(
-            f"{name[:140]!r} is not a name of 1 to 128 characters from A-Z a-z 0-9 . _ - that "
-            "does not begin with a dot"
+            f"{name[:140]!r} is not a name of a tag",
+            hint="1 to 128 characters from A-Z a-z 0-9 . _ - that do not begin with a dot, such as "
+            "eval-step-4000",
         )
     return name
 

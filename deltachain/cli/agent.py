@@ -10,29 +10,33 @@ from typing import Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.follow import show_version, stopping
+from deltachain.cli.follow import held, show_version, stopping
 from deltachain.cli.options import (
     AsJsonLines,
     Base,
     KeyFile,
+    MetricsAddress,
     Once,
     Out,
     Poll,
     TrustRemoteCode,
     secret,
 )
+from deltachain.cli.serving import follower_metrics
 from deltachain.errors import ConfigError
 
 
 def agent(  # noqa: PLR0913 - one argument an option
-    url: Annotated[str | None, typer.Argument(metavar="URL", help="URL of the chain.")] = None,
+    url: Annotated[
+        str | None, typer.Argument(metavar="URL", help="The chain; or give it as --chain.")
+    ] = None,
     *,
     engine: Annotated[
         str, typer.Option(metavar="URL", help="Address of the server, which must see --out.")
     ],
     out: Out,
     chain: Annotated[
-        str | None, typer.Option(metavar="URL", help="URL of the chain, instead of the argument.")
+        str | None, typer.Option(metavar="URL", help="The chain, in place of the argument URL.")
     ] = None,
     adapter: Annotated[
         str | None,
@@ -47,6 +51,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     once: Once = False,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
+    metrics: MetricsAddress = None,
     as_json: AsJsonLines = False,
 ) -> None:
     """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
@@ -81,15 +86,19 @@ def agent(  # noqa: PLR0913 - one argument an option
         if adapter
         else ReloadServer(engine, key=key)
     )
-    with Agent(config, folder, server) as led, stopping(stop, led.subscriber.notify) as by:
+    with (
+        Agent(config, folder, server) as led,
+        follower_metrics(led.subscriber, metrics, engine="agent", follows=not once) as looked,
+        stopping(stop, led.subscriber.notify) as by,
+    ):
         if once:
             receipt = led.update()
             if receipt is not None:
                 show_version(receipt, as_json=as_json)
         else:
-            for receipt in led.follow(stop):
+            for receipt in led.follow(stop, looked=looked):
                 show_version(receipt, as_json=as_json)
         if not as_json:
-            c.say(f"{engine} holds version {led.subscriber.version}", "dim")
+            c.say(f"{engine} holds {held(led.subscriber.version)}", "dim")
     if signal.SIGINT in by:
         raise typer.Exit(130)

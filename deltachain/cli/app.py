@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -11,12 +12,14 @@ import typer
 from typer.core import TyperGroup
 
 import deltachain
+from deltachain import environment
 from deltachain.cli.agent import agent
 from deltachain.cli.bench import bench
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.demo import demo
 from deltachain.cli.demo_async import demo_async
 from deltachain.cli.diff import diff, patch
+from deltachain.cli.doctor import doctor
 from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
 from deltachain.cli.inspecting import inspect
@@ -47,8 +50,21 @@ EXTRAS: Final = {
     "adlfs": "azure",
     "cryptography": "signing",
     "fastapi": "server",
+    "simpy": "bench",
+    "prometheus_client": "server",
 }
 """Extra of deltachain, by package."""
+
+
+_FILE_HINTS: Final = {
+    errno.ENOENT: "check the path; a file that is to be written needs its folder",
+    errno.EACCES: "check who may read and write there",
+    errno.EROFS: "name a folder that can be written to",
+    errno.ENOSPC: "free some space, or name a folder on another disk",
+    errno.EISDIR: "name a file, not a folder",
+    errno.ENOTDIR: "name a folder, not a file",
+}
+"""Hints for errors of the file system."""
 
 
 class Commands(TyperGroup):
@@ -59,6 +75,7 @@ class Commands(TyperGroup):
         end = args.index("--") if "--" in args else len(args)
         if "--debug" in args[:end]:
             args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
+        ctx.meta[_WORDS] = args[:end]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own
@@ -69,7 +86,7 @@ class Commands(TyperGroup):
             explained = explain(error)
             if explained is None or ctx.params.get("debug"):
                 raise
-            say_error(explained)
+            say_error(explained, as_json="--json" in ctx.meta[_WORDS])
             raise typer.Exit(explained.exit_code) from error
         except KeyboardInterrupt:
             if ctx.params.get("debug"):
@@ -87,7 +104,8 @@ def explain(error: Exception) -> DeltaChainError | None:
         hint = f"pip install 'deltachain[{extra}]'"
         return ConfigError(f"{error.name} is not installed", hint=hint) if extra else None
     if isinstance(error, OSError) and error.errno != errno.EPIPE:
-        return DeltaChainError(f"{error.filename or 'a file'}: {error.strerror or error}")
+        said = f"{error.filename or 'a file'}: {error.strerror or error}"
+        return DeltaChainError(said, hint=_FILE_HINTS.get(error.errno or 0, ""))
     return None
 
 
@@ -106,8 +124,16 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_WORDS: Final = "deltachain.words"
+"""Name in the context's ``meta`` of the words of the command line, up to ``--``."""
+
+UNCHECKED: Final = {"doctor", "-h", "--help"}
+"""Words with which mistakes in the environment end no command: ``doctor`` tells all of them."""
+
+
 @app.callback()
 def options(
+    context: typer.Context,
     *,
     version: Annotated[
         bool,
@@ -118,10 +144,12 @@ def options(
     """Publish changed bits of model weights, and write them into live inference weights."""
     del version, debug
     show_warnings()
+    if not UNCHECKED.intersection(context.meta[_WORDS]):
+        environment.read(os.environ)
 
 
 PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
-    "Look": (log, inspect, verify, stats, tag),
+    "Look": (log, inspect, verify, stats, tag, doctor),
     "Publish and follow": (push, pull, follow, revert),
     "Maintain": (maintain, prune, anchor, mirror),
     "Signatures": (keygen, sign),

@@ -1,7 +1,7 @@
 """Console output: messages on stderr, results on stdout.
 
 With ``--json`` a command writes one JSON object to stdout (``follow`` and ``agent``: one a line),
-and everything else to stderr.
+and everything else to stderr; an error is a JSON object there, on the last line.
 """
 
 from __future__ import annotations
@@ -54,13 +54,27 @@ def say(words: str, style: str = "") -> None:
     err().print(Text(clean(words), style), soft_wrap=True)
 
 
-def say_error(error: DeltaChainError) -> None:
-    """Print an error and its hint on stderr."""
+def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
+    """Print an error and its hint on stderr; with ``as_json``, as one JSON object on one line."""
+    if as_json:
+        sys.stderr.write(json.dumps({"error": error_row(error)}, ensure_ascii=False) + "\n")
+        return
     message = clean(str(error.args[0]) if error.args else type(error).__name__)
     text = Text.assemble(("error  ", "bold red"), (message, "red"))
     if error.hint:
         text.append_text(Text.assemble("\n", ("hint   ", "bold red"), (clean(error.hint), "red")))
     err().print(text, soft_wrap=True)
+
+
+def error_row(error: DeltaChainError) -> dict[str, Any]:
+    """Convert an error to JSON fields."""
+    return {
+        "type": type(error).__name__,
+        "message": str(error.args[0]) if error.args else "",
+        "hint": error.hint,
+        "exit_code": error.exit_code,
+        "retryable": error.retryable,
+    }
 
 
 def say_interrupted() -> None:
@@ -130,6 +144,11 @@ def _scaled(value: float) -> str:
         value /= 1000
     digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
     return f"{value:.{digits}f} {unit}"
+
+
+def plural(n: int, noun: str) -> str:
+    """Format a number of things: ``1 object``, ``2,000 objects``."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def percent(share: float) -> str:

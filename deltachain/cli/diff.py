@@ -11,12 +11,12 @@ import typer
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, Encode
 
-Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint folder, or one safetensors file.")]
+_CHECKPOINT = "A checkpoint folder, or one safetensors file."
 
 
 def diff(
-    old: Checkpoint,
-    new: Checkpoint,
+    old: Annotated[Path, typer.Argument(metavar="OLD", help=_CHECKPOINT)],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help=_CHECKPOINT)],
     *,
     out: Annotated[
         Path, typer.Option("--out", "-o", metavar="FILE", help="The delta file to write.")
@@ -63,8 +63,8 @@ def diff(
 
 
 def patch(
-    base: Checkpoint,
-    delta: Annotated[Path, typer.Argument(help="A delta file.")],
+    base: Annotated[Path, typer.Argument(metavar="BASE", help=_CHECKPOINT)],
+    delta: Annotated[Path, typer.Argument(metavar="DELTA", help="A delta file.")],
     *,
     out: Annotated[
         Path,

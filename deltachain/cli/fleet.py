@@ -3,20 +3,36 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.text import Text
+from rich.live import Live
 
+from deltachain import environment
 from deltachain.cli import console as c
+from deltachain.cli.follow import stopping
 from deltachain.cli.options import AsJson, KeyFile, TokenFile, secret
+from deltachain.cli.replica_table import replica_json, replica_table
 from deltachain.errors import ConfigError, ControlPlaneError
-from deltachain.threads import Pool
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from deltachain.control.client.comparison import HealthLimits, ReplicaRow
     from deltachain.control.client.replica import ReplicaClient
+    from deltachain.control.client.roster import ReplicaAnswer, Roster
     from deltachain.replica.status import ReplicaStatus
+
+ACTION_S: Final = 600.0
+"""Seconds for which an action is waited for: a large update takes long."""
 
 
 class Verb(StrEnum):
@@ -35,12 +51,27 @@ class Verb(StrEnum):
 VERSIONED = (Verb.STAGE, Verb.UPDATE, Verb.ROLLBACK)
 
 
-def fleet(
+def fleet(  # noqa: PLR0913 - one argument an option
     verb: Annotated[Verb, typer.Argument(help="The action.")],
     engines: Annotated[
-        list[str], typer.Argument(metavar="ENGINE...", help="Addresses of the replicas.")
-    ],
+        list[str] | None,
+        typer.Argument(
+            metavar="[ENGINE...]",
+            help="Addresses of the replicas: http://HOST:PORT, or dns://NAME:PORT for all that a "
+            "name stands for. Default: the inventory.",
+        ),
+    ] = None,
     *,
+    inventory: Annotated[
+        Path | None,
+        typer.Option(
+            "--inventory",
+            "-i",
+            metavar="FILE",
+            help="Holds one address a line. Default: the variable DELTACHAIN_ENGINES, a list with "
+            "commas or such a file.",
+        ),
+    ] = None,
     version: Annotated[
         int | None,
         typer.Option(
@@ -49,97 +80,141 @@ def fleet(
             help="For stage, update and rollback. Default: the head; of rollback the previous one.",
         ),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Ask for the status again and again.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=0.1, metavar="S", help="Seconds between two rounds of `--watch`.")
+    ] = 2.0,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            metavar="S",
+            help="Seconds after which a replica has failed. Default: 5 for status, else 600.",
+        ),
+    ] = None,
+    max_lag: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Lag, in versions, above which a replica is stale."),
+    ] = None,
+    max_silence: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="Seconds without an answer of its store after which a replica is cut off.",
+        ),
+    ] = 60.0,
     token_file: TokenFile = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Query or control replicas in parallel.
+    """Query or control replicas in parallel; the worst come first.
 
-    Exits with 7 if a replica fails.
+    All are asked at once, and compared: the lag is behind the newest version that any of them has
+    seen. Exits with 7 if one failed, is poisoned, in doubt, cut off from its store, or stale.
 
     Example: `deltachain fleet status http://a:8000 http://b:30000`
 
+    Example: `deltachain fleet status --inventory replicas.txt --watch`
+
+    Example: `deltachain fleet status dns://policy.default.svc:8000 --max-lag 3`
+
     Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
-    from deltachain.control.client.replica import ReplicaClient
+    from deltachain.control.client.comparison import HealthLimits
+    from deltachain.control.client.roster import STATUS_S, Roster
 
     if version is not None and verb not in VERSIONED:
         raise ConfigError(f"{verb} does not take a version")
+    if watch and verb is not Verb.STATUS:
+        raise ConfigError(f"--watch repeats a question, and {verb} is none", hint="watch `status`")
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
-    with Pool(len(engines)) as pool:
-        clients = [ReplicaClient(engine, token=token, key=key) for engine in engines]
-        found = list(pool.map(lambda client: _ask(client, verb, version), clients))
-    rows = compared([_row(client.url, one) for client, one in zip(clients, found, strict=True)])
-    if as_json:
-        c.write_json({"replicas": rows})
-    else:
-        _show(rows)
-    if any(isinstance(one, ControlPlaneError) for one in found):
+    seconds = timeout or (STATUS_S if verb is Verb.STATUS else ACTION_S)
+    limits = HealthLimits(lag=max_lag, silence_s=max_silence)
+    entries = _entries(engines or [], inventory)
+    with Roster(entries, token=token, key=key, timeout_s=seconds) as roster:
+        round_ = partial(_round, roster, partial(_ask, verb, version), limits, as_json=as_json)
+        rows = _watch(round_, every, as_json=as_json) if watch else round_()
+    if any(row.is_alarming for row in rows):
         raise typer.Exit(ControlPlaneError.exit_code)
 
 
-def _ask(
-    client: ReplicaClient, verb: Verb, version: int | None
-) -> ReplicaStatus | ControlPlaneError:
+def _entries(engines: Sequence[str], inventory: Path | None) -> Sequence[str]:
+    """Return the addresses: of the command line, else of a file, else of the environment.
+
+    Raises:
+        ConfigError: There are none, or both of the first two.
+    """
+    from deltachain.control.client.inventory import parse_inventory, read_inventory
+
+    if engines and inventory is not None:
+        raise ConfigError("addresses and --inventory exclude each other", hint="give one of them")
+    if inventory is not None:
+        return read_inventory(inventory)
+    given: str = environment.read(os.environ).get("ENGINES", "")
+    if not engines and not given:
+        raise ConfigError(
+            "no replica is given",
+            hint="give addresses, --inventory FILE or the variable DELTACHAIN_ENGINES",
+        )
+    return engines or parse_inventory(given)
+
+
+def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> ReplicaStatus:
     arguments = () if version is None else (version,)
-    try:
-        with client:
-            answer: ReplicaStatus = getattr(client, verb.value)(*arguments)
-            return answer
-    except ControlPlaneError as exc:
-        return exc
+    answer: ReplicaStatus = getattr(client, verb.value)(*arguments)
+    return answer
 
 
-def _row(url: str, found: ReplicaStatus | ControlPlaneError) -> dict[str, Any]:
-    if isinstance(found, ControlPlaneError):
-        return {"engine": url, "error": str(found.args[0]), "hint": found.hint}
-    return {
-        "engine": url,
-        "version": found.version,
-        "manifest": found.manifest,
-        "state": found.state,
-        "head": found.head,
-        "lag_versions": found.lag_versions,
-        "staged": found.staged,
-        "ready": found.ready,
-        "reason": found.reason,
-        "trouble": found.trouble,
-        "doubt": found.doubt,
-    }
+def _round(
+    roster: Roster,
+    question: Callable[[ReplicaClient], ReplicaStatus],
+    limits: HealthLimits,
+    live: Live | None = None,
+    *,
+    as_json: bool,
+) -> list[ReplicaRow]:
+    """Ask all replicas once; draw rows as they come, or write one JSON object at the end."""
+    from deltachain.control.client.comparison import compare
+
+    answers: dict[str, ReplicaAnswer] = {}
+    if as_json:
+        answers.update(roster.ask(question))
+        rows = compare(answers, limits)
+        places = list(dict.fromkeys((*roster.engines, *answers)))  # as given, for scripts
+        given = sorted(rows, key=lambda row: places.index(row.engine))
+        c.write_json({"replicas": [replica_json(row) for row in given]})
+        return rows
+    with nullcontext(live) if live else _live() as shown:
+        for url, answer in roster.ask(question):
+            answers[url] = answer
+            if live is None:  # while watching, the round before stays until this one is complete
+                rest = max(0, len(roster.engines) - len(answers))
+                shown.update(_drawn(shown, compare(answers, limits), rest))
+        rows = compare(answers, limits)
+        shown.update(_drawn(shown, rows, 0), refresh=True)
+    return rows
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows, with a doubt for replicas of equal version but different manifests."""
-    manifests: dict[int | None, set[str]] = {}
-    for row in rows:
-        if row.get("manifest"):
-            manifests.setdefault(row["version"], set()).add(row["manifest"])
-    return [
-        row | {"doubt": row["doubt"] or f"others hold another version {row['version']}"}
-        if len(manifests.get(row.get("version"), ())) > 1
-        else row
-        for row in rows
-    ]
+def _live() -> Live:
+    return Live(console=c.out(), refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
-    table = c.table("engine", ">version", ">head", ">lag", "state", "how it is")
-    for row in rows:
-        numbers = [_number(row.get(name)) for name in ("version", "head", "lag_versions")]
-        state = (row.get("state") or "")[:8]
-        table.add_row(c.clean(row["engine"]), *numbers, Text(state, "dim"), _how(row))
-    c.out().print(table)
+def _drawn(live: Live, rows: Sequence[ReplicaRow], waiting: int) -> RenderableType:
+    return replica_table(rows, waiting, live.console.width)
 
 
-def _how(row: dict[str, Any]) -> Text:
-    if "error" in row:
-        return Text(c.clean(row["error"].removeprefix(f"{row['engine']}")).strip(": "), "red")
-    how = Text("ready", "green") if row["ready"] else Text(c.clean(row["reason"]), "yellow")
-    for said in dict.fromkeys((row["trouble"], row["doubt"])):
-        if said and said != row["reason"]:
-            how.append(f"  {c.clean(said)}", "red")
-    return how
-
-
-def _number(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _watch(
+    round_: Callable[..., list[ReplicaRow]], every_s: float, *, as_json: bool
+) -> list[ReplicaRow]:
+    """Ask round after round until Ctrl-C or SIGTERM; return the last rows."""
+    stop, rows = Event(), []
+    with stopping(stop) as by, nullcontext() if as_json else _live() as live:
+        while not stop.is_set():
+            rows = round_(live)
+            stop.wait(every_s)
+    if signal.SIGINT in by:
+        raise typer.Exit(130)
+    return rows

@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJsonLines, Base, Once, Out, Poll, TrustRemoteCode, Url
+from deltachain.cli.options import (
+    AsJsonLines,
+    Base,
+    MetricsAddress,
+    Once,
+    Out,
+    Poll,
+    TrustRemoteCode,
+    Url,
+)
+from deltachain.cli.serving import follower_metrics
 
 if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt, Subscriber
@@ -31,6 +41,7 @@ def follow(  # noqa: PLR0913 - one argument an option
     once: Once = False,
     base: Base = None,
     trust_remote_code: TrustRemoteCode = False,
+    metrics: MetricsAddress = None,
     as_json: AsJsonLines = False,
 ) -> None:
     """Keep a folder at the head of a chain.
@@ -39,6 +50,8 @@ def follow(  # noqa: PLR0913 - one argument an option
     crash or kill at any moment, the next start continues.
 
     Example: `deltachain follow /mnt/policy --out policy --poll 5`
+
+    Example: `deltachain follow /mnt/policy --out policy --metrics 9095`
     """
     from deltachain.subscribe import SubscribeConfig, Subscriber
     from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
@@ -46,18 +59,19 @@ def follow(  # noqa: PLR0913 - one argument an option
     config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
     stop = Event()
     with Subscriber(config, OwnFolder(out)) as subscriber, stopping(stop, subscriber.notify) as by:
-        receipts = _catch_up if once else _follow
-        for receipt in receipts(subscriber, stop, every_version=every_version):
-            write_assets(subscriber.chain, out, trusted=trust_remote_code)
-            show_version(receipt, as_json=as_json)
+        with follower_metrics(subscriber, metrics, engine="follow", follows=not once) as looked:
+            receipts = (
+                _catch_up(subscriber, stop, every_version=every_version)
+                if once
+                else subscriber.follow(stop=stop, every_version=every_version, looked=looked)
+            )
+            for receipt in receipts:
+                write_assets(subscriber.chain, out, trusted=trust_remote_code)
+                show_version(receipt, as_json=as_json)
         if not as_json:
-            c.say(f"{out} holds version {subscriber.version}", "dim")
+            c.say(f"{out} holds {held(subscriber.version)}", "dim")
     if signal.SIGINT in by:
         raise typer.Exit(130)
-
-
-def _follow(subscriber: Subscriber, stop: Event, *, every_version: bool) -> Iterator[ApplyReceipt]:
-    return subscriber.follow(stop=stop, every_version=every_version)
 
 
 def _catch_up(
@@ -74,6 +88,11 @@ def _catch_up(
         if receipt is None:
             return
         yield receipt
+
+
+def held(version: int | None) -> str:
+    """Name what is held in a message."""
+    return "no version: the chain had none yet" if version is None else f"version {version}"
 
 
 def receipt_row(receipt: ApplyReceipt) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import typer
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, At, AtStep, TagName, choice_of
 from deltachain.cli.signing import signed, signers
+from deltachain.errors import BrokenChainError, ObjectNotFoundError
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
@@ -101,6 +102,7 @@ def _chain(url: str, choice: VersionChoice, *, anchor: bool, tensor_table: bool)
 
 
 def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
+    from deltachain.chain.ancestry import PRUNED
     from deltachain.chain.chain import Chain
     from deltachain.chain.fetch import fetch
     from deltachain.chain.plan import Plan
@@ -109,9 +111,16 @@ def _edge(chain: Chain, edge: EdgeSummary) -> dict[str, Any]:
 
     plan = Plan(held=edge.base, target=edge.version, edges=(edge,))
     refs = chain.edge(edge).parts
-    with watching(chain.store, f"reading version {edge.version}") as store:
-        parts = fetch(Chain(store, chain.identity, chain.table, trust=chain.trust), plan).parts
-        contents = dissect(parts, [ref.nbytes for ref in refs])
+    try:
+        with watching(chain.store, f"reading version {edge.version}") as store:
+            parts = fetch(Chain(store, chain.identity, chain.table, trust=chain.trust), plan).parts
+            contents = dissect(parts, [ref.nbytes for ref in refs])
+    except ObjectNotFoundError as exc:
+        chain.prunes.refresh()
+        if not chain.prunes.is_pruned(edge):
+            raise
+        message = f"the {edge.kind} to version {edge.version} was pruned"
+        raise BrokenChainError(message, version=edge.version, hint=PRUNED) from exc
     return {"objects": [ref.key for ref in refs], "contents": contents}
 
 
@@ -121,7 +130,6 @@ def _newest_anchor(chain: Chain, committed: Committed) -> EdgeSummary:
     Raises:
         BrokenChainError: There is no anchor.
     """
-    from deltachain.errors import BrokenChainError
     from deltachain.verify import edge_records
 
     added = (summary for _, summary in edge_records(chain, 0, committed.version))
@@ -174,18 +182,15 @@ def _show_facts(report: Mapping[str, Any]) -> None:
             f"{contents['tensors']:,} tensors"
         )
         named["size"] = (
-            f"{c.nbytes(contents['nbytes'])} in {_plural(contents['parts'], 'object')}"
+            f"{c.nbytes(contents['nbytes'])} in {c.plural(contents['parts'], 'object')}"
             + (f", {bits:.2f} bits an element" if bits else "")
         )
         named["layout"] = (
-            f"{_plural(contents['frames'], 'frame')}, {_plural(contents['segments'], 'segment')}, "
+            f"{c.plural(contents['frames'], 'frame')}, "
+            f"{c.plural(contents['segments'], 'segment')}, "
             f"header and directory {c.nbytes(contents['directory_nbytes'])}"
         )
     c.out().print(c.facts(**named))
-
-
-def _plural(n: int, noun: str) -> str:
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
 def _show_contents(contents: Mapping[str, Any], limit: int | None) -> None:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
+from rich.cells import cell_len
 from rich.text import Text
 
 from deltachain.cli import console as c
@@ -29,8 +30,11 @@ COLUMNS: Final = (
 )
 """Columns; ``bits``: payload bits for each change; ``dense``: payload over size of all weights."""
 
-GIVE_WAY: Final = (">epoch", "committed")
-FULL_WIDTH: Final = 98
+GIVE_WAY: Final = (">epoch", "committed", ">dense", ">bits", ">density")
+"""Columns that are left out where the terminal is too narrow, in this order."""
+
+BETWEEN: Final = 2
+"""Spaces between two columns."""
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
@@ -156,19 +160,35 @@ def _show(
             **({"signed by": by} if (by := signed(signers(head))) else {}),
         )
     )
-    versions = list(versions)
-    columns = [name for name in COLUMNS if out.width >= FULL_WIDTH or name not in GIVE_WAY]
-    if any(version["signatures"] for version in versions):
-        columns.append("signed by")
-    grid = c.table(*columns)
+    rows: list[tuple[Mapping[str, Text | str], str]] = []
+    columns = [*COLUMNS]
     for version in versions:
-        row = _row(version)
-        grid.add_row(*(row[name] for name in columns))
-        for edge in version["edges"]:
-            added = _added(edge)
-            grid.add_row(*(added.get(name, "") for name in columns), style="dim")
+        rows.append((_row(version), ""))
+        rows += [(_added(edge), "dim") for edge in version["edges"]]
+        if version["signatures"] and "signed by" not in columns:
+            columns.append("signed by")
+    columns = _fitting(columns, [row for row, _ in rows], out.width)
+    grid = c.table(*columns)
+    for row, style in rows:
+        grid.add_row(*(row.get(name, "") for name in columns), style=style)
     out.print()
     out.print(grid)
+
+
+def _fitting(
+    columns: Sequence[str], rows: Sequence[Mapping[str, Text | str]], width: int
+) -> list[str]:
+    """Leave out columns, those of ``GIVE_WAY`` in turn, until a table fits."""
+    widths = {
+        name: max(cell_len(name.lstrip(">")), *(cell_len(str(row.get(name, ""))) for row in rows))
+        for name in columns
+    }
+    left = list(columns)
+    for name in GIVE_WAY:
+        if sum(widths[one] + BETWEEN for one in left) - BETWEEN <= width:
+            break
+        left.remove(name)
+    return left
 
 
 def _row(version: Mapping[str, Any]) -> dict[str, Text | str]:

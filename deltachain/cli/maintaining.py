@@ -15,7 +15,13 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, AsJsonLines, Base, Once, Url
-from deltachain.errors import BrokenChainError, ChainError, ConfigError, DeltaChainError
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    DeltaChainError,
+    ObjectNotFoundError,
+)
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
@@ -92,21 +98,23 @@ def maintain(  # noqa: PLR0913 - one argument an option
     Each round folds deltas into skips over 8, 64 and 512 versions, adds an anchor if joining has
     become expensive, and prunes: a record names the edges that are no longer used, and their
     objects are deleted when the grace is over. Runs anywhere, beside publishers, followers and
-    other maintainers. It needs the right to write, and no torch.
+    other maintainers. It waits for a chain that nobody has made yet, needs the right to write, and
+    no torch.
 
     Example: `deltachain maintain s3://bucket/run-1 --every 5m --keep-last 500`
     """
-    chain = _open(url)
     rule = _rule(keep_last, keep_within, keep_every, tags=keep_tags)
-    maintainer = _maintainer(chain, rule, seconds(grace), base, delete=delete)
-    maintainer.copy = copy
-    stop, pause = Event(), seconds(every)
+    stop, pause, grace_s = Event(), seconds(every), seconds(grace)
+    maintainer: Maintainer | None = None
     with _until_interrupted(stop):
         while not stop.is_set():
             try:
+                maintainer = maintainer or _maintainer(
+                    _open(url), rule, grace_s, base, copy, delete=delete
+                )
                 found = maintainer.round()
             except DeltaChainError as error:
-                if once or not error.retryable:
+                if once or not _may_pass(error, is_open=maintainer is not None):
                     raise
                 c.say_error(error)  # the next round tries again
             else:
@@ -224,18 +232,24 @@ def _pruner(chain: Chain, rule: KeepRule, grace_s: float) -> Any:  # noqa: ANN40
     return Pruner(Survey(chain), rule, grace_s=grace_s)
 
 
+def _may_pass(error: DeltaChainError, *, is_open: bool) -> bool:
+    """Return whether a later round may succeed: a chain may not be made yet."""
+    return error.retryable or (not is_open and isinstance(error, ObjectNotFoundError))
+
+
 def _maintainer(
     chain: Chain,
     rule: KeepRule | None,
     grace_s: float,
     base: Path | None,
+    copy: Path | None = None,
     *,
     delete: bool,
 ) -> Maintainer:
     from deltachain.maintain import Maintainer
 
     pruner = _pruner(chain, rule, grace_s) if delete and rule else None
-    return Maintainer(chain, pruner, base=base)
+    return Maintainer(chain, pruner, base=base, copy=copy)
 
 
 @contextmanager
@@ -271,7 +285,7 @@ def _tell(found: Maintained, *, as_json: bool) -> None:
     words = []
     if found.skips:
         size = c.nbytes(sum(edge.nbytes for edge in found.skips))
-        words.append(f"{len(found.skips)} skips added, {size}")
+        words.append(f"{c.plural(len(found.skips), 'skip')} added, {size}")
     words += [f"anchor of version {e.version} added, {c.nbytes(e.nbytes)}" for e in found.anchors]
     pruned = found.pruned
     if pruned is not None and (pruned.retired or pruned.due or pruned.orphans):
@@ -311,8 +325,8 @@ def _pruned(plan: PrunePlan) -> dict[str, Any]:
 
 def _prune_words(report: dict[str, Any]) -> list[str]:
     deleted, waiting = report["deleted"], report["waiting"]
-    words = [f"{report['retired']:,} edges retired"]
-    words.append(f"{deleted['objects']:,} objects deleted, {c.nbytes(deleted['nbytes'])}")
+    words = [f"{c.plural(report['retired'], 'edge')} retired"]
+    words.append(f"{c.plural(deleted['objects'], 'object')} deleted, {c.nbytes(deleted['nbytes'])}")
     if deleted["orphans"]:
         words.append(f"{deleted['orphans']:,} of them orphans")
     if waiting["objects"]:
@@ -326,10 +340,11 @@ def _show_prune(report: dict[str, Any]) -> None:
     c.out().print(
         c.facts(
             head=f"version {report['head']}",
-            retired=f"{report['retired']:,} edges {would}retired now",
-            deleted=f"{deleted['objects']:,} objects {would}deleted, {c.nbytes(deleted['nbytes'])}"
+            retired=f"{c.plural(report['retired'], 'edge')} {would}retired now",
+            deleted=f"{c.plural(deleted['objects'], 'object')} {would}deleted, "
+            f"{c.nbytes(deleted['nbytes'])}"
             + (f", {deleted['orphans']:,} of them orphans" if deleted["orphans"] else ""),
-            waiting=f"{waiting['objects']:,} objects wait for the grace, "
+            waiting=f"{c.plural(waiting['objects'], 'object')} to delete after the grace, "
             f"{c.nbytes(waiting['nbytes'])}",
         )
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from collections.abc import Iterator
+from functools import partial
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,12 +15,12 @@ import typer
 import deltachain
 from deltachain.cli import console as c
 from deltachain.cli.follow import stopping
-from deltachain.cli.options import Poll
+from deltachain.cli.options import AsJsonLines, MetricsAddress, Poll
+from deltachain.cli.serving import served_metrics
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deltachain.mirror import Mirror, MirrorReceipt
-    from deltachain.store import Store
+    from deltachain.mirror import MirrorReceipt
 
 
 def mirror(  # noqa: PLR0913 - one argument an option
@@ -47,9 +47,8 @@ def mirror(  # noqa: PLR0913 - one argument an option
         typer.Option("--promote", help="End the mirror SRC, so that a publisher may go on there."),
     ] = False,
     poll: Poll = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
-    ] = False,
+    metrics: MetricsAddress = None,
+    as_json: AsJsonLines = False,
 ) -> None:
     """Copy a chain into another store, byte for byte, in the order of dependence.
 
@@ -69,7 +68,14 @@ def mirror(  # noqa: PLR0913 - one argument an option
     stop = Event()
     with stopping(stop) as by:
         done = _copy(
-            source, destination, stop, follow=follow, start=start, poll=poll, lines=as_json
+            source,
+            destination,
+            stop,
+            follow=follow,
+            start=start,
+            poll=poll,
+            metrics=metrics,
+            lines=as_json,
         )
     if not as_json:
         c.say(done, "dim")
@@ -82,7 +88,8 @@ def _promote(url: str, other: str | None, *, as_json: bool) -> None:
     from deltachain.store import open_store
 
     if other is not None:
-        raise ConfigError("--promote takes one URL, that of the mirror")
+        hint = "deltachain mirror --promote URL"
+        raise ConfigError("--promote takes one URL, that of the mirror", hint=hint)
     version = promote(open_store(url, writer=True))
     if as_json:
         c.write_json({"url": url, "version": version})
@@ -98,14 +105,17 @@ def _copy(  # noqa: PLR0913 - one argument an option
     follow: bool,
     start: str | None,
     poll: float | None,
+    metrics: str | None,
     lines: bool,
 ) -> str:
     """Mirror a chain, and show each version; return what was done."""
     from deltachain.cli.progress import moving
     from deltachain.mirror import Mirror
+    from deltachain.mirror import follow as keep
+    from deltachain.mirror.figures import MirrorTotals
     from deltachain.store import open_store
 
-    there = open_store(source)
+    there, totals = open_store(source), MirrorTotals()
     begun, objects, nbytes = time.perf_counter(), 0, 0
     with moving(open_store(destination, writer=True), "mirroring") as (store, planned):
         copy = Mirror(
@@ -115,34 +125,33 @@ def _copy(  # noqa: PLR0913 - one argument an option
             writer=f"deltachain {deltachain.__version__}",
             planned=planned,
         )
-        for receipt in _receipts(copy, there, stop, follow=follow, poll=poll):
-            objects, nbytes = objects + receipt.objects, nbytes + receipt.nbytes
-            if lines:
-                c.write_json(_row(receipt))
-            elif follow:
-                _show(receipt)
+        receipts = (
+            keep(copy, stop=stop, poll_s=poll or there.capabilities.poll_s, looked=totals.looked)
+            if follow
+            else copy.catch_up(stop)
+        )
+        with served_metrics(metrics, partial(totals.figures, copy), follows=follow):
+            for receipt in receipts:
+                totals.count(receipt)
+                objects, nbytes = objects + receipt.objects, nbytes + receipt.nbytes
+                if lines:
+                    c.write_json(_row(receipt))
+                elif follow:
+                    _show(receipt)
     seconds = time.perf_counter() - begun
     left = f"; {len(copy.left_out)} payloads are gone from {source}" if copy.left_out else ""
     held = "no version yet" if copy.version < 0 else f"version {copy.version}"
     return f"{destination}: {held}; {objects} objects, {c.nbytes(nbytes)} in {seconds:.1f} s{left}"
 
 
-def _receipts(
-    copy: Mirror, source: Store, stop: Event, *, follow: bool, poll: float | None
-) -> Iterator[MirrorReceipt]:
-    """Catch up once, or follow; a chain that is followed may be made later."""
-    from deltachain.mirror import follow as keep
-
-    if not follow:
-        return copy.catch_up(stop)
-    return keep(copy, stop=stop, poll_s=poll or source.capabilities.poll_s)
-
-
 def _start(text: str | None) -> int | Literal["head"] | None:
     if text is None or text == "head":
         return "head" if text else None
     if not text.isdecimal():
-        raise ConfigError(f"--from {text}: expected 'head' or the number of a version")
+        raise ConfigError(
+            f"--from {text}: expected 'head' or the number of a version",
+            hint="`deltachain log SRC` lists the versions",
+        )
     return int(text)
 
 

@@ -17,27 +17,17 @@ if TYPE_CHECKING:
     from deltachain.chain.choose import VersionChoice
 
 
-def secret(name: str, file: Path | None) -> str:
-    """Read a secret from a file or the environment, since process lists show option values.
+def secret(name: str, file: Path | None) -> str | Path:
+    """Return a secret or its file; never an option's value, since process lists show those.
 
     Args:
         name: Name of the environment variable, without ``DELTACHAIN_``.
-        file: File that contains only the secret; a trailing line break is ignored.
+        file: File with one secret a line; that of the environment if ``None``.
 
     Raises:
-        ConfigError: The file cannot be read, or does not contain exactly one line.
+        ConfigError: A variable is unknown or invalid.
     """
-    if file is None:
-        found: str = environment.read(os.environ).get(name, "")
-        return found
-    try:
-        lines = file.read_text(encoding="utf-8").strip().splitlines()
-    except (OSError, ValueError) as exc:
-        why = getattr(exc, "strerror", None) or "it is no text"
-        raise ConfigError(f"{file}: {why}", hint="name a file that holds one token") from exc
-    if len(lines) != 1:
-        raise ConfigError(f"{file} has {len(lines)} lines", hint="name a file that holds one token")
-    return lines[0]
+    return file or environment.read_secret(os.environ, name)
 
 
 Url: TypeAlias = Annotated[
@@ -93,14 +83,16 @@ TokenFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Holds what the replicas' routes ask for. Default: the variable DELTACHAIN_TOKEN.",
+        help="Holds what the replicas' routes ask for, one token a line. Default: "
+        "DELTACHAIN_TOKEN_FILE, or the token in DELTACHAIN_TOKEN.",
     ),
 ]
 KeyFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Holds the engines' own API key. Default: the variable DELTACHAIN_ENGINE_KEY.",
+        help="Holds the engines' own API key. Default: DELTACHAIN_ENGINE_KEY_FILE, or the key in "
+        "DELTACHAIN_ENGINE_KEY.",
     ),
 ]
 Out: TypeAlias = Annotated[
@@ -109,7 +101,18 @@ Out: TypeAlias = Annotated[
 ]
 Poll: TypeAlias = Annotated[
     float | None,
-    typer.Option(metavar="S", help="Seconds between looks. Default: what the store bears."),
+    typer.Option(
+        metavar="S", help="Seconds between polls for a new version. Default: 1; 5 for a Hub bucket."
+    ),
+]
+MetricsAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics",
+        metavar="<PORT|HOST:PORT>",
+        help="Serve /metrics for Prometheus, /healthz and /readyz here; without a host, to this "
+        "machine alone.",
+    ),
 ]
 AtStep: TypeAlias = Annotated[
     int | None,

@@ -51,7 +51,8 @@ def tag(  # noqa: PLR0913 - one argument an option
     if not name and (delete or choice != VersionChoice()):
         raise ConfigError("a tag needs a name", hint="deltachain tag URL NAME")
     if delete and choice != VersionChoice():
-        raise ConfigError("--delete removes a tag, whatever version it stands for")
+        hint = "deltachain tag URL NAME --delete"
+        raise ConfigError("--delete removes a tag, whatever version it stands for", hint=hint)
     chain = Chain.open(open_store(url), Trust.of_writer() if name else None)
     if name:
         _change(chain, name, choice, delete=delete, as_json=as_json)

@@ -142,11 +142,9 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
         for edge in proof.edges:
             if not edge.proven and not edge.expired and proof.rebuilt:
                 where = f"{edge.kind} {edge.base} to {proof.version}"
-                out.print(
-                    f"\n{where}: read, but not proven: it starts before version {done[0].version}"
-                )
+                out.print(f"\n{where}: read, but not proven: {_unproven(edge, done[0].version)}")
     if report["pruned"]:
-        out.print(f"\npayloads of {len(report['pruned']):,} edges were pruned")
+        out.print(f"\npayloads of {c.plural(len(report['pruned']), 'edge')} were pruned")
     if report["expired"] or report["not_rebuilt"]:
         out.print(f"\n{_expired(report)}", style="yellow" if report["expired"] else "")
     for key in report["refetched"]:
@@ -161,6 +159,13 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
     )
 
 
+def _unproven(edge: EdgeProof, first: int) -> str:
+    """Say why an edge to a version that was rebuilt could only be read."""
+    if edge.base is not None and edge.base >= first:
+        return f"version {edge.base} cannot be rebuilt"
+    return f"it starts before version {first}"
+
+
 def _show_signed(report: dict[str, Any]) -> None:
     for key_id, versions in report["signed"].items():
         unchecked = "" if report["checked"] else "; not checked, since no keys are trusted"
@@ -173,11 +178,13 @@ def _show_signed(report: dict[str, Any]) -> None:
 def _expired(report: dict[str, Any]) -> str:
     """Describe expired payloads and their consequences."""
     gone, versions = report["expired"], report["not_rebuilt"]
-    text = [f"payloads of {len(gone)} edges have expired, {gone[0]} first"] if gone else []
+    text = (
+        [f"payloads of {c.plural(len(gone), 'edge')} have expired, {gone[0]} first"] if gone else []
+    )
     if versions:
         what = "version" if len(versions) == 1 else "versions"
-        only_pruned = report["pruned"] and not gone
-        why = "payloads were pruned" if only_pruned else "payloads have expired"
+        causes = ["were pruned"] * bool(report["pruned"]) + ["have expired"] * bool(gone)
+        why = f"payloads {' or '.join(causes or ['have expired'])}"
         text.append(
             f"{what} {_ranges(versions)} cannot be rebuilt, because {why}; the manifests are intact"
         )

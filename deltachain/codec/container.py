@@ -85,6 +85,12 @@ def write_header(
     return len(text).to_bytes(8, "little") + text
 
 
+_NOT_SAFETENSORS: Final = (
+    "name a safetensors file; if it is an object of a store, it is damaged and was not used: put "
+    "it back from a backup"
+)
+
+
 def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
     """Parse and check the header of a safetensors file of ``nbytes`` bytes.
 
@@ -93,10 +99,17 @@ def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
             overlap, a shape that disagrees with its bytes, or a length unlike the file's.
     """
     if nbytes < 8:
-        raise MalformedError(f"{key}: not a safetensors file: {nbytes} bytes", key=key)
+        raise MalformedError(
+            f"{key}: not a safetensors file: {nbytes} bytes", key=key, hint=_NOT_SAFETENSORS
+        )
     length = int.from_bytes(read_at(0, 8), "little")
     if length > min(MAX_HEADER, nbytes - 8):
-        raise MalformedError(f"{key}: header of {length} bytes in a file of {nbytes}", key=key)
+        raise MalformedError(
+            f"{key}: not a safetensors file, or cut short: its first bytes say that a header of "
+            f"{length} bytes follows, and it has {nbytes}",
+            key=key,
+            hint=_NOT_SAFETENSORS,
+        )
     try:
         fields = decode(read_at(8, length), dict[str, msgspec.Raw])
         metadata = decode(fields.pop("__metadata__", b"{}"), dict[str, str])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 
 from deltachain.replica.status import Answer, ReplicaStatus
-from deltachain.types import Version
+
+if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
+    from deltachain.types import Version
 
 PREFIXES: Final = ("/v1/deltachain", "/deltachain")
 """Path prefix of the routes. vLLM's API key guards the paths below ``/v1``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, Self
 
 from torch import Tensor, nn
@@ -13,8 +14,9 @@ from deltachain.control.client.fleet import DEADLINE_S, Announced, Fleet, Wait
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.flight import Published
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.publisher import Published, Publisher
+from deltachain.publish.publisher import Publisher
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.types import Version
 
@@ -38,8 +40,9 @@ class DeltaChainWeightTransfer:
         wait: Number of engines to wait for: ``all``, ``quorum`` or ``any``; ``none`` waits neither
             for engines nor for the upload.
         deadline: Longest delay of training by one sync, upload and engines included, in seconds.
-        token: ``DELTACHAIN_TOKEN`` of the replicas.
-        key: API key of the engines.
+        token: ``DELTACHAIN_TOKEN`` of the replicas, or a file of tokens that is read again when it
+            changes.
+        key: API key of the engines, or a file in the same way.
         config: All settings of the publisher; ``url`` replaces the one in it.
         settings: Single settings, as fields of :class:`PublishConfig`.
 
@@ -64,8 +67,8 @@ class DeltaChainWeightTransfer:
         engines: Sequence[str | ReplicaClient] = (),
         wait: Wait = "all",
         deadline: float = DEADLINE_S,
-        token: str = "",
-        key: str = "",
+        token: str | Path = "",
+        key: str | Path = "",
         config: PublishConfig | None = None,
         **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
     ) -> None:

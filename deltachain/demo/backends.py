@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -34,7 +35,7 @@ def start_backend(store: str, root: Path) -> Iterator[str]:
 
     Raises:
         DemoError: The store holds a chain already.
-        ConfigError: The server is not installed, or the URL is invalid.
+        ConfigError: The server is not installed, or the URL or the kind is invalid.
     """
     if store == S3:
         with _seaweed(root / "seaweed") as url:
@@ -43,6 +44,7 @@ def start_backend(store: str, root: Path) -> Iterator[str]:
         with _hub(root / "hub") as url:
             yield url
     else:
+        _check_store(store)
         url = str(root / "chain") if store == LOCAL else store
         opened = open_store(url)
         held = opened.find(CHAIN_KEY) is not None
@@ -50,6 +52,23 @@ def start_backend(store: str, root: Path) -> Iterator[str]:
         if held:
             raise DemoError(f"{url} holds a chain already", hint="give the URL of an empty store")
         yield url
+
+
+def _check_store(store: str) -> None:
+    """Refuse a word that is neither a kind of store nor a place.
+
+    Raises:
+        ConfigError: A misspelt kind would become a folder of that name.
+    """
+    kinds = (LOCAL, S3, HF)
+    if store in kinds or "/" in store or Path(store).exists():
+        return
+    near = get_close_matches(store, kinds, 1, 0.3)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"{store!r} is no kind of store",
+        hint=f"{meant}one of {', '.join(kinds)}, or a URL; for a folder of that name ./{store}",
+    )
 
 
 @contextmanager

@@ -78,7 +78,12 @@ class DemoReport(ChainFigures):
         return f", {total / len(self.rows):.1f} requests a version" if total else ""
 
     def _versions(self) -> Table:
-        table = Table(title="Every version, trainer to follower", box=box.SIMPLE_HEAD)
+        table = Table(
+            title="Every version, trainer to follower",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),  # 80 columns are enough
+        )
         columns = ("version", "step", "density", "bytes", "ratio", "stage ms", "swap ms", "lag")
         for name in (*columns, "age s"):
             table.add_column(name, justify="right", no_wrap=True)

@@ -69,6 +69,11 @@ def signature_prefix(chain: str) -> str:
     return f"signatures/{chain}/"
 
 
+def trial_key(name: str) -> str:
+    """Return the key of a trial of the store's promises; removed after the trial."""
+    return f"trials/{name}"
+
+
 def tag_key(name: str, number: int) -> str:
     """Return the key of a record of a tag."""
     return f"{TAG_PREFIX}{name}/{number:08d}.json"

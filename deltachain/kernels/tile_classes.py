@@ -18,8 +18,9 @@ from deltachain.kernels.tiles import BINS, MAX_CUTS, MAX_RATE, NEVER, Bytes, Til
 from deltachain.kernels.words import (
     WORD,
     bin_word,
-    count_eight,
+    count_before,
     equal_mask,
+    prefetch,
     range_mask,
 )
 from deltachain.types import Bits
@@ -28,13 +29,14 @@ _U = np.uint64
 
 SPAN: Final = 4096
 """Elements of a tile that are divided into classes at a time."""
-BLOCK: Final = 8 * WORD
-"""Elements of a span that are counted together."""
 TILE_GAP: Final = SPAN + 9 * WORD
 """Bytes between the bins of two tiles: more than a span has."""
 SPAN_WORDS: Final = SPAN // WORD
-SPAN_BLOCKS: Final = SPAN // BLOCK
-"""Words and blocks of a span."""
+"""Words of a span."""
+_AHEAD: Final = 8192
+"""Bytes that old bits are asked for ahead of their turn."""
+_LINE: Final = 64
+"""Bytes of a line of the caches."""
 
 _local = threading.local()
 
@@ -72,10 +74,9 @@ class TileClasses(NamedTuple):
     Attributes:
         members: Words of the first class of the first span, of its second class, ...: bit ``n`` of
             word ``w`` is set if element ``64 w + n`` of the span is in the class.
-        before: For each class of a span, and each block of the span: elements of the class before
-            it in the span.
-        starts: ``(classes, spans + 1)`` elements of each class before each span; the last number
-            in use is that of the class.
+        before: For each word: elements of its class before it in the span.
+        starts: ``(21, spans + 1)`` elements of each class before each span; the last number in use
+            is that of the class. Zero before the first.
     """
 
     members: npt.NDArray[np.uint64]
@@ -113,6 +114,8 @@ def bin_segment(old: Any, shape: Any, cuts: Any, rule: Any, codes: Any) -> Any: 
         for t in range(cuts):
             at, to = row * columns + t * width, t * apart + row * width
             for i in range(0, words, WORD):
+                for line in range(0, WORD, _LINE // old.itemsize):
+                    prefetch(old, at + i + _AHEAD // old.itemsize + line)
                 bin_word(old, at + i, rule, codes, to + i)
             for i in range(words, width):
                 codes[_U(to + i)] = np.uint8((old[_U(at + i)] >> shift) & mask)
@@ -126,7 +129,7 @@ def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  
     Their bins begin at ``codes[first]``; behind them there is room for a span. Nothing is sliced:
     each slice would count references to its array.
     """
-    spans, count = (size + SPAN - 1) // SPAN, tile.starts.shape[0]
+    spans, count = (size + SPAN - 1) // SPAN, table.rates.shape[0]
     for number in range(spans):
         before, there, left = np.int64(-1), first + SPAN * number, size - SPAN * number
         for run in range(table.lows.shape[0]):
@@ -144,16 +147,14 @@ def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  
                     tile.members[_U(at + w)] = range_mask(codes, there + WORD * w, bins)
             before = kind
         for kind in range(count):
-            at, total = number * count + kind, np.int64(0)
+            at = SPAN_WORDS * (number * count + kind)
             if left < SPAN:
-                last = SPAN_WORDS * at + left // WORD
+                last = at + left // WORD
                 tile.members[_U(last)] &= (_U(1) << _U(left % WORD)) - _U(1)
-                for w in range(last + 1, SPAN_WORDS * (at + 1)):
+                for w in range(last + 1, at + SPAN_WORDS):
                     tile.members[_U(w)] = _U(0)
-            for block in range(SPAN_BLOCKS):
-                tile.before[_U(SPAN_BLOCKS * at + block)] = total
-                total += count_eight(tile.members, SPAN_WORDS * at + 8 * block)
-            tile.starts[kind, number + 1] = tile.starts[kind, number] + total
+            found = count_before(tile.members, at, tile.before, at)
+            tile.starts[kind, number + 1] = tile.starts[kind, number] + found
     return spans
 
 
@@ -163,32 +164,47 @@ def rule_of(grid: TileGrid, old: Bits) -> tuple[Any, Any]:
     return kind(grid.shift), kind(grid.mask)
 
 
-def class_table(table: Bytes) -> ClassTable:
-    """Return the classes of the rates and sizes of a tensor."""
-    by_rate = table[:BINS]
-    rates = np.unique(by_rate[by_rate != NEVER])
-    by_bin = np.full(BINS, NEVER, np.uint8)
-    for number, rate in enumerate(rates.tolist()):
-        by_bin[by_rate == rate] = number
+@compiled
+def class_table(table: Any) -> Any:  # noqa: ANN401
+    """Return the classes of the ``(512,)`` rates and sizes of a tensor."""
+    by_bin, sizes = np.full(BINS, NEVER, np.uint8), table[BINS:]
+    rates, common = np.zeros(MAX_RATE + 1, np.uint8), np.zeros(MAX_RATE + 1, np.uint8)
+    mixed = np.zeros(MAX_RATE + 1, np.bool_)
+    count = 0
+    for rate in range(MAX_RATE + 1):
+        found = False
+        for bin_ in range(BINS):
+            if table[bin_] != rate:
+                continue
+            if not found:
+                rates[count], common[count], found = rate, sizes[bin_], True
+            mixed[count] |= sizes[bin_] != common[count]
+            by_bin[bin_] = count
+        count += found
     half = BINS // 2
     fold = half - 1 if (by_bin[:half] == by_bin[half:]).all() else BINS - 1
-    there = by_bin[: fold + 1]
-    starts = np.concatenate([[0], np.flatnonzero(there[1:] != there[:-1]) + 1])
-    spans = np.diff(starts, append=len(there)) - 1
-    order = np.argsort(by_bin[starts], kind="stable")
-    order = order[by_bin[starts[order]] != NEVER]
-    lows = starts[order]
-    sizes = [table[BINS:][by_rate == rate] for rate in rates]
+    lows, spans = np.zeros(BINS, np.uint8), np.zeros(BINS, np.uint8)
+    kinds = np.zeros(BINS, np.int64)
+    runs = 0
+    for kind in range(count):
+        for bin_ in range(fold + 1):
+            if by_bin[bin_] != kind:
+                continue
+            if bin_ > 0 and by_bin[bin_ - 1] == kind:
+                spans[runs - 1] += 1
+            else:
+                lows[runs], kinds[runs] = bin_, kind
+                runs += 1
     return ClassTable(
-        rates=rates,
-        sizes=np.ascontiguousarray(table[BINS:]),
-        lows=lows.astype(np.uint8),
-        spans=spans[order].astype(np.uint8),
-        fold=np.uint8(fold),
-        kinds=by_bin[lows].astype(np.int64),
-        by_bin=by_bin,
-        common=np.array([some[0] for some in sizes], np.uint8),
-        mixed=np.array([bool((some != some[0]).any()) for some in sizes], np.bool_),
+        rates[:count],
+        sizes,
+        lows[:runs],
+        spans[:runs],
+        np.uint8(fold),
+        kinds[:runs],
+        by_bin,
+        common[:count],
+        mixed[:count],
     )
 
 
@@ -202,9 +218,9 @@ class SegmentScratch(NamedTuple):
         positions: Room for a place of each element.
         steps: Room for the step of each element.
         codes: Room for the bins of up to 64 tiles.
-        listed: Room for positions of the elements of a class.
-        members: Room for the words of each class.
-        before: Room for the numbers of each class in front of each block.
+        listed: Room for a position of each element.
+        sized: Room for a size of each element.
+        tile: Room for the classes of a tile.
     """
 
     spans: int
@@ -214,13 +230,8 @@ class SegmentScratch(NamedTuple):
     steps: npt.NDArray[np.uint64]
     codes: Bytes
     listed: npt.NDArray[np.int32]
-    members: npt.NDArray[np.uint64]
-    before: npt.NDArray[np.uint16]
-
-    def tile(self, classes: int) -> TileClasses:
-        """Return room for the classes of a tile."""
-        starts = np.zeros((classes, self.spans + 1), np.int64)
-        return TileClasses(self.members, self.before, starts)
+    sized: Bytes
+    tile: TileClasses
 
 
 def thread_scratch(length: int) -> SegmentScratch:
@@ -228,16 +239,42 @@ def thread_scratch(length: int) -> SegmentScratch:
     spans = -(-max(length, 1) // SPAN)
     held: SegmentScratch | None = getattr(_local, "held", None)
     if held is None or held.spans < spans:
-        held = SegmentScratch(
-            spans=spans,
-            marks=np.zeros(SPAN_WORDS * spans, np.uint64),
-            counts=np.empty(SPAN_WORDS * spans, np.uint32),
-            positions=np.empty(SPAN * spans, np.int32),
-            steps=np.empty(SPAN * spans, np.uint64),
-            codes=np.empty(SPAN * spans + MAX_CUTS * TILE_GAP, np.uint8),
-            listed=np.empty(SPAN * spans + 1, np.int32),
-            members=np.empty((MAX_RATE + 1) * SPAN_WORDS * spans, np.uint64),
-            before=np.empty((MAX_RATE + 1) * SPAN_BLOCKS * spans, np.uint16),
-        )
+        held = _scratch(spans)
         _local.held = held
     return held
+
+
+def _scratch(spans: int) -> SegmentScratch:
+    """Take memory for a segment of some spans.
+
+    It is one piece, of large pages, in which every array begins with a line of the caches: kernels
+    took half as long again with arrays of their own.
+    """
+    words, classes = SPAN_WORDS * spans, MAX_RATE + 1
+    rooms: dict[str, tuple[int, npt.DTypeLike]] = {
+        "marks": (words, np.uint64),
+        "counts": (words, np.uint32),
+        "codes": (SPAN * spans + MAX_CUTS * TILE_GAP, np.uint8),
+        "before": (classes * words, np.uint16),
+        "members": (classes * words, np.uint64),
+        "listed": (SPAN * spans + WORD, np.int32),
+        "sized": (SPAN * spans, np.uint8),
+        "positions": (SPAN * spans, np.int32),
+        "steps": (SPAN * spans, np.uint64),
+    }
+    sizes = [_aligned(count * np.dtype(kind).itemsize) for count, kind in rooms.values()]
+    piece = np.empty(sum(sizes) + _LINE, np.uint8)
+    at = -piece.ctypes.data % _LINE
+    found: dict[str, Any] = {}
+    for size, (name, (count, kind)) in zip(sizes, rooms.items(), strict=True):
+        nbytes = count * np.dtype(kind).itemsize
+        found[name] = piece[at : at + nbytes].view(kind)
+        at += size
+    found["marks"][:] = 0
+    starts = np.zeros((classes, spans + 1), np.int64)
+    tile = TileClasses(found.pop("members"), found.pop("before"), starts)
+    return SegmentScratch(spans=spans, tile=tile, **found)
+
+
+def _aligned(nbytes: int) -> int:
+    return nbytes + -nbytes % _LINE

@@ -1,7 +1,9 @@
 """Compiled kernel that decodes tiles; see :mod:`.tiles` for the reference.
 
-A rank is taken to a position by the numbers of elements of its class before spans, blocks and words
-of the tile. The places of a segment are marked, and what is marked before each gives the order.
+The ranks of a class are read first, then taken to positions by the numbers of its elements before
+spans and words of the tile: neither waits for the other. Where the size of a magnitude depends on
+the element, the class is listed before. The places of a segment are marked, and what is marked
+before each gives the order.
 """
 
 from __future__ import annotations
@@ -14,9 +16,7 @@ import numpy.typing as npt
 from deltachain import slab
 from deltachain.kernels.compiling import compiled, inlined
 from deltachain.kernels.tile_classes import (
-    BLOCK,
     SPAN,
-    SPAN_BLOCKS,
     SPAN_WORDS,
     bin_segment,
     class_table,
@@ -24,8 +24,17 @@ from deltachain.kernels.tile_classes import (
     rule_of,
     thread_scratch,
 )
-from deltachain.kernels.tiles import ENDS, ESCAPE, MAGNITUDES, NEVER, RANKS, Bytes, TileGrid
-from deltachain.kernels.words import WORD, full_of_blocks, full_of_eight, lowest, popcount
+from deltachain.kernels.tile_ranks import MARGIN, peek, read_ranks
+from deltachain.kernels.tiles import ENDS, MAGNITUDES, RANKS, Bytes, TileGrid
+from deltachain.kernels.words import (
+    HAS_DEPOSIT,
+    WORD,
+    count_up_to,
+    deposit,
+    lowest,
+    nonzero_words,
+    popcount,
+)
 from deltachain.types import Bits, Indices
 
 _U = np.uint64
@@ -36,18 +45,21 @@ _PLACES: Final = np.array(
     np.uint8,
 ).reshape(256, 8)
 """Number of the one bit of each rank in each byte."""
-_ALL: Final = _U(0xFFFFFFFFFFFFFFFF)
-_PEEKED: Final = 40
-"""Most one bits after which a word has room for a rank's low bits and a sign."""
-_LISTED: Final = 2
-"""Largest rate of classes whose positions are listed: many of their elements changed."""
 _INVERSE_BITS: Final = 40
 """Bits of the inverse of a width, which gives the row of each of ``2**20`` elements exactly."""
+_FEW: Final = 3
+"""One bits of a word that are written without a branch."""
 
 
 @inlined
-def _select(word: Any, rank: Any) -> Any:  # noqa: ANN401
-    """Return the number of the one bit of a rank in a word that has it, without a branch."""
+def _select_deposited(word: Any, rank: Any) -> Any:  # noqa: ANN401
+    """Return the number of the one bit of a rank in a word that has it."""
+    return lowest(deposit(_U(1) << _U(rank), word))
+
+
+@inlined
+def _select_counted(word: Any, rank: Any) -> Any:  # noqa: ANN401
+    """Return the same on every processor, without a branch."""
     sums = word - ((word >> _U(1)) & _PAIRS)
     sums = (sums & _FOURS) + ((sums >> _U(2)) & _FOURS)
     sums = ((sums + (sums >> _U(4))) & _BYTES) * _LOW  # one bits up to the end of each byte
@@ -57,151 +69,115 @@ def _select(word: Any, rank: Any) -> Any:  # noqa: ANN401
     return np.int64(place) + np.int64(_PLACES[(word >> place) & _U(255), _U(rank) - before])
 
 
-@inlined
-def _peek(words: Any, at: Any) -> Any:  # noqa: ANN401
-    """Return 64 bits from bit ``at`` on."""
-    number, shift = at >> 6, _U(at & 63)
-    after = words[_U(number + 1)] << _U(1)
-    return (words[_U(number)] >> shift) | (after << (_U(63) - shift))
-
-
-@compiled
-def _run(words: Any, at: Any, most: Any, end: Any) -> Any:  # noqa: ANN401
-    """Count one bits from bit ``at`` on, up to ``most``, not far beyond ``end``."""
-    count = np.int64(0)
-    while count < most and at + count < end:
-        ones = lowest(~_peek(words, at + count))
-        count += ones
-        if ones < WORD:
-            break
-    return min(count, most)
-
-
-@compiled
-def _far_excess(words: Any, at: Any, size: Any, width: Any) -> Any:  # noqa: ANN401
-    """Read a magnitude less 1; return it, or one too large if not canonical, and the bit behind."""
-    x = _peek(words, at)
-    quotient = min(lowest(~x), np.int64(ESCAPE))
-    if quotient < ESCAPE:
-        low = (x >> _U(quotient + 1)) & ((_U(1) << _U(size)) - _U(1))
-        return (_U(quotient) << _U(size)) + low, at + quotient + 1 + size
-    at += ESCAPE
-    excess = _peek(words, at) & (_ALL >> _U(WORD - width))
-    if excess >> _U(size) < _U(ESCAPE):
-        excess = _ALL
-    return excess, at + width
+_select = _select_deposited if HAS_DEPOSIT else _select_counted
 
 
 @inlined
-def _place(tile: Any, count: Any, kind: Any, span: Any, rank: Any) -> Any:  # noqa: ANN401
-    """Return the position of an element in a tile, by its rank in its class and span."""
-    at = span * count + kind
-    block = full_of_blocks(tile.before, SPAN_BLOCKS * at, rank)
-    rank -= np.int64(tile.before[_U(SPAN_BLOCKS * at + block)])
-    words = SPAN_WORDS * at + 8 * block
-    word, passed = full_of_eight(tile.members, words, rank)
-    there = _select(tile.members[_U(words + word)], rank - passed)
-    return SPAN * span + BLOCK * block + WORD * word + there
+def _place(tile: Any, at: Any, rank: Any) -> Any:  # noqa: ANN401
+    """Return the position of an element in a span, by its rank in its class and the span.
 
-
-@compiled
-def _list(tile: Any, kind: Any, spans: Any, out: Any) -> None:  # noqa: ANN401
-    """Write the position of each element of a class of a tile, in order."""
-    rank = 0
-    for span in range(spans):
-        at = SPAN_WORDS * (span * tile.starts.shape[0] + kind)
-        for w in range(SPAN_WORDS):
-            word = tile.members[_U(at + w)]
-            out[_U(rank)] = SPAN * span + WORD * w + lowest(word)  # if there is none, the next is
-            rank += word != _U(0)
-            word &= word - _U(1)
-            while word != _U(0):
-                out[_U(rank)] = SPAN * span + WORD * w + lowest(word)
-                rank += 1
-                word &= word - _U(1)
-
-
-@compiled
-def _decode_class(words: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
-    """Append places and steps of one class of a tile; return their number, and the bit behind them.
-
-    The number is -1 to -3 if a rule is broken.
+    ``at`` is the first word of the class and the span.
     """
-    tile, table, spans, kind = classes
-    positions, steps, found, by_rank = out
-    bins, first = codes
-    at, end = span
-    starts, count = tile.starts[kind], tile.starts.shape[0]
-    total, rate = starts[spans], np.int64(table.rates[kind])
-    size, mixed = np.int64(table.common[kind]), table.mixed[kind]
-    width, stride, shift, inverse = box
-    listed = rate <= _LISTED
-    if listed:
-        _list(tile, kind, spans, by_rank)
-    element = np.int64(8 * steps.itemsize)
-    most = (_U(1) << _U(element - 1)) - _U(1)
-    rank, number = np.int64(0), np.int64(0)
-    while rank < total:
-        last = (total - 1 - rank) >> rate
-        x = _peek(words, at)
-        quotient = lowest(~x)
-        used = quotient + 2 + rate
-        if quotient > _PEEKED:
-            quotient = _run(words, at, last + 1, end)
-            x, used = _peek(words, at + quotient) >> _U(1), quotient + 2 + rate
-        else:
-            x >>= _U(quotient + 1)
-        if quotient > last:
-            at += last + 1
-            break
-        rank += (quotient << rate) + np.int64(x & ((_U(1) << _U(rate)) - _U(1)))
-        if rank >= total or at + used > end:
-            return np.int64(-1), at
-        if listed:
-            position = np.int64(by_rank[_U(rank)])
-        else:
-            while starts[_U(number + 1)] <= rank:
-                number += 1
-            position = _place(tile, count, kind, number, rank - starts[_U(number)])
-        rank += 1
-        if mixed:
-            size = np.int64(table.sizes[bins[_U(first + position)]])
-        if stride:
-            row = np.int64((_U(position) * inverse) >> _U(_INVERSE_BITS))
-            position += row * (stride - width) + shift
-        negative, excess = (x >> _U(rate)) & _U(1), _U(0)
-        if size != NEVER:  # a magnitude, mostly in the bits that are at hand
-            x >>= _U(rate + 1)
-            quotient = lowest(~x)
-            if quotient < ESCAPE and used + quotient + 1 + size <= WORD:
-                excess = (x >> _U(quotient + 1)) & ((_U(1) << _U(size)) - _U(1))
-                excess += _U(quotient) << _U(size)
-                at += used + quotient + 1 + size
-            else:
-                excess, at = _far_excess(words, at + used, size, element)
-        else:
-            at += used
-        if excess >= most + negative or at > end:
-            return np.int64(-2), at
-        positions[_U(found)] = position
-        steps[_U(found)] = steps.dtype.type(((excess + _U(1)) ^ (_U(0) - negative)) + negative)
-        found += 1
-    return found, at
+    word = count_up_to(tile.before, at, rank) - 1
+    passed = np.int64(tile.before[_U(at + word)])
+    return WORD * word + _select(tile.members[_U(at + word)], rank - passed)
 
 
 @compiled
-def _decode_tile(words: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
+def _place_class(tile: Any, which: Any, spans: Any, box: Any, positions: Any, some: Any) -> None:  # noqa: ANN401
+    """Replace some ranks in a class by positions in the segment.
+
+    ``which`` is the number of classes and that of the class; ``some`` is the first rank and the one
+    behind the last.
+    """
+    starts, (count, kind) = tile.starts, which
+    i, stop = some
+    for number in range(spans):
+        before, behind = starts[kind, number], starts[kind, number + 1]
+        words, first = SPAN_WORDS * (number * count + kind), SPAN * number
+        while i < stop and positions[_U(i)] < behind:
+            position = first + _place(tile, words, positions[_U(i)] - before)
+            positions[_U(i)] = _in_segment(position, box)
+            i += 1
+
+
+@compiled
+def _list_class(tile: Any, which: Any, spans: Any, listed: Any) -> None:  # noqa: ANN401
+    """Write the position of each element of a class in the tile, in order."""
+    (count, kind), at = which, np.int64(0)
+    for number in range(spans):
+        words = SPAN_WORDS * (number * count + kind)
+        there = nonzero_words(tile.members, words)
+        while there != _U(0):
+            w = lowest(there)
+            there &= there - _U(1)
+            at += _write_ones(tile.members[_U(words + w)], SPAN * number + WORD * w, listed, at)
+
+
+@compiled
+def _list_sizes(bins: Any, first: Any, sizes: Any, listed: Any, total: Any, sized: Any) -> None:  # noqa: ANN401
+    """Write the size of the bin of each element that is listed."""
+    for i in range(total):
+        sized[_U(i)] = sizes[bins[_U(first + np.int64(listed[_U(i)]))]]
+
+
+@compiled
+def _place_listed(listed: Any, box: Any, positions: Any, some: Any) -> None:  # noqa: ANN401
+    """Replace ranks in a class that is listed by positions in the segment."""
+    for i in range(some[0], some[1]):
+        positions[_U(i)] = _in_segment(np.int64(listed[_U(positions[_U(i)])]), box)
+
+
+@inlined
+def _in_segment(position: Any, box: Any) -> Any:  # noqa: ANN401
+    """Return the position in the segment of one in a tile."""
+    width, stride, shift, inverse = box
+    if stride:
+        row = np.int64((_U(position) * inverse) >> _U(_INVERSE_BITS))
+        position += row * (stride - width) + shift
+    return position
+
+
+@inlined
+def _write_ones(word: Any, first: Any, out: Any, at: Any) -> Any:  # noqa: ANN401
+    """Write the numbers of the one bits of a word, from ``first`` on; return how many there are.
+
+    A few are always written, at worst those that are not there: mostly no branch is guessed wrong.
+    """
+    ones = popcount(word)
+    for n in range(_FEW):
+        out[_U(at + n)] = first + lowest(word)
+        word &= word - _U(1)
+    if word != _U(0):
+        for n in range(_FEW, ones):
+            out[_U(at + n)] = first + lowest(word)
+            word &= word - _U(1)
+    return ones
+
+
+@compiled
+def _decode_tile(data: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
     """Append places and steps of one tile; return their number so far, or -1 to -3."""
     at, end = 8 * span[0], 8 * span[1]
     tile, table, spans = classes
-    positions, steps, found, by_rank = out
-    for kind in range(table.rates.shape[0]):
-        into, mine = (positions, steps, found, by_rank), (tile, table, spans, kind)
-        found, at = _decode_class(words, (at, end), codes, mine, box, into)
+    positions, steps, found, listed, sized = out
+    count = table.rates.shape[0]
+    for kind in range(count):
+        into, before = (positions, steps, found), found
+        rate, total = np.int64(table.rates[kind]), tile.starts[kind, spans]
+        if table.mixed[kind]:
+            _list_class(tile, (count, kind), spans, listed)
+            _list_sizes(codes[0], codes[1], table.sizes, listed, total, sized)
+        how = rate, np.int64(table.common[kind]), table.mixed[kind], sized
+        found, at = read_ranks(data, (at, end), how, total, into)
         if found < 0:
             return found
+        if table.mixed[kind]:
+            _place_listed(listed, box, positions, (before, found))
+        else:
+            _place_class(tile, (count, kind), spans, box, positions, (before, found))
     left = end - at
-    if left < 0 or left > 7 or (_peek(words, at) & ((_U(1) << _U(left)) - _U(1))) != _U(0):
+    if left < 0 or left > 7 or (peek(data, at) & ((_U(1) << _U(left)) - _U(1))) != _U(0):
         return np.int64(-3)
     return found
 
@@ -217,14 +193,7 @@ def _sort(positions: Any, steps: Any, start: Any, scratch: Any, out: Any) -> Non
     count = np.int64(0)
     for w in range(marks.shape[0]):
         counts[w] = count
-        word = marks[w]
-        indices[_U(count)] = start + 64 * w + lowest(word)  # if there is none, the next is
-        count += word != _U(0)
-        word &= word - _U(1)
-        while word != _U(0):
-            indices[_U(count)] = start + 64 * w + lowest(word)
-            count += 1
-            word &= word - _U(1)
+        count += _write_ones(marks[w], start + WORD * w, indices, count)
     for i in range(positions.shape[0]):
         position = _U(positions[i])
         before = marks[position >> _U(6)] & ((_U(1) << (position & _U(63))) - _U(1))
@@ -263,16 +232,16 @@ def _sizes(data: Any, at: Any, end: Any, ends: Any) -> Any:  # noqa: ANN401
 @compiled
 def _decode(
     segments: Any,  # noqa: ANN401
-    coded: Any,  # noqa: ANN401
+    data: Any,  # noqa: ANN401
     old: Any,  # noqa: ANN401
     grid: Any,  # noqa: ANN401
     scratch: Any,  # noqa: ANN401
     out: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     """Decode all segments; return the number of elements, or -1 to -3."""
-    columns, cuts, zero, rule, table, wanted = grid
-    marks, counts, positions, steps, codes, by_rank, tile = scratch
-    data, packed = coded
+    columns, cuts, zero, rule, coded_table, wanted = grid
+    table = class_table(coded_table)
+    marks, counts, positions, steps, codes, listed, sized, tile = scratch
     ends = np.empty(cuts, np.int64)
     at, count = np.int64(0), np.int64(0)
     for s in range(segments.shape[0]):
@@ -295,8 +264,11 @@ def _decode(
                 continue
             mine = codes, t * apart
             classes = tile, table, classify(codes, t * apart, rows * width, table, tile)
-            box, into = (width, stride, t * width, inverse), (positions, steps, found, by_rank)
-            found = _decode_tile(packed, span, mine, classes, box, into)
+            box, into = (
+                (width, stride, t * width, inverse),
+                (positions, steps, found, listed, sized),
+            )
+            found = _decode_tile(data, span, mine, classes, box, into)
             if found < 0:
                 return found
         if found > nnz or (not skipped and found != nnz):
@@ -319,16 +291,24 @@ def decode_tiles(
 ) -> tuple[Indices, Bits]:
     """Decode the tiles of some segments of one tensor; see the reference."""
     nnz = int(segments[:, 2].sum())
-    indices, values = slab.empty(nnz + 1, np.int64), slab.empty(nnz, old.dtype)
+    indices, values = slab.empty(nnz + WORD, np.int64), slab.empty(nnz, old.dtype)
     chosen = np.empty((0, 0), np.bool_) if wanted is None else wanted
-    classes = class_table(table)
     held = thread_scratch(int(segments[:, 1].max(initial=0)))
-    steps, tile = held.steps.view(old.dtype), held.tile(len(classes.rates))
-    scratch = held.marks, held.counts, held.positions, steps, held.codes, held.listed, tile
-    packed = np.zeros(data.size // 8 + 4, np.uint64)  # whole words, and a few to look ahead
-    packed.view(np.uint8)[: data.size] = data
-    how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), classes, chosen
-    count = _decode(segments, (data, packed), old, how, scratch, (indices, values))
+    steps, tile = held.steps.view(old.dtype), held.tile
+    scratch = (
+        held.marks,
+        held.counts,
+        held.positions,
+        steps,
+        held.codes,
+        held.listed,
+        held.sized,
+        tile,
+    )
+    padded = np.zeros(data.size + MARGIN, np.uint8)
+    padded[: data.size] = data
+    how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), table, chosen
+    count = _decode(segments, padded, old, how, scratch, (indices, values))
     if count < 0:
         raise ValueError((RANKS, MAGNITUDES, ENDS)[-count - 1])
     return indices[:count], values[:count]

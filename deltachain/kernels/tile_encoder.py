@@ -9,8 +9,8 @@ import numpy.typing as npt
 
 from deltachain.kernels.compiling import compiled
 from deltachain.kernels.tile_classes import (
-    BLOCK,
     SPAN,
+    SPAN_WORDS,
     bin_segment,
     class_table,
     classify,
@@ -68,17 +68,12 @@ def _put_step(out: Any, state: Any, step: Any, size: Any, element: Any) -> None:
 
 
 @compiled
-def _rank(tile: Any, kind: Any, position: Any) -> Any:  # noqa: ANN401
-    """Count the elements of a class before a position of the tile."""
+def _rank(tile: Any, count: Any, kind: Any, position: Any) -> Any:  # noqa: ANN401
+    """Count the elements of a class, of some number of them, before a position of the tile."""
     span, offset = position // SPAN, position % SPAN
-    at = span * tile.starts.shape[0] + kind
-    block = offset // BLOCK
-    found = tile.starts[kind, span] + np.int64(tile.before[SPAN // BLOCK * at + block])
-    words = tile.members[SPAN // WORD * at : SPAN // WORD * (at + 1)]
-    last = offset // WORD
-    for w in range(BLOCK // WORD * block, last):
-        found += popcount(words[w])
-    return found + popcount(words[last] & ((_U(1) << _U(offset % WORD)) - _U(1)))
+    at = SPAN_WORDS * (span * count + kind) + offset // WORD
+    below = tile.members[at] & ((_U(1) << _U(offset % WORD)) - _U(1))
+    return tile.starts[kind, span] + np.int64(tile.before[at]) + popcount(below)
 
 
 @compiled
@@ -95,7 +90,7 @@ def _encode_tile(
     ranks, kinds = places
     for i in range(positions.shape[0]):
         kinds[i] = table.by_bin[codes[positions[i]]]
-        ranks[i] = _rank(tile, np.int64(kinds[i]), positions[i])
+        ranks[i] = _rank(tile, table.rates.shape[0], np.int64(kinds[i]), positions[i])
     state = np.zeros(3, np.uint64)
     element = np.int64(8 * steps.itemsize)
     for c in range(table.rates.shape[0]):
@@ -161,7 +156,8 @@ def _encode(
 ) -> Any:  # noqa: ANN401
     """Encode all segments; return the number of bytes."""
     indices, steps = changes
-    columns, cuts, first, rule, table = how
+    columns, cuts, first, rule, coded_table = how
+    table = class_table(coded_table)
     ranks, kinds, mine, positions, coded, codes, tile = scratch
     data, nbytes = out
     ends = np.empty(cuts, np.int64)
@@ -202,7 +198,6 @@ def encode_tiles(
     grid: TileGrid,
 ) -> CodedTiles:
     """Encode the changes of some segments; see the reference."""
-    classes = class_table(table)
     held = thread_scratch(int(windows[:, 1].max(initial=0)))
     counts = np.diff(np.searchsorted(indices, [*windows[:, 0], int(windows[-1].sum())]))
     most = int(counts.max(initial=0))
@@ -217,9 +212,9 @@ def encode_tiles(
         np.empty(most, np.int64),
         np.empty(max(room), np.uint8),
         held.codes,
-        held.tile(len(classes.rates)),
+        held.tile,
     )
     data, nbytes = np.empty(sum(room), np.uint8), np.empty(len(windows), np.int64)
-    how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), classes
+    how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), table
     end = _encode(windows, (indices, steps), old, how, scratch, (data, nbytes))
     return CodedTiles(data[:end].copy(), nbytes)

@@ -8,14 +8,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from llvmlite import ir
-from numba.core import types
+from llvmlite import binding, ir
+from numba.core import config, types
 from numba.extending import intrinsic
 
 WORD: Final = 64
 """Bits of a word."""
 
-_Pair: Final[Any] = types.UniTuple  # untyped
+
+def _has_deposit() -> bool:
+    """Return whether kernels are compiled for processors that deposit bits in one step.
+
+    The first ones of AMD that can took hundreds.
+    """
+    settings: Any = config  # untyped
+    chosen = settings.CPU_FEATURES  # NUMBA_CPU_FEATURES, and none with NUMBA_CPU_NAME=generic
+    if chosen is None:
+        has = bool(binding.get_host_cpu_features().get("bmi2", False))
+    else:
+        has = "+bmi2" in chosen.split(",")
+    name = settings.CPU_NAME or binding.get_host_cpu_name()
+    return has and name not in ("bdver4", "znver1", "znver2")
+
+
+HAS_DEPOSIT: Final = _has_deposit()
+"""Whether :func:`deposit` may be used."""
 
 
 def _instruction(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,6 +62,32 @@ def lowest(typing_context: Any, word: Any) -> Any:  # noqa: ANN401, ARG001
 
 
 @_instruction
+def deposit(typing_context: Any, value: Any, mask: Any) -> Any:  # noqa: ANN401, ARG001
+    """Put the low bits of a uint64 at the one bits of a mask; only if ``HAS_DEPOSIT``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401, ARG001
+        word = ir.IntType(WORD)
+        kind = ir.FunctionType(word, [word, word])
+        pdep = builder.module.declare_intrinsic("llvm.x86.bmi.pdep.64", fnty=kind)
+        return builder.call(pdep, args)
+
+    return types.uint64(types.uint64, types.uint64), generate
+
+
+@_instruction
+def nonzero_words(typing_context: Any, words: Any, at: Any) -> Any:  # noqa: ANN401, ARG001
+    """Return which of 64 uint64 from ``words[at]`` on are not zero, as bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+        lanes = ir.VectorType(ir.IntType(WORD), WORD)
+        some = builder.load(_address(context, builder, signature.args[0], args, lanes), align=1)
+        there = builder.icmp_unsigned("!=", some, ir.Constant(lanes, None))
+        return builder.bitcast(there, ir.IntType(WORD))
+
+    return types.uint64(words, types.int64), generate
+
+
+@_instruction
 def bin_word(typing_context: Any, old: Any, at: Any, rule: Any, codes: Any, to: Any) -> Any:  # noqa: ANN401, ARG001
     """Write the bins of 64 elements from ``old[at]`` on to ``codes[to]`` and behind it.
 
@@ -64,6 +107,21 @@ def bin_word(typing_context: Any, old: Any, at: Any, rule: Any, codes: Any, to: 
         return context.get_dummy_value()
 
     return types.void(old, types.int64, rule, codes, types.int64), generate
+
+
+@_instruction
+def prefetch(typing_context: Any, array: Any, at: Any) -> Any:  # noqa: ANN401, ARG001
+    """Ask for the memory of ``array[at]``, which need not be there."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        ask = builder.module.declare_intrinsic("llvm.prefetch.p0", fnty=kind)
+        place = _address(context, builder, signature.args[0], args, ir.IntType(8))
+        builder.call(ask, [place, number(0), number(3), number(1)])  # to read, near, data
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 @_instruction
@@ -101,59 +159,58 @@ def range_mask(typing_context: Any, codes: Any, at: Any, run: Any) -> Any:  # no
 
 
 @_instruction
-def count_eight(typing_context: Any, words: Any, at: Any) -> Any:  # noqa: ANN401, ARG001
-    """Count the one bits of eight uint64 from ``words[at]`` on."""
+def load_word(typing_context: Any, data: Any, at: Any) -> Any:  # noqa: ANN401, ARG001
+    """Return the eight bytes from ``data[at]`` on, the lowest first, as a uint64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
-        counts = _counts(context, builder, signature.args[0], args)
-        for distance in (4, 2, 1):
-            lanes = [n ^ distance for n in range(8)]
-            counts = builder.add(counts, _lanes(builder, counts, counts, lanes))
-        return builder.zext(builder.extract_element(counts, ir.IntType(32)(0)), ir.IntType(64))
+        place = _address(context, builder, signature.args[0], args, ir.IntType(WORD))
+        return builder.load(place, align=1)
 
-    return types.int64(words, types.int64), generate
+    return types.uint64(data, types.int64), generate
 
 
 @_instruction
-def full_of_eight(typing_context: Any, words: Any, at: Any, rank: Any) -> Any:  # noqa: ANN401, ARG001
-    """Find the one bit of a rank among those of eight uint64 from ``words[at]`` on.
+def count_before(typing_context: Any, words: Any, at: Any, sums: Any, to: Any) -> Any:  # noqa: ANN401, ARG001
+    """Count the one bits of 64 uint64 from ``words[at]`` on.
 
-    Returns:
-        Number of words before the one that has it, and of one bits in them; int64.
+    The number before each word is written from ``sums[to]`` on, as uint16. Returns that of all.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
-        counts = sums = _counts(context, builder, signature.args[0], args[:2])
-        none = ir.Constant(counts.type, None)
-        for distance in (1, 2, 4):  # sums up to each word
-            lanes = [8 + n - distance if n >= distance else n for n in range(8)]
-            sums = builder.add(sums, _lanes(builder, none, sums, lanes))
-        rank = _splat(builder, builder.trunc(args[2], ir.IntType(16)), counts.type)
-        full = builder.icmp_unsigned("<=", sums, rank)
-        number = builder.ctpop(builder.bitcast(full, ir.IntType(8)))
-        found = builder.zext(number, ir.IntType(64))
-        before = builder.sub(sums, counts)  # the sums before each word
-        at = builder.and_(number, ir.IntType(8)(7))
-        passed = builder.extract_element(before, builder.zext(at, ir.IntType(32)))
-        both = found, builder.zext(passed, ir.IntType(64))
-        return context.make_tuple(builder, signature.return_type, both)
+        words, sums = signature.args[0], signature.args[2]
+        int64, lanes = ir.IntType(64), ir.VectorType(ir.IntType(16), WORD // 2)
+        total = none = ir.Constant(lanes, None)
+        for half in range(0, WORD, lanes.count):
+            eights = []
+            for word in range(half, half + lanes.count, 8):
+                place = args[0], builder.add(args[1], int64(word))
+                eights.append(_counts(context, builder, words, place))
+            upto = counts = _joined(builder, eights)
+            for distance in (1, 2, 4, 8, 16):  # sums up to each word
+                moved = [max(lanes.count + n - distance, 0) for n in range(lanes.count)]
+                upto = builder.add(upto, _lanes(builder, none, upto, moved))
+            before = builder.add(builder.sub(upto, counts), total)
+            to = builder.add(args[3], int64(half))
+            builder.store(before, _address(context, builder, sums, (args[2], to), lanes), align=1)
+            last = [lanes.count - 1] * lanes.count
+            total = builder.add(total, _lanes(builder, upto, upto, last))
+        return builder.zext(builder.extract_element(total, ir.IntType(32)(0)), int64)
 
-    return _Pair(types.int64, 2)(words, types.int64, types.int64), generate
+    return types.int64(words, types.int64, sums, types.int64), generate
 
 
 @_instruction
-def full_of_blocks(typing_context: Any, before: Any, at: Any, rank: Any) -> Any:  # noqa: ANN401, ARG001
-    """Return how many of seven uint16 behind ``before[at]`` are at most a rank: int64."""
+def count_up_to(typing_context: Any, sums: Any, at: Any, most: Any) -> Any:  # noqa: ANN401, ARG001
+    """Return how many of 64 uint16 from ``sums[at]`` on are at most a number: int64."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
-        lanes = ir.VectorType(ir.IntType(16), 8)
-        sums = builder.load(_address(context, builder, signature.args[0], args[:2], lanes), align=1)
-        rank = _splat(builder, builder.trunc(args[2], ir.IntType(16)), lanes)
-        full = builder.bitcast(builder.icmp_unsigned("<=", sums, rank), ir.IntType(8))
-        number = builder.ctpop(builder.lshr(full, ir.IntType(8)(1)))
-        return builder.zext(number, ir.IntType(64))
+        lanes = ir.VectorType(ir.IntType(16), WORD)
+        some = builder.load(_address(context, builder, signature.args[0], args[:2], lanes), align=1)
+        most = _splat(builder, builder.trunc(args[2], ir.IntType(16)), lanes)
+        within = builder.icmp_unsigned("<=", some, most)
+        return builder.ctpop(builder.bitcast(within, ir.IntType(WORD)))
 
-    return types.int64(before, types.int64, types.int64), generate
+    return types.int64(sums, types.int64, types.int64), generate
 
 
 def _counts(context: Any, builder: Any, kind: Any, place: Any) -> Any:  # noqa: ANN401
@@ -164,6 +221,15 @@ def _counts(context: Any, builder: Any, kind: Any, place: Any) -> Any:  # noqa: 
         "llvm.ctpop.v8i64", fnty=ir.FunctionType(words, [words])
     )
     return builder.trunc(builder.call(count, [some]), ir.VectorType(ir.IntType(16), 8))
+
+
+def _joined(builder: Any, some: list[Any]) -> Any:  # noqa: ANN401
+    """Return the lanes of some vectors, one after the other; their number is a power of two."""
+    while len(some) > 1:
+        numbers = list(range(2 * some[0].type.count))
+        pairs = zip(some[::2], some[1::2], strict=True)
+        some = [_lanes(builder, one, other, numbers) for one, other in pairs]
+    return some[0]
 
 
 def _address(context: Any, builder: Any, kind: Any, place: Any, pointed: Any) -> Any:  # noqa: ANN401

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
+from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.edge_record import read_summary
 from deltachain.chain.fetch import Fetched, fetch, fetching
 from deltachain.chain.plan import Plan
+from deltachain.chain.reachable import plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
-from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
-from deltachain.format.digest import digest_key
+from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
+from deltachain.format.digest import digest_key, object_digest
 from deltachain.format.documents import Edge, EdgeSummary
-from deltachain.format.keys import PayloadKind
+from deltachain.format.keys import PayloadKind, edge_key
 from deltachain.kernels import host
 from deltachain.maintain.folding import folded
-from deltachain.types import Bits, StateDigest
+from deltachain.store import MemoryStore, Store
+from deltachain.types import Bits, Buffer, StateDigest
 
 PART_NBYTES: Final = 512 << 20
 """Largest size of changes in one part before compression, in bytes."""
@@ -44,10 +48,11 @@ def add_skip(
         ObjectNotFoundError: An object of the plan is gone.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
+    _refuse_pruned(chain, target)
     fetched = fetch(chain, plan)
     before = _BitsAt(chain, start, base)
     changes = _proven(folded(fetched, before.read), start, target)
-    edge = _upload(chain, "skip", target, changes, PART_NBYTES)
+    edge = _upload(chain.store, "skip", target, changes, PART_NBYTES)
     edge = replace(edge, base=start.version)
     return chain.add_edge(target, edge, base_state=start.manifest.state)
 
@@ -55,16 +60,41 @@ def add_skip(
 def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> EdgeSummary:
     """Rebuild a version from nothing, prove it, and record it as an anchor.
 
-    Tensors are decoded one by one; the objects of the plan are held in memory.
+    An anchor that is recorded already is returned as it is. Tensors are decoded one by one; the
+    objects of the plan are held in memory.
 
     Raises:
-        BrokenChainError: No plan from nothing leads to the version.
+        BrokenChainError: No plan whose objects are there leads to the version, or its anchor was
+            recorded before and has lost its parts.
         ChainError: The version is pruned.
-        ObjectNotFoundError: An object of the plan is gone.
+        ObjectNotFoundError: An object of the plan was deleted meanwhile.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
-    with fetching(chain, chain.plan(None, target), target=target, base=base) as fetched:
+    known = recorded_anchor(chain, target)
+    if known is not None:
+        return known
+    with fetching(chain, plan_present(chain, None, target), target=target, base=base) as fetched:
         return upload_anchor(chain, target, _whole(chain, fetched, target))
+
+
+def recorded_anchor(chain: Chain, target: Committed) -> EdgeSummary | None:
+    """Return the anchor that is recorded for a version; ``None`` if there is none to rely on.
+
+    Raises:
+        BrokenChainError: Its parts are gone, and no other anchor can be recorded for the version.
+    """
+    key = edge_key(target.version, "anchor", None)
+    known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
+    if known is None:
+        return None
+    parts = [part.key for part in chain.edge(known, target).parts]
+    if len(chain.store.find_all(parts)) == len(parts):
+        return known
+    raise BrokenChainError(
+        f"the anchor of version {target.version} was recorded before, and its parts are gone",
+        version=target.version,
+        hint="run this again after the next version, or restart the publisher",
+    )
 
 
 def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
@@ -79,9 +109,59 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
         ChainError: The version is pruned.
     """
     check_write_access(chain)
-    limit = anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
-    edge = _upload(chain, "anchor", target, changes, limit)
+    _refuse_pruned(chain, target)
+    edge = _upload(chain.store, "anchor", target, changes, _anchor_limit(chain))
     return chain.add_edge(target, edge, base_state="")
+
+
+def restore_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
+    """Put back the lost parts of a recorded anchor; each is compared with its digest before.
+
+    Args:
+        chain: The chain.
+        target: The version.
+        changes: All bits of every tensor, in the order of the table.
+
+    Raises:
+        BrokenChainError: A part is encoded in other bytes here, as by another deltachain or with
+            another size of parts; it was not put.
+    """
+    check_write_access(chain)
+    key = edge_key(target.version, "anchor", None)
+    known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
+    if known is None:
+        raise ObjectNotFoundError(f"{key} is gone", key=key, url=chain.store.url)
+    parts = {part.key: part.blake3 for part in chain.edge(known, target).parts}
+    commit_id = next(iter(parts)).split("/")[1].rpartition("-")[2]
+    there = _Same(chain.store, parts, target)
+    _upload(there, "anchor", target, changes, _anchor_limit(chain), commit_id)
+    return known
+
+
+class _Same(MemoryStore):
+    """Takes the parts that a record names, and puts them into their store.
+
+    Args:
+        inner: The store of the parts.
+        digests: blake3 of each part, by key.
+        target: The version that they lead to.
+    """
+
+    def __init__(self, inner: Store, digests: Mapping[str, str], target: Committed) -> None:
+        super().__init__()
+        self._inner, self._digests, self._target = inner, digests, target
+
+    @override
+    def put(self, key: str, data: Buffer) -> str:
+        if self._digests.get(key) != object_digest(data):
+            version = self._target.version
+            raise BrokenChainError(
+                f"the anchor of version {version} was recorded before, its parts are gone, and "
+                f"this deltachain encodes {key} in other bytes",
+                version=version,
+                hint="run this again after the next version, or restart the publisher",
+            )
+        return self._inner.put(key, data)
 
 
 class _BitsAt:
@@ -93,7 +173,7 @@ class _BitsAt:
 
     def read(self, name: str) -> Bits:
         if self._fetched is None:
-            plan = self._chain.plan(None, self._at)
+            plan = plan_present(self._chain, None, self._at)
             self._fetched = fetch(self._chain, plan, base=self._base)
         return self._fetched.read(name).values
 
@@ -129,13 +209,21 @@ def _wrong(what: str, found: StateDigest, target: Committed) -> DigestMismatchEr
     )
 
 
+def _anchor_limit(chain: Chain) -> int:
+    return anchor_part_nbytes(sum(s.nbytes for s in chain.table.specs()), PART_NBYTES)
+
+
 def _upload(
-    chain: Chain, kind: PayloadKind, target: Committed, changes: Iterable[Change], limit: int
+    store: Store,
+    kind: PayloadKind,
+    target: Committed,
+    changes: Iterable[Change],
+    limit: int,
+    commit_id: str = "",
 ) -> Edge:
-    _refuse_pruned(chain, target)
-    epoch = target.manifest.epoch
-    keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=uuid.uuid4().hex)
-    with EdgeUpload(chain.store, keys, raw=False, part_nbytes=limit) as upload:
+    epoch, commit_id = target.manifest.epoch, commit_id or uuid.uuid4().hex
+    keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=commit_id)
+    with EdgeUpload(store, keys, raw=False, part_nbytes=limit) as upload:
         for change in changes:
             upload.add(change)
         return upload.finish()

@@ -15,9 +15,8 @@ from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError, FormatError, ObjectNotFoundError
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import EdgeSummary
-from deltachain.format.keys import edge_key
 from deltachain.kernels import host
-from deltachain.maintain.added_edges import upload_anchor
+from deltachain.maintain.added_edges import recorded_anchor, restore_anchor, upload_anchor
 from deltachain.types import StateDigest, TensorSpec, check_spec
 
 
@@ -34,7 +33,8 @@ def heal(chain: Chain, head: Committed, copy: Path | None) -> EdgeSummary | None
         The anchor; ``None`` if newcomers have a way.
 
     Raises:
-        BrokenChainError: There is no copy, or the copy does not lead to the head either.
+        BrokenChainError: There is no copy, the copy does not lead to the head either, or its
+            version's anchor is recorded with parts of other bytes.
         TensorMismatchError: The copy is not the model of the chain.
     """
     if is_reachable(chain, head.version):
@@ -62,14 +62,12 @@ def heal(chain: Chain, head: Committed, copy: Path | None) -> EdgeSummary | None
             hint="let `deltachain follow` keep that folder at the head",
         )
     plan_present(chain, held.version, head)
-    if chain.store.find(edge_key(held.version, "anchor", None)) is not None:
-        raise BrokenChainError(
-            f"{what}; the anchor of version {held.version} was recorded before, and its parts are "
-            "gone",
-            version=held.version,
-            hint="run this again after the next version, or restart the publisher",
-        )
-    return upload_anchor(chain, held, _proven(checkpoint, specs, held))
+    changes = _proven(checkpoint, specs, held)
+    try:
+        recorded_anchor(chain, held)
+    except BrokenChainError:
+        return restore_anchor(chain, held, changes)
+    return upload_anchor(chain, held, changes)
 
 
 def _proven(

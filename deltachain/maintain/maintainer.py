@@ -10,6 +10,7 @@ from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import read_hint
+from deltachain.chain.plan import Plan
 from deltachain.chain.skips import SPANS
 from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
@@ -79,6 +80,7 @@ class Maintainer:
     ) -> None:
         self.chain, self.pruner, self.base = chain, pruner, base
         self.anchor_every, self.copy = anchor_every, copy
+        self._lost: tuple[EdgeSummary, ...] = ()
         self.survey = pruner.survey if pruner else Survey(chain)
         self._model_nbytes = sum(spec.nbytes for spec in chain.table.specs())
 
@@ -103,6 +105,7 @@ class Maintainer:
         self.chain.prunes.refresh()
         failed: list[str] = []
         healed = self._heal(head, done, failed)
+        self._note_lost(head, failed)
         skips = tuple(self._add_skips(head, done, failed))
         anchors = (*healed, *self._add_anchor(head, done, failed))
         self.hint(head)
@@ -131,6 +134,19 @@ class Maintainer:
             failed.append(f"nothing was pruned: {error.args[0]}")
             return None
 
+    def _note_lost(self, head: Committed, failed: list[str]) -> None:
+        """Note the edges that have lost their parts; name them unless the last round did."""
+        before, self._lost = self._lost, self.survey.lost(self._edges(head))
+        if self._lost and self._lost != before:
+            first = self._lost[0]
+            what = f"the {first.kind} to version {first.version}"
+            if self._lost[1:]:
+                what = f"{len(self._lost):,} edges, {what} first,"
+            failed.append(
+                f"parts of {what} are gone, deleted by a lifecycle rule or a user; readers and "
+                "skips do without them"
+            )
+
     def _edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
         """Return all edges that planners may use."""
         known = self.survey.edges(head)
@@ -139,9 +155,10 @@ class Maintainer:
     def _add_skips(
         self, head: Committed, done: Callable[[EdgeSummary], None], failed: list[str]
     ) -> Iterable[EdgeSummary]:
+        lost = frozenset(self._lost)
         for span in reversed(SPANS):
             for hop, plan in skips_due(
-                self._edges(head),
+                [edge for edge in self._edges(head) if edge not in lost],
                 span,
                 known=self.survey.edges(head),
                 head=head.version,
@@ -153,7 +170,7 @@ class Maintainer:
                 if start is None or target is None or self.survey.has_record(hop.key):
                     continue
                 try:
-                    summary = add_skip(self.chain, start, plan, target, base=self.base)
+                    summary = self.make_skip(start, plan, target)
                 except FAILURES as error:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
@@ -174,12 +191,20 @@ class Maintainer:
         if target is None:
             return
         try:
-            summary = add_anchor(self.chain, target, base=self.base)
+            summary = self.make_anchor(target)
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
         done(summary)
         yield summary
+
+    def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
+        """Fold a plan into a skip, and record it; see :func:`add_skip`."""
+        return add_skip(self.chain, start, plan, target, base=self.base)
+
+    def make_anchor(self, target: Committed) -> EdgeSummary:
+        """Rebuild a version from nothing, and record it as an anchor; see :func:`add_anchor`."""
+        return add_anchor(self.chain, target, base=self.base)
 
     def hint(self, head: Committed) -> None:
         """Name recorded anchors in the hint that neither manifests nor the hint name."""

@@ -21,7 +21,8 @@ def orphans(
 
     Parts of a delta are orphans if their version is committed with other parts: its manifest never
     changes. Parts of an anchor or a skip may be named later, unless a record of that kind leads to
-    their version already, or the delta to it is pruned: nothing is added to such a version.
+    their version already, or the delta to it is pruned: nothing is added to such a version. Parts
+    that an unreadable record may name stay: others may be able to read it.
 
     Args:
         survey: Survey of the chain, up to ``head``.
@@ -41,8 +42,10 @@ def orphans(
             suspects[own[version]] = None
         suspects |= dict.fromkeys(known.get((folder, version), ()))
     parts = survey.parts_of(suspects)
-    found = []
+    found, unreadable = [], survey.unreadable()
     for (folder, version), infos in lines.items():
+        if (folder, version) in unreadable:
+            continue
         mine = [own[version]] if folder == "deltas" and version in own else []
         mine += known.get((folder, version), [])
         if not (_is_settled(folder, version, mine) or own.get(version) in gone):

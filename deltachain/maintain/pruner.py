@@ -6,7 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from deltachain.chain import tags
@@ -155,6 +155,7 @@ class Pruner:
         rows = ranges(plan.edges, plan.after, plan.time)
         if rows == (newest.pruned if newest else ()):
             return None
+        self._say_taken_back(plan, newest)
         record = PruneRecord(
             chain=chain.identity.chain,
             number=newest.number + 1 if newest else 0,
@@ -169,6 +170,19 @@ class Pruner:
             raise self._another(chain.prunes.read(record.number))
         self._known = record.number
         return record
+
+    def _say_taken_back(self, plan: PrunePlan, newest: PruneRecord | None) -> None:
+        """Warn of edges that another maintainer retired, and that this record does not."""
+        if newest is None or newest.maintainer == self._id:
+            return
+        back = sum(newest.covers(edge) and edge not in plan.after for edge in plan.edges)
+        if back:
+            logger.warning(
+                "%d edges that maintainer %s retired are kept: its rule is another one, or a "
+                "version was tagged since; give all maintainers of a chain the same rule",
+                back,
+                newest.maintainer[:8],
+            )
 
     def run(self, deleted: Callable[[ObjectInfo], None] = lambda _: None) -> PrunePlan | None:
         """Do one round: write a record if needed, and delete what is due.
@@ -197,14 +211,18 @@ class Pruner:
                 if attempt == TRIES - 1:
                     raise
         if plan is not None and (plan.due or plan.orphans):
-            self._delete(plan, deleted)
+            return self._delete(plan, deleted)
         return plan
 
-    def _delete(self, plan: PrunePlan, deleted: Callable[[ObjectInfo], None]) -> None:
-        """Delete due objects and orphans, after another look at tags and records."""
+    def _delete(self, plan: PrunePlan, deleted: Callable[[ObjectInfo], None]) -> PrunePlan | None:
+        """Delete due objects and orphans, after another look at tags and records.
+
+        Returns:
+            The plan, with the objects that were deleted; ``None`` if the versions are gone.
+        """
         again = self.plan()
         if again is None:
-            return
+            return None
         still = {info.key for info in (*again.due, *again.orphans)}
         missing = [info.key for info in plan.due if info.key not in still]
         kept = self._chain.store.find_all(missing) if missing else {}
@@ -216,9 +234,11 @@ class Pruner:
             deleted(info)
 
         with Pool(DELETES) as pool:
-            wanted = (info for info in (*plan.due, *plan.orphans) if info.key in still)
-            for _ in pool.map(delete, wanted):
+            due = tuple(info for info in plan.due if info.key in still)
+            unnamed = tuple(info for info in plan.orphans if info.key in still)
+            for _ in pool.map(delete, (*due, *unnamed)):
                 pass
+        return replace(plan, due=due, orphans=unnamed)
 
     def _ways(
         self, head: Committed, first: Version, edges: Collection[EdgeSummary]

@@ -65,10 +65,29 @@ class Survey:
         """Return whether the last listing showed an edge record, damaged or not."""
         return key in self._records
 
+    def unreadable(self) -> frozenset[tuple[str, Version]]:
+        """Return folder and version of the parts that unreadable edge records may name.
+
+        A record is unreadable if it is damaged, or if no trusted key signed it.
+        """
+        keys = [key for key, summary in self._records.items() if summary is None]
+        kinds = (key.rpartition("/")[2].partition("-")[0] for key in keys)
+        return frozenset(
+            (f"{kind}s", version_of(key) or 0) for kind, key in zip(kinds, keys, strict=True)
+        )
+
     def objects(self) -> dict[str, ObjectInfo]:
         """List all payload objects, by key."""
         infos = (info for prefix in PAYLOADS for info in self.chain.store.list(prefix))
         return {info.key: info for info in infos}
+
+    def lost(self, edges: Iterable[EdgeSummary]) -> tuple[EdgeSummary, ...]:
+        """Return the edges with fewer objects in the store than they have parts.
+
+        No document is read: where several edges share a folder, a lost one may be overlooked.
+        """
+        there = by_version(self.objects())
+        return tuple(edge for edge in edges if len(there.get(_place(edge), ())) < edge.parts)
 
     def parts_of(self, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, dict[str, int] | None]:
         """Return size by key of the parts of edges; each document is read once.
@@ -99,6 +118,10 @@ class Survey:
     def _read(self, key: str) -> EdgeSummary | None:
         chain = self.chain
         return read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
+
+
+def _place(edge: EdgeSummary) -> tuple[str, Version]:
+    return f"{edge.kind}s", edge.version
 
 
 def by_version(objects: Mapping[str, ObjectInfo]) -> dict[tuple[str, Version], list[ObjectInfo]]:

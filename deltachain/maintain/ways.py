@@ -48,7 +48,7 @@ def ways_to(
         stay.update(_listed(chain, committed, edges))
     if lost:
         logger.warning(
-            "%d versions that the rule keeps cannot be reached any more, %d first",
+            "kept versions that cannot be reached any more: %d, version %d first",
             len(lost),
             lost[0],
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Final
 
@@ -17,7 +17,7 @@ from deltachain.errors import (
 )
 from deltachain.mirror.mirror import Mirror
 from deltachain.mirror.receipt import MirrorReceipt
-from deltachain.retry import Backoff
+from deltachain.retry import between_polls
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,14 @@ NEEDS_A_PERSON: Final = (
 )
 """Errors that end the loop."""
 
-MOST_POLLS: Final = 32
-"""Upper bound of the back-off after repeated failures, in poll intervals."""
 
-
-def follow(mirror: Mirror, *, stop: Event, poll_s: float) -> Iterator[MirrorReceipt]:
+def follow(
+    mirror: Mirror,
+    *,
+    stop: Event,
+    poll_s: float,
+    looked: Callable[[DeltaChainError | None], None] = lambda _: None,
+) -> Iterator[MirrorReceipt]:
     """Copy versions as they are committed, until ``stop`` is set.
 
     A store that is unavailable, and an object that is missing or damaged, are logged once and tried
@@ -43,6 +46,7 @@ def follow(mirror: Mirror, *, stop: Event, poll_s: float) -> Iterator[MirrorRece
         mirror: The mirror.
         stop: Ends the loop.
         poll_s: Seconds between two looks at the source.
+        looked: Called after each round with the error to be retried, or ``None``.
 
     Raises:
         ForkedChainError: Source and mirror have different histories.
@@ -50,16 +54,18 @@ def follow(mirror: Mirror, *, stop: Event, poll_s: float) -> Iterator[MirrorRece
         ChainMismatchError: The destination mirrors another chain.
         UnsupportedFormatError: The chain needs a newer deltachain.
     """
-    pauses = Backoff(1.25 * poll_s, 1.25 * poll_s * MOST_POLLS, random_share=0.4)
+    pauses = between_polls(poll_s)
     failures, logged = 0, ""
     while not stop.is_set():
         try:
             yield from mirror.catch_up(stop)
             failures, logged = 0, ""
+            looked(None)
         except NEEDS_A_PERSON:
             raise
         except DeltaChainError as exc:
             failures += 1
+            looked(exc)
             what = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
             if what != logged:  # a store that is down fails with any of its objects
                 logged = what

@@ -50,7 +50,7 @@ from deltachain.mirror.plan import (
 from deltachain.mirror.pruned import delete_pruned, is_pruned
 from deltachain.mirror.receipt import MirrorReceipt
 from deltachain.mirror.records import SourceRecords
-from deltachain.mirror.source import SourceDocuments
+from deltachain.mirror.source import SourceDocuments, oldest_copied
 from deltachain.store import Store
 from deltachain.types import Version
 
@@ -61,6 +61,9 @@ SURVEY: Final = 64
 
 LOOK_BACK: Final = 8
 """Rounds between two checks that the source still has the newest version of the mirror."""
+
+NAMED: Final = 4
+"""Payloads named one by one as they are left out."""
 
 
 class Mirror:
@@ -73,7 +76,7 @@ class Mirror:
         source: Store of the chain, or of another mirror of it.
         destination: Store of the mirror: empty, or filled by an earlier start.
         start: Copy payloads from the anchor that leads to this version, or to the head; by default
-            all. Documents of all versions are copied.
+            all that the source copies if it is a mirror. Documents of all versions are copied.
         writer: Version of deltachain, for the record of the mirror.
         planned: Called with the size of objects that will be copied, in bytes: of all that a
             listing shows first, then of each that is found later.
@@ -81,6 +84,7 @@ class Mirror:
 
     Attributes:
         version: The newest version of the mirror; -1 for none.
+        chain: Id of the chain; ``None`` before the first round.
         left_out: Keys of payloads that the source does not have any more.
     """
 
@@ -95,6 +99,7 @@ class Mirror:
         trust: Trust | None = None,
     ) -> None:
         self.version: Version = -1
+        self.chain: str | None = None
         self.left_out: set[str] = set()
         self._source, self._destination = source, destination
         self._start, self._writer, self._planned = start, writer, planned
@@ -106,8 +111,7 @@ class Mirror:
         self._in_source: frozenset[str] = frozenset()
         self._pruned: PruneRecord | None = None
         self._hinted: bytes | None = None
-        self._rounds = 0
-        self._is_whole = self._is_checked = False
+        self._rounds, self._is_whole, self._is_checked = 0, False, False
         self._opened: tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords] | None = None
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
@@ -173,14 +177,16 @@ class Mirror:
             record = MirrorRecord(
                 chain=chain.identity.chain,
                 source=self._source.url,
-                first=self._first(chain),
+                first=oldest_copied(chain, self._start),
                 writer=self._writer,
             )
             try:
                 there.put_if_absent(MIRROR_KEY, dump(record))
             except AlreadyExistsError:
                 record = read_mirror(there) or record
-        elif self._start not in (None, "head") and self._first(chain) != record.first:
+        elif (
+            self._start not in (None, "head") and oldest_copied(chain, self._start) != record.first
+        ):
             raise ConfigError(
                 f"{there.url} holds payloads from version {record.first} on, which is not the "
                 f"start for version {self._start}",
@@ -192,21 +198,13 @@ class Mirror:
                 f"{chain.identity.chain}",
                 hint="give every mirror a URL of its own",
             )
+        self.chain = record.chain
         return (
             chain,
             record,
             SourceDocuments(chain, known=self._known, has=self._has),
             SourceRecords(chain, has=self._has),
         )
-
-    def _first(self, chain: Chain) -> Version:
-        """Return the oldest version whose payloads are copied."""
-        if self._start is None:
-            return 0
-        committed = chain.head() if self._start == "head" else chain.read(self._start)
-        if committed is None:
-            return 0
-        return plan_present(chain, None, committed).edges[0].version
 
     def _list(
         self, documents: SourceDocuments, head: Version, first: Version
@@ -324,9 +322,7 @@ class Mirror:
             if outcome.is_lost:
                 if self._is_pruned_now(copy):
                     continue
-                logger.warning("%s is gone from %s, and is left out", copy.key, self._source.url)
-                self.left_out.add(copy.key)
-                self._is_checked = False
+                self._leave_out(copy.key)
                 continue
             self._there[copy.key] = copy.nbytes
             objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
@@ -336,6 +332,14 @@ class Mirror:
                 objects, nbytes, start = 0, 0, time.perf_counter()
         if objects and self.version >= 0:
             yield receipt()
+
+    def _leave_out(self, key: str) -> None:
+        """Note a payload that the source does not have any more; name the first ones."""
+        self.left_out.add(key)
+        self._is_checked = False
+        if len(self.left_out) <= NAMED:
+            more = "; more are counted at the end" if len(self.left_out) == NAMED else ""
+            logger.warning("%s is gone from %s, and is left out%s", key, self._source.url, more)
 
     def _read_hint(self, documents: SourceDocuments) -> tuple[bytes, Head | None]:
         """Read the head hint of the source, and note the edge records that it lists."""

@@ -23,11 +23,15 @@ def promote(store: Store) -> Version:
     """
     record = read_mirror(store)
     if record is None:
-        raise ConfigError(f"{store.url} is no mirror: it has no {MIRROR_KEY}")
+        raise ConfigError(
+            f"{store.url} is no mirror: it has no {MIRROR_KEY}",
+            hint="publishers may go on there already, or the URL is another one",
+        )
     chain = Chain.open(store)
     if chain.identity.chain != record.chain:
         raise ChainMismatchError(
-            f"{store.url} mirrors chain {record.chain}, but has {chain.identity.chain}"
+            f"{store.url} mirrors chain {record.chain}, but has {chain.identity.chain}",
+            hint="run `deltachain verify` there: something else has written to it",
         )
     head = chain.head()
     if head is None:

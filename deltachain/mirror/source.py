@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Final
+from typing import Final, Literal
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import check_record
+from deltachain.chain.choose import VersionChoice, choose
 from deltachain.chain.log import Committed
+from deltachain.chain.mirror_record import read_mirror
+from deltachain.chain.reachable import plan_present
 from deltachain.errors import (
     BrokenChainError,
     DigestMismatchError,
@@ -38,6 +41,25 @@ READ_AHEAD: Final = 32
 
 REMEMBERED: Final = 1024
 """Manifests that are remembered, for edge records that later ones list."""
+
+
+def oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Version:
+    """Return the oldest version whose payloads are copied.
+
+    Args:
+        chain: The chain in the source.
+        start: A version, or the head, from the anchor that leads to it on; ``None`` for all
+            payloads, or all that the source copies if it is a mirror.
+
+    Raises:
+        ChainError: The version is not committed.
+        BrokenChainError: It cannot be rebuilt from the source.
+    """
+    if start is None:
+        record = read_mirror(chain.store)
+        return record.first if record else 0
+    committed = chain.head() if start == "head" else choose(chain, VersionChoice(version=start))
+    return plan_present(chain, None, committed).edges[0].version if committed else 0
 
 
 class SourceDocuments:

@@ -1,16 +1,21 @@
-"""Work beside a publisher, in threads of its own: heartbeats and maintenance."""
+"""Work beside a publisher, in threads of its own: heartbeats, maintenance and metrics."""
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from deltachain.chain.chain import Chain
+from deltachain.figures import FigureSource
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
 from deltachain.maintain.survey import Survey
+from deltachain.metrics import MetricsServer
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.heartbeat_thread import HeartbeatThread
 from deltachain.publish.writer import Writer
 from deltachain.store import open_store
+
+logger = logging.getLogger(__name__)
 
 
 class BackgroundWork:
@@ -19,10 +24,20 @@ class BackgroundWork:
     Args:
         writer: Writer of the chain.
         config: Settings of the publisher.
+        figures: Figures of the publisher.
         leads: Whether this rank commits.
+
+    Raises:
+        ConfigError: The address for metrics cannot be bound.
     """
 
-    def __init__(self, writer: Writer, config: PublishConfig, *, leads: bool) -> None:
+    def __init__(
+        self, writer: Writer, config: PublishConfig, figures: FigureSource, *, leads: bool
+    ) -> None:
+        serves = leads and config.metrics is not None
+        self._metrics = MetricsServer(config.metrics or "", figures) if serves else None
+        if self._metrics is not None:
+            logger.info("metrics at %s/metrics", self._metrics.url)
         self._heartbeat = HeartbeatThread(writer, leads=leads)
         self._maintainer: MaintainerThread | None = None
         if leads and config.maintain:
@@ -30,6 +45,8 @@ class BackgroundWork:
 
     def close(self) -> None:
         """End the threads; may be called again."""
+        if self._metrics is not None:
+            self._metrics.close()
         self._heartbeat.close()
         if self._maintainer is not None:
             self._maintainer.close()

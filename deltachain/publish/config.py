@@ -11,6 +11,7 @@ from deltachain.chain.anchor_cost import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule
+from deltachain.metrics import parse_address
 from deltachain.publish.encoding_choice import AUTO
 from deltachain.publish.quantise.settings import Quantization
 
@@ -130,6 +131,11 @@ class PublishConfig:
     publisher with a key continues only a chain that this key, or one in
     ``DELTACHAIN_TRUSTED_KEYS``, has signed. Only rank 0 needs the file."""
 
+    metrics: str | None = None
+    """Address at which rank 0 serves metrics for Prometheus while it is attached, ``9095`` or
+    ``0.0.0.0:9095``; without a host, of the loopback interface alone. Needs the extra ``server``.
+    ``None``: no server."""
+
     metadata: dict[str, str] = field(default_factory=dict)
     """User metadata, written into every manifest."""
 
@@ -150,6 +156,7 @@ class PublishConfig:
         if self.encoding != AUTO:
             ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)
+        parse_address(self.metrics or "0")
         if self.quantization is not None and self.base is not None:
             raise ConfigError(
                 "base and quantization exclude each other: a base has the bits of version 0",

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -26,7 +25,9 @@ from deltachain.errors import (
 from deltachain.publish.anchor_thread import AnchorThread
 from deltachain.publish.beside import BackgroundWork
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.diff import NO_CHANGES, Diff
+from deltachain.publish.diff import NO_CHANGES
+from deltachain.publish.figures import PublishTotals, publisher_figures
+from deltachain.publish.flight import Flight, Published
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.quantise.begin import find_layers
@@ -38,30 +39,10 @@ from deltachain.publish.resume import begin
 from deltachain.publish.session import Attempt, Session
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
+from deltachain.tracing import VersionSpan
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
-
-Published: TypeAlias = "Future[PublishReceipt]"
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A version in flight: created by the caller's thread, committed by the publisher's.
-
-    Attributes:
-        version: Number of the version.
-        diff: Changes on this rank; empty if the diff failed.
-        attempt: The attempt to commit it.
-        covered: Futures of the ``publish`` calls that it covers.
-        outcome: Future of its receipt or error; done before any of ``covered``.
-    """
-
-    version: Version
-    diff: Diff
-    attempt: Attempt
-    covered: Sequence[Published]
-    outcome: Published = field(default_factory=Future)
 
 
 class Publisher(Closeable):
@@ -83,6 +64,7 @@ class Publisher(Closeable):
 
     Attributes:
         last: The newest receipt, if any.
+        totals: Totals of all versions so far, for metrics.
 
     Example:
         >>> with deltachain.Publisher(new_url).attach(model) as publisher:
@@ -100,6 +82,7 @@ class Publisher(Closeable):
     def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:
         self.config = PublishConfig(url=config) if isinstance(config, str) else config
         self.last: PublishReceipt | None = None
+        self.totals = PublishTotals()
         self._store = store or open_store(self.config.url, self.config.storage_options, writer=True)
         self._pool = Pool(1, "deltachain-publish")
         self._session: Session | None = None
@@ -159,7 +142,8 @@ class Publisher(Closeable):
         session.anchor_ranks = self._ranks.clone()
         self._barrier = PublishBarrier(self._ranks)
         self._session, self._anchors = session, AnchorThread(session)
-        self._beside = BackgroundWork(session.writer, config, leads=self._ranks.leads)
+        figures = partial(publisher_figures, session.writer, self.totals)
+        self._beside = BackgroundWork(session.writer, config, figures, leads=self._ranks.leads)
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
 
@@ -358,11 +342,13 @@ class Publisher(Closeable):
         if failed is not None and failed.version <= head:
             session.redo(failed.diff)  # it was committed after all
         session.head = head
+        span = VersionSpan("publish", records=self._ranks.leads)
         start, diff, failure = time.perf_counter(), NO_CHANGES, None
         try:
             diff = session.diff_(self._barrier.topic)
         except FAILURES as error:
             if self._ranks.count == 1:
+                span.end(error=error)
                 raise
             failure = error
         attempt = Attempt(
@@ -371,6 +357,7 @@ class Publisher(Closeable):
             failure=failure,
             step=self._waiting_step,
             diff_s=time.perf_counter() - start,
+            span=span,
         )
         flight = Flight(head + 1, diff, attempt, self._take_waiting())
         self._flight = flight
@@ -381,10 +368,14 @@ class Publisher(Closeable):
         try:
             conclusion = session.commit(flight.attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
+            self.totals.failures += 1
+            flight.attempt.span.end(error=error)
             for future in (flight.outcome, *flight.covered):
                 future.set_exception(error)
             return
         receipt = self.last = conclusion.receipt
+        self.totals.count(receipt)
+        flight.attempt.span.end(receipt.sequence, attributes=receipt.attributes)
         logger.info("%s", receipt)
         anchors = self._require_anchors()
         try:

@@ -25,6 +25,8 @@ class PublishReceipt:
         diff_s: Time of the diff, which blocks the training loop, in seconds.
         encode_s: Time of encoding and uploading the parts in the background, in seconds.
         commit_s: Time of the commit, in seconds.
+        upload_s: Part of ``encode_s`` in which at least one object was on its way to the store, in
+            seconds; of the slowest rank.
         kernel: Name of the kernels of the diff.
         restored: Keys of the chain's documents that were missing in the store and were restored.
         encoding: Name of the encoding of changes, as configured or chosen; empty without a delta.
@@ -58,11 +60,40 @@ class PublishReceipt:
     kept_nbytes: int = 0
     encoding: str = ""
     encoding_reason: str = ""
+    upload_s: float = 0.0
 
     @property
     def density(self) -> float:
         """Changed fraction of all elements."""
         return self.nnz / self.numel if self.numel else 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of the version, by name; ``upload`` overlaps with ``encode``."""
+        return {
+            "diff": self.diff_s,
+            "encode": self.encode_s,
+            "upload": self.upload_s,
+            "commit": self.commit_s,
+        }
+
+    @property
+    def sequence(self) -> dict[str, float]:
+        """Seconds of the phases that follow one another, in their order, for a trace."""
+        return {name: seconds for name, seconds in self.phases.items() if name != "upload"}
+
+    @property
+    def attributes(self) -> dict[str, str | int | float]:
+        """Attributes of the version's span in a trace."""
+        step = {} if self.step is None else {"step": self.step}
+        return {
+            "version": self.version,
+            "kind": self.kind,
+            "nbytes": self.nbytes,
+            "nnz": self.nnz,
+            "upload_s": self.upload_s,
+            **step,
+        }
 
     def metrics(self) -> dict[str, float]:
         """Return metrics for a trainer's log, with prefixed names."""
@@ -74,6 +105,7 @@ class PublishReceipt:
             "diff_s": self.diff_s,
             "encode_s": self.encode_s,
             "commit_s": self.commit_s,
+            "upload_s": self.upload_s,
         }
         return {f"deltachain/{name}": float(value) for name, value in values.items()}
 

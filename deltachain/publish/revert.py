@@ -34,6 +34,7 @@ from deltachain.publish.place import newest
 from deltachain.publish.rebuilt import tensors_back
 from deltachain.publish.writer import Writer, in_new_epoch, take_over
 from deltachain.store import MemoryStore, Store
+from deltachain.tracing import without_context
 from deltachain.types import Buffer, StateDigest
 
 PART_NBYTES: Final = 512 << 20
@@ -102,7 +103,9 @@ def revert(
         return settings.measure(head)
     if not chain.store.capabilities.conditional_put:
         raise _undecided(chain, goal)
-    writer = in_new_epoch(chain, head, numel=head.manifest.numel, metadata=goal.manifest.metadata)
+    writer = in_new_epoch(
+        chain, head, numel=head.manifest.numel, metadata=without_context(goal.manifest.metadata)
+    )
     try:
         return settings.commit(writer, head)
     except PublisherFencedError as exc:
@@ -112,7 +115,9 @@ def revert(
             exc.hint += "until it is done, and revert again"
             raise
     # A publisher at work was faster: fence it first. What follows cannot fail for want of objects.
-    taken = take_over(chain, numel=head.manifest.numel, metadata=goal.manifest.metadata)
+    taken = take_over(
+        chain, numel=head.manifest.numel, metadata=without_context(goal.manifest.metadata)
+    )
     if taken is None or taken.parent is None:
         raise BrokenChainError(f"{chain.store.url} lost its versions", version=head.version)
     return settings.commit(taken, taken.parent)

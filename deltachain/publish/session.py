@@ -18,12 +18,12 @@ from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_pa
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError
-from deltachain.format.documents import Edge, EdgeSummary
+from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import PayloadKind
 from deltachain.publish.base import base_edge
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import CheckpointChanges, Diff
-from deltachain.publish.edge_share import EdgeShare, joined
+from deltachain.publish.edge_share import EdgeShare, revealed
 from deltachain.publish.encoding_choice import EncodingChoice
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
@@ -34,6 +34,7 @@ from deltachain.publish.version_bits import VersionBits
 from deltachain.publish.version_encoding import VersionEncoding
 from deltachain.publish.wire_form import sparse_change, window_change
 from deltachain.publish.writer import Writer
+from deltachain.tracing import UNTRACED, VersionSpan
 from deltachain.types import Bits, StateDigest, Version
 
 INDEX_NBYTES = 8
@@ -52,6 +53,7 @@ class Attempt:
         failure: Error of a failed diff on this rank, raised on every rank.
         step: Step of the trainer.
         diff_s: Time of the diff, in seconds.
+        span: Span of the version.
     """
 
     topic: str
@@ -61,6 +63,7 @@ class Attempt:
     failure: Exception | None = None
     step: int | None = None
     diff_s: float = 0.0
+    span: VersionSpan = UNTRACED
 
 
 class Conclusion(msgspec.Struct, frozen=True):
@@ -238,6 +241,7 @@ class Session:
             state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
+            upload_s=upload.transfer.seconds,
         )
 
     def conclude(
@@ -253,11 +257,17 @@ class Session:
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
-        edge = self._revealed(shares)
+        edge = revealed(store, shares)
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
         nnz, choice = sum(share.nnz for share in shares), self.encoding.present
-        draft = self.writer.draft(keys.commit_id, state=state, step=attempt.step, nnz=nnz)
+        draft = self.writer.draft(
+            keys.commit_id,
+            state=state,
+            step=attempt.step,
+            nnz=nnz,
+            metadata=attempt.span.context,
+        )
         committed = self.writer.commit(draft, edge)
         receipt = PublishReceipt(
             version=committed.version,
@@ -272,6 +282,7 @@ class Session:
             diff_s=attempt.diff_s,
             encode_s=encode_s,
             commit_s=time.perf_counter() - start,
+            upload_s=max(share.upload_s for share in shares),
             kernel=self.snapshot.kernel,
             encoding=choice.encoding if edge.kind == "delta" else "",
             encoding_reason=choice.reason if self.encoding.is_auto and edge.kind == "delta" else "",
@@ -338,13 +349,9 @@ class Session:
                 f"the anchor has state {state}, version {committed.version} {committed.state}"
             )
         before = None if late is None else late.before
-        return self.writer.add_anchor(committed, self._revealed(shares), before=before)
-
-    def _revealed(self, shares: Sequence[EdgeShare]) -> Edge:
-        """Return the edge of all ranks, and make its parts visible, in one request if possible."""
-        edge = joined(shares)
-        self.writer.chain.store.reveal({part.key: part.pin for part in edge.parts})
-        return edge
+        return self.writer.add_anchor(
+            committed, revealed(self.writer.chain.store, shares), before=before
+        )
 
     def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
         """Return names of the parts of one attempt, which no other attempt has."""

@@ -45,6 +45,7 @@ class Draft:
     state: StateDigest
     nnz: int
     ext: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Writer:
@@ -86,8 +87,12 @@ class Writer:
         step: int | None,
         nnz: int,
         ext: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, str] | None = None,
     ) -> Draft:
-        """Return a draft of the next version, with a new commit id and new payload keys."""
+        """Return a draft of the next version, with a new commit id and new payload keys.
+
+        Its metadata are added to the user's, which count where both have a key.
+        """
         return Draft(
             commit_id=commit_id or uuid.uuid4().hex,
             version=self.parent.version + 1 if self.parent else 0,
@@ -96,6 +101,7 @@ class Writer:
             state=state,
             nnz=nnz,
             ext=ext or {},
+            metadata=metadata or {},
         )
 
     def commit(self, draft: Draft, edge: Edge) -> Committed:
@@ -206,7 +212,7 @@ class Writer:
             edge=edge,
             recent=recent,
             window_from=window_from,
-            metadata=self._metadata,
+            metadata={**draft.metadata, **self._metadata},
         )
 
     def _advance(self, committed: Committed) -> None:

@@ -77,6 +77,10 @@ class EngineModel(Protocol):
 class Engine(Protocol):
     """A replica: its ranks and its scheduler."""
 
+    @property
+    def software(self) -> str:
+        """Name and version of the engine, such as ``vllm/0.32.0``."""
+
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
         """Send a request to every rank, and return all replies in the order of the ranks.
 

@@ -7,17 +7,14 @@ from memory, without a request to the store or the engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from threading import Event, Thread
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
-    BrokenChainError,
     ChainError,
     ConfigError,
     DeltaChainError,
@@ -27,18 +24,17 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.replica.engine import Engine
-from deltachain.replica.messages import status_row
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
+from deltachain.replica.summary import summarise
 from deltachain.replica.target import ReplicaTarget
-from deltachain.replica.totals import Tally
 from deltachain.store import Store
 from deltachain.subscribe.history import is_past
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
-from deltachain.subscribe.status import lag
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.subscribe.totals import Tally
 from deltachain.threads import started
 from deltachain.types import Version
 
@@ -63,6 +59,10 @@ class Leader:
     Attributes:
         tally: Totals of all applies so far, for metrics.
         released: Kinds of memory that the engine has released; set by the hook of the engine.
+        trouble: Error since the last apply; ``None`` for none.
+        staged: The staged apply; ``None`` for none.
+        ended: Reason why following has ended; empty if it has not.
+        caught_up: Whether the replica was at the head once.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Leader:
         self.tally = Tally()
         self.released: frozenset[str] = frozenset()
         self.trouble: DeltaChainError | None = None
-        self._staged: Staged | None = None
-        self._ended = ""
-        self._has_failed = False
-        self._caught_up = False
+        self.staged: Staged | None = None
+        self.ended = ""
+        self.caught_up = self._has_failed = False
+        self._announced: Version | None = None
         self._takes_over = takes_over
         self._stop = Event()
         self._thread: Thread | None = None
@@ -106,9 +106,9 @@ class Leader:
                 if self.settings.strict or isinstance(exc, EngineDamagedError):
                     self.stop()
                     raise
-                self._ended = f"following ended: {exc}"
+                self.ended = f"following ended: {exc}"
             logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
-        if self.settings.follow and not self._ended:
+        if self.settings.follow and not self.ended:
             self._follow_in_a_thread()
 
     def end(self) -> None:
@@ -137,7 +137,7 @@ class Leader:
                 nothing from now on; an update heals it.
         """
         try:
-            staged = self._staged = self.subscriber.stage(version)
+            staged = self.staged = self.subscriber.stage(version)
         except DeltaChainError as exc:
             self._failed(exc, version)  # staging may find that the held version is not provable
             raise
@@ -148,8 +148,9 @@ class Leader:
 
         Args:
             version: Version to reach; the head by default.
-            manifest: Expected digest of the version's manifest. Any later version that is held is
-                then accepted too, if both are in the store.
+            manifest: Expected digest of the version's manifest, as a publisher announces it. Any
+                later version that is held is then accepted too, if both are in the store. Until
+                a rollback, the lag counts from here, even if the store cannot be reached.
 
         Returns:
             Receipt of the apply; ``None`` if the version is held already, or the replica is pinned.
@@ -158,6 +159,8 @@ class Leader:
             DeltaChainError: An error of :meth:`Subscriber.update`. A poisoned replica generates
                 nothing from now on.
         """
+        if version is not None and manifest:
+            self._announced = max(version, self._announced or 0)
         try:
             if self._is_past(version, manifest):
                 return None
@@ -177,7 +180,7 @@ class Leader:
         return is_past(self.subscriber.chain, held, version, manifest)
 
     def _swap_staged(self, version: Version | None) -> ApplyReceipt | None:
-        staged, self._staged = self._staged, None
+        staged, self.staged = self.staged, None
         if staged is None or staged.to.version != version:
             return None
         with suppress(BaseMismatchError):  # another version was swapped in since: stage again
@@ -186,6 +189,7 @@ class Leader:
 
     def rollback(self, version: Version | None = None) -> HeldVersion:
         """Go back to a version, and pin the replica there; see :meth:`Subscriber.rollback`."""
+        self._announced = None
         try:
             held = self.subscriber.rollback(version)
         except DeltaChainError as exc:
@@ -203,7 +207,7 @@ class Leader:
         self.subscriber.release()
         if self._thread is not None and self._has_failed and not self._stop.is_set():
             self._thread.join()  # it is ending, and has recorded the reason
-            self._ended, self._has_failed = "", False
+            self.ended, self._has_failed = "", False
             self._follow_in_a_thread()
 
     def notify(self) -> None:
@@ -240,69 +244,17 @@ class Leader:
 
     def status(self) -> ReplicaStatus:
         """Return the status of the replica, from memory."""
-        subscriber, target = self.subscriber, self.target
-        held, chain = subscriber.held, subscriber.opened
+        return summarise(self)
+
+    @property
+    def newest(self) -> Version | None:
+        """Newest version that the store showed or a publisher announced; ``None`` for none."""
+        chain, told = self.subscriber.opened, self._announced
         head = chain.latest if chain else None
-        last = subscriber.last
-        reason = self._unready()
-        return ReplicaStatus(
-            url=self.settings.subscribe.url,
-            chain=chain.identity.chain if chain else None,
-            version=held.version if held else None,
-            state=held.state if held else None,
-            staged=self._staged.to.version if self._staged else None,
-            head=head,
-            lag_versions=lag(head, held.version if held else None),
-            ready=not reason,
-            reason=reason,
-            following=self.settings.follow and not self._ended,
-            paused=target.paused,
-            pinned=subscriber.pinned,
-            poisoned=subscriber.poisoned,
-            classes=target.classes(),
-            on_host=target.on_host(),
-            ranks=[status_row(reply) for reply in target.ranks],
-            last=None if last is None else _plain(last),
-            trouble=str(self.trouble) if self.trouble else "",
-            manifest=held.manifest if held else None,
-            doubt=self._doubt(),
-        )
-
-    def _unready(self) -> str:
-        """Return why the replica is not ready for requests; empty if it is ready."""
-        subscriber = self.subscriber
-        reason = self._ended
-        if subscriber.poisoned:
-            reason = "poisoned: it cannot prove what it holds"
-        elif subscriber.held is None:
-            reason = "it holds no version of the chain"
-        elif self.released:
-            reason = f"asleep: the engine has released its {', '.join(sorted(self.released))}"
-        elif self.target.paused:
-            reason = "paused"
-        elif self._doubt():
-            reason = self._doubt()
-        elif not reason and not subscriber.pinned:
-            reason = self._behind(subscriber.held)
-        return reason
-
-    def _doubt(self) -> str:
-        """Return why the held version may not be the chain's; empty if there is no doubt.
-
-        A pinned replica ignores lost manifests.
-        """
-        doubt = self.subscriber.watch.doubt
-        if doubt is None or (self.subscriber.pinned and isinstance(doubt, BrokenChainError)):
-            return ""
-        return str(doubt.args[0])
-
-    def _behind(self, held: HeldVersion) -> str:
-        if not self._caught_up:
-            return "it has not caught up yet"
-        chain = self.subscriber.opened
-        behind = ((chain.latest if chain else None) or 0) - held.version
-        most = self.settings.max_lag
-        return "" if most is None or behind <= most else f"{behind} versions behind"
+        held = self.subscriber.version
+        if told is None or (held is not None and told <= held):
+            return head  # in a store that went back, older than what is held
+        return told if head is None else max(head, told)
 
     def follow(self) -> Iterator[ApplyReceipt]:
         """Apply versions as they are committed, in the thread of the caller, until ``stop``.
@@ -313,7 +265,7 @@ class Leader:
         try:
             yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
         except Exception as exc:
-            self._ended, self._has_failed = f"following ended: {exc}", True
+            self.ended, self._has_failed = f"following ended: {exc}", True
             self._troubled(exc)
             raise
 
@@ -352,7 +304,7 @@ class Leader:
         self.tally.failures += 1
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
         if isinstance(exc, LeaderReplacedError):
-            self._ended = str(exc.args[0])
+            self.ended = str(exc.args[0])
             return
         with self.subscriber.alone():  # no healing or swap between the check and the pause
             if self.subscriber.poisoned or isinstance(exc, EngineDamagedError):
@@ -374,12 +326,11 @@ class Leader:
         with self.subscriber.alone():
             self.trouble = None
             self.tally.count(self.subscriber.last)
-            held, chain = self.subscriber.held, self.subscriber.opened
-            head = chain.latest if chain else None
-            if self._staged and held and self._staged.to.version <= held.version:
-                self._staged = None  # obsolete: the ranks need not keep it
+            held, head = self.subscriber.held, self.newest
+            if self.staged and held and self.staged.to.version <= held.version:
+                self.staged = None  # obsolete: the ranks need not keep it
             at_head = held is not None and head is not None and held.version >= head
-            self._caught_up = self._caught_up or at_head or self.subscriber.pinned
+            self.caught_up = self.caught_up or at_head or self.subscriber.pinned
             self._name()
             if self._takes_over and held is not None:
                 self.target.resume()
@@ -390,8 +341,3 @@ class Leader:
         version = self.subscriber.version
         if version is not None:
             self.target.name(version)
-
-
-def _plain(receipt: ApplyReceipt) -> dict[str, Any]:
-    found: Mapping[str, Any] = msgspec.to_builtins(receipt)
-    return {**found, "state": str(receipt.state)}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deltachain.environment import is_strict, read
+from deltachain.environment import is_strict, read, read_secret
 from deltachain.subscribe.config import SubscribeConfig
 
 
@@ -62,8 +62,11 @@ class ReplicaSettings:
         strict: ``STRICT``: whether a server that cannot follow exits at startup.
         pause: ``PAUSE``: pause mode of the engine, which decides about running requests.
         keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
-        token: ``TOKEN``: bearer token of the control routes; empty for none.
+        token: ``TOKEN``: bearer token of the control routes, or ``TOKEN_FILE``: a file of several;
+            empty for none.
         max_lag: ``MAX_LAG``: largest lag, behind the newest version seen, of a ready replica.
+        max_silence_s: ``MAX_SILENCE_S``: largest time without an answer of the store of a ready
+            replica that follows, in seconds.
         spool: ``SPOOL``: folder of fetched objects, shared by the processes of a host.
     """
 
@@ -72,8 +75,9 @@ class ReplicaSettings:
     strict: bool = True
     pause: str = ""
     keep_cache: bool = False
-    token: str = field(default="", repr=False)
+    token: str | Path = field(default="", repr=False)
     max_lag: int | None = None
+    max_silence_s: float | None = None
     spool: Path = field(default_factory=default_spool)
 
     @classmethod
@@ -101,7 +105,8 @@ class ReplicaSettings:
             strict=is_strict(environment),
             pause=given.get("PAUSE", ""),
             keep_cache=given.get("KEEP_CACHE", False),
-            token=given.get("TOKEN", ""),
+            token=read_secret(environment, "TOKEN"),
             max_lag=given.get("MAX_LAG"),
+            max_silence_s=given.get("MAX_SILENCE_S"),
             spool=spool_folder(environment),
         )

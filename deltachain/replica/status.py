@@ -21,7 +21,7 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         manifest: blake3 of the held version's manifest; null too from replicas without this field.
         state: State digest of the held version.
         staged: Staged version, which an ``update`` to it swaps at once; null for none.
-        head: Newest version that this replica has seen.
+        head: Newest version that this replica has seen in the store or was told of by a publisher.
         lag_versions: ``head - version``; null if the head seen is older than the held version.
         ready: Whether the replica is ready for requests.
         reason: Reason for not being ready; empty if ready.
@@ -36,6 +36,16 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         trouble: Error since the last apply; empty for none.
         doubt: Reason why the held version may no longer be the chain's: the store went back, has
             another history, or is lost. Such a replica is not ready.
+        deltachain: Version of deltachain; empty from replicas without this field, as are the next.
+        engine: Name and version of the engine, such as ``vllm/0.32.0``.
+        looked_at: Time at which the store last answered, in seconds since 1970, on the replica's
+            clock; null before.
+        applied_at: Time of the last swap, likewise; null before.
+        committed_at: Time of the held version's commit, likewise, on the publisher's clock; null if
+            it is not known.
+        silence_s: Seconds since the store last answered, whatever the clock was set to meanwhile;
+            0 while objects are fetched.
+        age_s: Seconds since the held version's commit; the difference of both clocks is part of it.
     """
 
     url: str
@@ -58,3 +68,10 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
     trouble: str
     manifest: str | None = None
     doubt: str = ""
+    deltachain: str = ""
+    engine: str = ""
+    looked_at: float | None = None
+    applied_at: float | None = None
+    committed_at: float | None = None
+    silence_s: float | None = None
+    age_s: float | None = None

@@ -157,3 +157,19 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
     key = exc.key if isinstance(exc, FormatError | ObjectNotFoundError) else ""
     found = [edge for edge in plan.edges if edge.version == version_of(key)]
     return found or [edge for edge in plan.edges if edge.kind == "base"]
+
+
+def newest_after(chain: Chain, version: Version, is_told: bool) -> Version:
+    """Find the newest version from a committed one; this one itself if a gap follows it.
+
+    Args:
+        chain: The chain.
+        version: The committed version.
+        is_told: Whether later versions are announced: then no request is made for them.
+    """
+    if is_told:
+        return max(version, chain.latest or 0)
+    try:
+        return chain.newest(version)
+    except BrokenChainError:  # a gap ahead is reported once it is reached
+        return version

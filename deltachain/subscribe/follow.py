@@ -22,7 +22,7 @@ from deltachain.errors import (
     TensorMismatchError,
     UnsupportedFormatError,
 )
-from deltachain.retry import Backoff
+from deltachain.retry import between_polls
 from deltachain.subscribe.announcements import Announcements
 from deltachain.subscribe.receipt import ApplyReceipt
 
@@ -43,9 +43,6 @@ NEEDS_A_PERSON: Final = (
 
 LOOK_BACK: Final = 8
 """Poll intervals between two checks of the held version in the store."""
-
-MOST_POLLS: Final = 32
-"""Upper bound of the back-off after repeated failures, in poll intervals."""
 
 
 def follow(
@@ -122,6 +119,7 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
         if receipt is None:
             raise
         return receipt, True
+    subscriber.times.looked()
     if is_there and chain.latest == held.version and chain.trust.max_age_s is not None:
         check_age(chain, chain.read(held.version))
     return None, is_there
@@ -158,6 +156,7 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
     later = None
     try:
         later = chain.find(held.version + 1) if every_version else chain.later(held.version)
+        subscriber.times.looked()
         return subscriber.update(later) if later else None
     except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
         if later and later.version == chain.newest(held.version):
@@ -179,7 +178,6 @@ def _wait(subscriber: Subscriber, failures: int, stop: Event, *, intervals: int)
 
     The wait ends early, with none left out, when the loop is notified or stopped.
     """
-    most_s = 1.25 * subscriber.poll_s * intervals  # with 0.4 of it random, so many on average
-    pauses = Backoff(most_s, most_s * MOST_POLLS, random_share=0.4)
-    is_early = stop.is_set() or subscriber.told.wait(pauses.pause_s(failures))
+    pause_s = between_polls(subscriber.poll_s * intervals).pause_s(failures)
+    is_early = stop.is_set() or subscriber.told.wait(pause_s)
     return 0 if is_early else intervals - 1

@@ -176,4 +176,8 @@ def require(
             version=version,
             hint="manifests must never be deleted: it was removed from the store",
         )
-    raise ChainError(f"version {version} is not committed, head is {head.version}", version=version)
+    raise ChainError(
+        f"version {version} is not committed, head is {head.version}",
+        version=version,
+        hint="name a version up to the head, or wait until it is committed",
+    )

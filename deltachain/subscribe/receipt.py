@@ -24,6 +24,8 @@ class ApplyReceipt:
         lag_versions: Versions committed after this one, as of the end of staging.
         staleness_s: Seconds from the version's commit to the swap; differs from wall time by the
             offset of the publisher's clock.
+        look_s: Seconds from the version's commit until this party began to fetch it, with the same
+            offset.
         fetch_s: Seconds of planning and fetching.
         stage_s: Seconds of decoding and verification, while the target was in use.
         swap_s: Seconds of writing.
@@ -51,6 +53,38 @@ class ApplyReceipt:
     stage_s: float
     swap_s: float
     pause_s: float
+    look_s: float = 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of the version after its commit, by name.
+
+        ``swap`` is a part of ``pause``.
+        """
+        return {
+            "look": self.look_s,
+            "fetch": self.fetch_s,
+            "stage": self.stage_s,
+            "pause": self.pause_s,
+            "swap": self.swap_s,
+        }
+
+    @property
+    def sequence(self) -> dict[str, float]:
+        """Seconds of the phases that follow one another, in their order, for a trace."""
+        return {name: seconds for name, seconds in self.phases.items() if name != "swap"}
+
+    @property
+    def attributes(self) -> dict[str, str | int | float]:
+        """Attributes of the apply's span in a trace."""
+        step = {} if self.step is None else {"step": self.step}
+        return {
+            "version": self.version,
+            "nbytes": self.nbytes,
+            "nnz": self.nnz,
+            "swap_s": self.swap_s,
+            **step,
+        }
 
     def __str__(self) -> str:
         origin = "nothing" if self.previous is None else self.previous

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import BaseMismatchError
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
+from deltachain.tracing import VersionSpan
 from deltachain.types import StateDigest, Version
 
 
@@ -21,10 +23,13 @@ class Staged:
         to: The version held after the swap.
         step: The trainer's step of the new version.
         time: Time of its commit in seconds since 1970, on the publisher's clock.
+        metadata: Metadata of its manifest.
         generation: Number of swaps of the subscriber; another swap invalidates this apply.
         fetched: The fetched objects.
         prepared: The prepared writes of the target.
         head: The newest version when staging ended.
+        look_s: Seconds from the commit until staging began; differs from wall time by the offset of
+            the publisher's clock.
         fetch_s: Seconds of planning and fetching, until the last object arrived.
         stage_s: Seconds of decoding and verification after that; before it, they overlap.
     """
@@ -33,10 +38,12 @@ class Staged:
     to: HeldVersion
     step: int | None
     time: float
+    metadata: Mapping[str, str]
     generation: int
     fetched: Fetched
     prepared: Prepared
     head: int
+    look_s: float
     fetch_s: float
     stage_s: float
 
@@ -54,11 +61,19 @@ class Staged:
             refetched=self.fetched.refetched,
             lag_versions=self.head - self.to.version,
             staleness_s=max(0.0, time.time() - self.time),
+            look_s=self.look_s,
             fetch_s=self.fetch_s,
             stage_s=self.stage_s,
             swap_s=swap_s,
             pause_s=pause_s,
         )
+
+
+def trace_apply(staged: Staged, receipt: ApplyReceipt) -> None:
+    """Add a span of an apply that is over, as a child of the publisher's."""
+    start = time.time() - sum(receipt.sequence.values())
+    span = VersionSpan("apply", metadata=staged.metadata, start=start)
+    span.end(receipt.sequence, attributes=receipt.attributes)
 
 
 def overtaken(version: Version) -> BaseMismatchError:

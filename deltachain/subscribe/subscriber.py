@@ -15,7 +15,6 @@ from deltachain.chain.fetch import Fetched
 from deltachain.closeable import Closeable
 from deltachain.errors import (
     BaseMismatchError,
-    BrokenChainError,
     ChainError,
     ChainMismatchError,
     DeltaChainError,
@@ -25,15 +24,16 @@ from deltachain.errors import (
 )
 from deltachain.store import Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.fetch import UsablePlans, fetch_around
+from deltachain.subscribe.fetch import UsablePlans, fetch_around, newest_after
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged, overtaken
+from deltachain.subscribe.stage import Staged, overtaken, trace_apply
 from deltachain.subscribe.status import Status, status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target
 from deltachain.subscribe.targets.local import decodes_once
+from deltachain.subscribe.times import Times
 from deltachain.subscribe.undo import UndoLog
 from deltachain.subscribe.watch import Watch
 from deltachain.threads import Pool
@@ -68,7 +68,7 @@ class Subscriber(Closeable):
         self.pinned = self.poisoned = self.is_told = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
-        self.watch = Watch()
+        self.watch, self.times = Watch(), Times()
         self._usable = UsablePlans(self.config.base)
         self.store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None
@@ -95,6 +95,7 @@ class Subscriber(Closeable):
         specs = {spec.name: spec for spec in chain.table.specs()}
         self.target.bind(specs, chain.table.aliases)
         self._held = identify(chain, self.target, verify=self.config.verify_at_start)
+        self.times.looked()
         return chain
 
     @property
@@ -187,6 +188,8 @@ class Subscriber(Closeable):
         """Read the manifest of a version that descends from the last held one."""
         try:
             committed = require(chain, version, last)
+            self.times.looked()
+            self.times.committed(committed.digest, committed.manifest.time)
             if last is not None:
                 check_history(chain, last, committed)
         except (ChainMismatchError, ForkedChainError, StoreWentBackError) as exc:
@@ -209,6 +212,7 @@ class Subscriber(Closeable):
             start = time.perf_counter()
             swap_s = self._write(staged.prepared, staged.to)
             self.watch.proved(staged.to)
+            self.times.applied(staged.to.manifest, staged.time)
             pause_s = time.perf_counter() - start
             if staged.held is None or not staged.prepared.can_undo:
                 self._undo.clear()
@@ -217,6 +221,7 @@ class Subscriber(Closeable):
             requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
+        trace_apply(staged, receipt)
         logger.info("%s", receipt)
         return receipt
 
@@ -332,6 +337,7 @@ class Subscriber(Closeable):
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage a committed version from the version held at a generation."""
         start, budget = time.perf_counter(), self.config.stage_budget
+        look_s = max(0.0, time.time() - committed.manifest.time)
         once = decodes_once(self.target, self.chain.table.specs(), budget)
 
         def stage(fetched: Fetched) -> Prepared:
@@ -350,8 +356,9 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        with Pool(1) as pool:  # looks up the head during the fetch, without another round trip
-            looking = pool.submit(self._newest, committed.version)
+        # The head is looked up during the fetch, without another round trip.
+        with self.times.staging(), Pool(1) as pool:
+            looking = pool.submit(newest_after, self.chain, committed.version, self.is_told)
             fetched, prepared = fetch_around(
                 self.chain, held, committed, stage, usable=self._usable, hold=not once
             )
@@ -362,21 +369,15 @@ class Subscriber(Closeable):
             to=held_by(self.chain, committed),
             step=committed.manifest.step,
             time=committed.manifest.time,
+            metadata=committed.manifest.metadata,
             generation=generation,
             fetched=fetched,
             prepared=prepared,
             head=looking.result(),
+            look_s=look_s,
             fetch_s=fetched_at - start,
             stage_s=staged_at - fetched_at,
         )
-
-    def _newest(self, version: Version) -> Version:
-        if self.is_told:  # later versions end the wait for the next poll
-            return max(version, self.chain.latest or 0)
-        try:
-            return self.chain.newest(version)
-        except BrokenChainError:  # a gap ahead is reported once it is reached
-            return version
 
     def _write(self, prepared: Prepared, to: HeldVersion) -> float:
         self._generation += 1

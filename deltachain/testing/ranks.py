@@ -72,6 +72,7 @@ class FakeEngine:
         models: Models of the ranks.
         faults: Injected faults.
         events: Requests that concern its scheduler and its weights, oldest first.
+        software: Name and version of no engine that exists.
     """
 
     def __init__(self, shape: Sharding, checkpoint: Path, spool: Path, url: str = "") -> None:
@@ -82,6 +83,7 @@ class FakeEngine:
             for number, model in enumerate(self.models)
         ]
         self.faults = Faults()
+        self.software = "fake/1.0"
         self.events: list[str] = []
         self.paused = False
         self._before: list[str] = []

@@ -10,7 +10,14 @@ from pathlib import Path
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
-from deltachain.errors import BrokenChainError, ChainError, MalformedError, ObjectNotFoundError
+from deltachain.chain.reachable import plan_present
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    MalformedError,
+    ObjectNotFoundError,
+)
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary
 from deltachain.types import StateDigest, Version
@@ -95,13 +102,23 @@ def verify(
         base: Local folder of the base checkpoint, if the chain starts from one.
 
     Raises:
+        ConfigError: ``first`` is greater than ``last``.
         StoreError: An object cannot be read, or is gone and no later anchor replaces it.
         ChainError: The versions do not form one chain.
         FormatError: An object has another digest, or leads to another state.
     """
     end = newest(chain) if last is None else last
+    if first > end and first <= newest(chain):
+        raise ConfigError(
+            f"version {first}, the first to verify, is after version {end}, the last one",
+            hint="swap the two",
+        )
     if first > end:
-        raise ChainError(f"version {first} is not committed, head is {end}", version=end)
+        raise ChainError(
+            f"version {first} is not committed, head is {end}",
+            version=end,
+            hint="name a version up to the head, or wait until it is committed",
+        )
     for _ in chain.assets():  # verified while read
         pass
     chain.prunes.newest()
@@ -127,7 +144,7 @@ class _Walk:
 
     Attributes:
         lost: Error for the missing part since which no version can be rebuilt; ``None`` for none.
-            The weights are then those of the last version before, from which a skip may lead on.
+            The weights are then those of an earlier version, from which a skip may lead on.
     """
 
     def __init__(
@@ -166,6 +183,8 @@ class _Walk:
                     proofs.append(self._prove(summary, write=True))
                 elif summary.base < self._first:
                     proofs.append(self._read(summary))
+                elif self.lost is not None:
+                    self._rebuild(committed)
         self._check_window(committed)
         self._leave(committed)
         return VersionProof(
@@ -199,6 +218,15 @@ class _Walk:
             else:
                 self._check_state(committed)
                 return proof if own == edges[-1] else self._read(own)
+
+    def _rebuild(self, committed: Committed) -> None:
+        """Rebuild a version from nothing, if a skip leads on where the line of deltas ended."""
+        try:
+            plan = plan_present(self._chain, None, committed)
+        except BrokenChainError:
+            return
+        if all(not self._prove(edge, write=True).expired for edge in plan.edges):
+            self._check_state(committed)
 
     def _check_state(self, committed: Committed) -> None:
         if self._weights.state != committed.state:

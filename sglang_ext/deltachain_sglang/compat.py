@@ -1,4 +1,4 @@
-"""All code that may differ between versions of SGLang, and the range of tested versions."""
+"""All code that may differ between versions of SGLang."""
 
 # ruff: noqa: PLC0415 - SGLang is imported where it is used: it takes seconds
 from __future__ import annotations
@@ -15,9 +15,7 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from deltachain.errors import ConfigError
-from deltachain.replica.engine_version import VersionRange
-
-TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
+from deltachain_sglang.start_check import TESTED
 
 PAUSES: Final = ("retract", "in_place", "abort")
 """Pause modes: running requests are recomputed afterwards, continue as they are, or are aborted."""

@@ -19,7 +19,7 @@ from fastapi import FastAPI, HTTPException
 from deltachain.control.server.auth import LOOPBACK, Control
 from deltachain.control.server.bootstrap import LedEngine, lead
 from deltachain.control.server.refusal import refused
-from deltachain.control.server.routes import router
+from deltachain.control.server.routes import probes, router
 from deltachain.environment import is_strict
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.replica.leader import Leader
@@ -36,6 +36,7 @@ def hook_server() -> None:
     if any(getattr(route, "path", "").startswith(PREFIX) for route in app.routes):
         return  # SGLang may load plugins again
     compat.serve(router, PREFIX)
+    compat.serve(probes, "")
     app.router.lifespan_context = _leading(app.router.lifespan_context)
     compat.hook(compat.TOLD, on_update)
     compat.hook(compat.CHECKED, on_check)

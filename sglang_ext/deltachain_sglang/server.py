@@ -33,6 +33,9 @@ class SglangEngine:
     Raises:
         ConfigError: deltachain does not support the server's configuration.
         EngineVersionError: This SGLang was not tested.
+
+    Attributes:
+        software: Name and version of the engine.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class SglangEngine:
         loop: asyncio.AbstractEventLoop,
         settings: ReplicaSettings,
     ) -> None:
-        compat.check_version()
+        self.software: Final = f"sglang/{compat.check_version()}"
         compat.check_layout(keep_cache=settings.keep_cache)
         self.mode = pause_mode(settings.pause, compat.PAUSES)
         self._server = compat.Server(server)

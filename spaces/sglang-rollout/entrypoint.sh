@@ -15,8 +15,8 @@ say() { printf 'entrypoint  %s\n' "$1" >&2; }
 
 [[ ${DELTACHAIN_URL:-} ]] ||
   refuse "DELTACHAIN_URL is not set" "the chain to follow, such as hf://buckets/me/policy/run-1"
-[[ ${DELTACHAIN_TOKEN:-} ]] ||
-  refuse "DELTACHAIN_TOKEN is not set" "a secret, for those who may say which version is served"
+[[ ${DELTACHAIN_TOKEN:-}${DELTACHAIN_TOKEN_FILE:-} ]] ||
+  refuse "DELTACHAIN_TOKEN is not set" "a secret, here or in DELTACHAIN_TOKEN_FILE, for those who may say which version is served"
 [[ $DELTACHAIN_URL != hf://* || ${HF_TOKEN:-} ]] ||
   say "HF_TOKEN is not set: only a public bucket can be read"
 wait_s=${WAIT_S:-3000}
@@ -89,9 +89,15 @@ done
 export DELTACHAIN_FOLLOW=1
 
 # SGLang. An admin key of its own would guard nothing: /server_info shows it to whoever may ask.
+# The key is in a file that only this user can read: other processes see arguments.
 key=()
 if [[ ${API_KEY:-} ]]; then
-  key=(--api-key "$API_KEY")
+  [[ " ${engine_args[*]-}" != *" --config"* ]] ||
+    refuse "API_KEY is set, and ENGINE_ARGS has --config" "write api-key into that file, and unset API_KEY"
+  [[ $API_KEY != *$'\n'* ]] || refuse "API_KEY has several lines" "give one key"
+  config=$(umask 077 && mktemp --suffix .yaml)
+  printf "api-key: '%s'\n" "${API_KEY//\'/\'\'}" >"$config"
+  key=(--config "$config")
 else
   say "API_KEY is not set: who reaches this server may write its weights; keep the Space private"
 fi

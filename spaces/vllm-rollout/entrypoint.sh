@@ -15,8 +15,8 @@ say() { printf 'entrypoint  %s\n' "$1" >&2; }
 
 [[ ${DELTACHAIN_URL:-} ]] ||
   refuse "DELTACHAIN_URL is not set" "the chain to follow, such as hf://buckets/me/policy/run-1"
-[[ ${DELTACHAIN_TOKEN:-} ]] ||
-  refuse "DELTACHAIN_TOKEN is not set" "a secret, for those who may say which version is served"
+[[ ${DELTACHAIN_TOKEN:-}${DELTACHAIN_TOKEN_FILE:-} ]] ||
+  refuse "DELTACHAIN_TOKEN is not set" "a secret, here or in DELTACHAIN_TOKEN_FILE, for those who may say which version is served"
 [[ $DELTACHAIN_URL != hf://* || ${HF_TOKEN:-} ]] ||
   say "HF_TOKEN is not set: only a public bucket can be read"
 wait_s=${WAIT_S:-3000}

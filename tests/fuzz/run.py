@@ -20,7 +20,15 @@ with atheris.instrument_imports(
     include=["deltachain"],
     exclude=[
         f"deltachain.kernels.{name}"
-        for name in ("jit", "reading", "tile_classes", "tile_decoder", "tile_encoder", "words")
+        for name in (
+            "jit",
+            "reading",
+            "tile_classes",
+            "tile_decoder",
+            "tile_encoder",
+            "tile_ranks",
+            "words",
+        )
     ],
 ):
     from tests.fuzz.mutate import MUTATORS

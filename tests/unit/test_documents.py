@@ -44,10 +44,11 @@ def test_what_is_made_from_the_code_is_as_the_code(document: Path) -> None:
     assert renewed(text) == text, "make fix"
 
 
-def test_blocks_are_made_of_layers_errors_and_commands() -> None:
+def test_blocks_are_made_of_layers_errors_commands_and_metrics() -> None:
     assert {path.name for path in documents()} == {
         "ARCHITECTURE.md",
         "commands.md",
+        "operations.md",
         "troubleshooting.md",
     }
     assert "`StoreWentBackError`" in exits()

@@ -45,6 +45,8 @@ def test_a_name_that_means_nothing_is_refused_by_the_nearest_that_does(
         ("STRICT", "very"),
         ("MAX_LAG", "-1"),
         ("MAX_LAG", "1.5"),
+        ("MAX_SILENCE_S", "0"),
+        ("MAX_SILENCE_S", "10m"),
         ("POLL_S", "0"),
         ("POLL_S", "-1"),
         ("POLL_S", "1e999"),

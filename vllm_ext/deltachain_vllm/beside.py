@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import httpx
 
+from deltachain.control.client.http import make_client
 from deltachain.errors import ApplyError
 from deltachain.replica.messages import RankReply, RankRequest, decode_reply, encode
 from deltachain.replica.pause import pause_mode
@@ -30,10 +31,12 @@ class BesideEngine:
         keep_cache: Whether cached prefixes outlive a swap.
     """
 
+    software = "vllm"
+
     def __init__(self, url: str, *, pause: str = "keep", keep_cache: bool = False) -> None:
         self._mode = pause_mode(pause, PAUSES)
         self._clear, self._doubted = not keep_cache, False
-        self._client = httpx.Client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
+        self._client = make_client(base_url=url, timeout=httpx.Timeout(WAIT_S, connect=5))
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
         """Send a request to every worker, and return the replies."""

@@ -1,4 +1,4 @@
-"""All code that may differ between versions of vLLM, and the range of tested versions."""
+"""All code that may differ between versions of vLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, EngineVersionError
-from deltachain.replica.engine_version import VersionRange
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-
-TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
-"""Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
+from deltachain_vllm.start_check import TESTED
 
 PAUSES: Final = ("keep", "wait", "abort")
 """Pause modes: running requests continue afterwards, are waited for, or are aborted."""

@@ -1,4 +1,4 @@
-"""Routes ``/v1/deltachain/*`` of a vLLM server."""
+"""Routes ``/v1/deltachain/*`` of a vLLM server, and probes that need no key."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI
 
 from deltachain.control.server.auth import LOOPBACK
-from deltachain.control.server.bootstrap import LedEngine, lead
-from deltachain.control.server.routes import router
+from deltachain.control.server.bootstrap import LedEngine, join_registry, lead
+from deltachain.control.server.routes import probes, router
 from deltachain.errors import ConfigError
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm import speak
@@ -33,6 +33,7 @@ class EndpointPlugin:
     def attach_router(self, app: FastAPI) -> None:
         """Add the routes; called once, after the server's own routes are in its ``app``."""
         app.include_router(router, prefix=PREFIX)
+        app.include_router(probes)
         attach_sleep(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
@@ -47,6 +48,7 @@ class EndpointPlugin:
             is_open=getattr(args, "host", None) in LOOPBACK,
             is_guarded=has_key,
         )
+        join_registry(state.deltachain)
 
 
 def _engine(

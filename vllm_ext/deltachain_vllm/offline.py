@@ -25,6 +25,8 @@ class OfflineEngine:
         llm: ``LLM`` created with ``worker_extension_cls="deltachain_vllm.WorkerExtension"``.
     """
 
+    software = "vllm"
+
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -43,12 +43,13 @@ class VllmEngine:
 
     Attributes:
         asleep: Whether the weights are released.
+        software: Name and version of the engine.
     """
 
     def __init__(
         self, client: EngineClient, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
-        check_version()
+        self.software: Final = f"vllm/{check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
         _check(client)
         transfer = client.vllm_config.weight_transfer_config

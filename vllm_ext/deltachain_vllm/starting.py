@@ -8,15 +8,12 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import PurePath
-from typing import Final
 
 from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
 from deltachain.errors import ConfigError
 from deltachain_vllm.compat import check_version
-
-ROUTES: Final = "deltachain_http"
-"""Name of deltachain's endpoint plugin in ``VLLM_PLUGINS``."""
+from deltachain_vllm.start_check import check_listed
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +52,6 @@ def check_plugins(named: str) -> None:
     Raises:
         ConfigError: The routes are not listed.
     """
-    if ROUTES not in named.split(","):
-        raise ConfigError(
-            f"vLLM loads no routes of deltachain: VLLM_PLUGINS is {named!r}",
-            hint=f"VLLM_PLUGINS=deltachain,{ROUTES}; or DELTACHAIN_STRICT=0, where "
-            "`python -m deltachain_vllm` leads this server",
-        )
+    check_listed(named)
     if find_spec("vllm.plugins.endpoint_plugins") is None:
         raise ConfigError("this vLLM has no endpoint plugins", hint="take a tested version of it")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Condition, Thread
-from typing import Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from typing_extensions import override
 
@@ -16,7 +17,9 @@ from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
 from deltachain.retry import Backoff
 from deltachain.threads import started
-from deltachain.types import Version
+
+if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
+    from deltachain.types import Version
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
 
@@ -76,14 +79,15 @@ class Fleet(Closeable):
 
     Args:
         engines: Addresses of vLLM or SGLang servers that follow the chain, or clients of them.
-        token: The ``DELTACHAIN_TOKEN`` of the servers; empty for none.
-        key: The engines' own API key; empty for none.
+        token: The ``DELTACHAIN_TOKEN`` of the servers, or a file of tokens; see
+            :class:`ReplicaClient`. Empty for none.
+        key: The engines' own API key, or a file in the same way; empty for none.
 
     Attributes:
         clients: One for each replica, by its address.
 
     Raises:
-        ConfigError: An address occurs twice.
+        ConfigError: An address occurs twice or is invalid, or a file of tokens is.
 
     Example:
         >>> with deltachain.Fleet(["http://127.0.0.1:8000", "http://127.0.0.1:30000"]) as fleet:
@@ -93,7 +97,11 @@ class Fleet(Closeable):
     """
 
     def __init__(
-        self, engines: Sequence[str | ReplicaClient], *, token: str = "", key: str = ""
+        self,
+        engines: Sequence[str | ReplicaClient],
+        *,
+        token: str | Path = "",
+        key: str | Path = "",
     ) -> None:
         clients = [
             ReplicaClient(engine, token=token, key=key) if isinstance(engine, str) else engine

@@ -1,15 +1,21 @@
-"""HTTP transport of both clients: one server, validated secrets, bounded responses."""
+"""HTTP transport of all clients: one server, its credentials, TLS, proxies, bounded responses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, TypeVar
+import os
+import ssl
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias, TypeVar
 
 import httpx
 import msgspec
 
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.format.json_guards import decode
+from deltachain.tls import TlsFiles
+from deltachain.tokens import Tokens
 
 CONNECT_S: Final = 5.0
 LARGEST: Final = 4 << 20
@@ -17,20 +23,29 @@ LARGEST: Final = 4 << 20
 
 _T = TypeVar("_T")
 
+Credentials: TypeAlias = Callable[[], Iterable[Mapping[str, str]]]
+"""Function that returns the headers of each way to identify, the preferred one first."""
+
+DIRECT: Final = ("localhost", "127.0.0.1", "[::1]")
+"""Hosts that no proxy can reach for this machine."""
+
 
 class Http:
     """HTTP client of one server; thread-safe.
 
+    Proxies are those of ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, except for
+    the loopback interface. Certificates and keys for TLS are those of :class:`TlsFiles`.
+
     Args:
         url: Address of the server.
-        headers: Headers of every request.
-        timeout_s: Timeout of a request, in seconds.
+        credentials: Ways to identify; the next one is tried if the server answers 401.
+        timeout_s: Timeout of a request, in seconds, to its last byte.
 
     Raises:
-        ConfigError: ``url`` is invalid.
+        ConfigError: ``url``, a proxy or a file for TLS is invalid.
     """
 
-    def __init__(self, url: str, headers: Mapping[str, str], *, timeout_s: float) -> None:
+    def __init__(self, url: str, credentials: Credentials, *, timeout_s: float) -> None:
         self.url = url.rstrip("/")
         try:
             parsed = httpx.URL(self.url)
@@ -38,9 +53,11 @@ class Http:
             parsed = httpx.URL()
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise ConfigError(f"{url!r} is not a server address", hint="use http://HOST:PORT")
-        headers = {"accept-encoding": "identity", **headers}
-        timeout = httpx.Timeout(timeout_s, connect=CONNECT_S)
-        self._client = httpx.Client(headers=headers, timeout=timeout, trust_env=False)
+        self._credentials, self._timeout_s = credentials, timeout_s
+        self._client = make_client(
+            headers={"accept-encoding": "identity"},
+            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S)),
+        )
 
     def request(
         self, method: str, path: str, body: Mapping[str, object] | None = None
@@ -50,16 +67,30 @@ class Http:
         Raises:
             ControlPlaneError: The server did not answer, or the response is too large.
         """
-        content = b""
+        for headers in self._credentials():
+            answer = self._send(method, path, body, headers)
+            if answer.status_code != httpx.codes.UNAUTHORIZED:
+                break
+        return answer
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
+    ) -> httpx.Response:
+        content, url, until = b"", self.url + path, time.monotonic() + self._timeout_s
         try:
-            with self._client.stream(method, self.url + path, json=body) as answer:
+            with self._client.stream(method, url, json=body, headers=headers) as answer:
                 for chunk in answer.iter_raw():
                     content += chunk
                     if len(content) > LARGEST:
                         raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
+                    if time.monotonic() > until:  # httpx limits each read, not their sum
+                        raise ControlPlaneError(
+                            f"{self.url} did not end its answer in {self._timeout_s:g} s"
+                        )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             what = str(exc) or type(exc).__name__
-            raise ControlPlaneError(f"{self.url} did not answer: {what}") from exc
+            hint = UNTRUSTED if is_untrusted(exc) else ""
+            raise ControlPlaneError(f"{self.url} did not answer: {what}", hint=hint) from exc
         return httpx.Response(answer.status_code, content=content)
 
     def close(self) -> None:
@@ -67,16 +98,52 @@ class Http:
         self._client.close()
 
 
-def secret(value: str, name: str) -> str:
-    """Strip white space from a token or key and check that a header can carry it.
+UNTRUSTED: Final = (
+    "name the certificate of the CA that signed the server's in SSL_CERT_FILE, with all others "
+    "that this program needs"
+)
+"""Hint for a server whose certificate is signed by an unknown CA."""
+
+
+def make_client(**arguments: Any) -> httpx.Client:  # noqa: ANN401 - as httpx takes them
+    """Return an HTTP client with the proxies and the TLS of the environment.
+
+    Args:
+        arguments: Further arguments of :class:`httpx.Client`.
 
     Raises:
-        ConfigError: It has characters that are invalid in a header.
+        ConfigError: A proxy or a file for TLS is invalid.
     """
-    stripped = value.strip()
-    if not (stripped.isascii() and stripped.isprintable()):
+    context = TlsFiles.of(os.environ).context()
+    direct = {f"all://{host}": httpx.HTTPTransport(verify=context) for host in DIRECT}
+    try:
+        return httpx.Client(verify=context, mounts=direct, **arguments)
+    except (ValueError, ImportError, httpx.InvalidURL) as exc:
+        raise ConfigError(
+            f"a proxy of the environment is invalid: {exc}",
+            hint="correct HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, such as http://proxy:3128",
+        ) from exc
+
+
+def is_untrusted(exc: BaseException | None) -> bool:
+    """Return whether a request failed because the server's certificate is not trusted."""
+    while exc is not None:
+        if isinstance(exc, ssl.SSLCertVerificationError):
+            return True
+        exc = exc.__cause__ or exc.__context__
+    return False
+
+
+def secret(given: str | Path, name: str) -> Tokens:
+    """Return tokens or keys, after a check that a header can carry them.
+
+    Raises:
+        ConfigError: They have characters that are invalid in a header, or the file is invalid.
+    """
+    tokens = Tokens(given)
+    if not all(token.isascii() and token.isprintable() for token in tokens.current):
         raise ConfigError(f"the {name} has characters that are invalid in an HTTP header")
-    return stripped
+    return tokens
 
 
 def bearer(key: str) -> dict[str, str]:

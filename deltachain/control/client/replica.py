@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 from typing_extensions import override
@@ -12,7 +15,9 @@ from deltachain.control.client.http import Http, bearer, read, secret
 from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 from deltachain.errors import ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
-from deltachain.types import Version
+
+if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
+    from deltachain.types import Version
 
 _T = TypeVar("_T")
 
@@ -24,23 +29,24 @@ class ReplicaClient(Closeable):
 
     Args:
         url: Address of the server.
-        token: The server's ``DELTACHAIN_TOKEN``; empty for none.
-        key: The engine's own API key; empty for none.
+        token: The server's ``DELTACHAIN_TOKEN``, or a file of tokens that is read again when it
+            changes; if the server refuses the first one, the next one is tried. Empty for none.
+        key: The engine's own API key, or a file in the same way; empty for none.
         timeout_s: Timeout of a request, in seconds; a large update takes long.
 
     Attributes:
         url: Address of the server.
 
     Raises:
-        ConfigError: ``url`` is invalid, or ``token`` or ``key`` cannot be sent in a header.
+        ConfigError: ``url`` is invalid, ``token`` or ``key`` cannot be sent in a header, or a file
+            cannot be read.
     """
 
     def __init__(
-        self, url: str, *, token: str = "", key: str = "", timeout_s: float = 600.0
+        self, url: str, *, token: str | Path = "", key: str | Path = "", timeout_s: float = 600.0
     ) -> None:
-        key, token = secret(key, "server's API key"), secret(token, "token")
-        headers = bearer(key or token) | ({TOKEN_HEADER: token} if token else {})
-        self._http = Http(url, headers, timeout_s=timeout_s)
+        self._keys, self._tokens = secret(key, "server's API key"), secret(token, "token")
+        self._http = Http(url, self._credentials, timeout_s=timeout_s)
         self.url = self._http.url
         self._prefix = ""
 
@@ -99,6 +105,10 @@ class ReplicaClient(Closeable):
         """Give connections back. Closing twice is allowed."""
         self._http.close()
 
+    def _credentials(self) -> Iterator[Mapping[str, str]]:
+        for key, token in product(self._keys.current or ("",), self._tokens.current or ("",)):
+            yield bearer(key or token) | ({TOKEN_HEADER: token} if token else {})
+
     def _tell(
         self, route: str, version: Version | None = None, manifest: str = ""
     ) -> ReplicaStatus:
@@ -118,7 +128,8 @@ class ReplicaClient(Closeable):
         for prefix in [self._prefix] if self._prefix else PREFIXES:
             answer = self._http.request(method, f"{prefix}/{route}", body)
             if answer.status_code != httpx.codes.NOT_FOUND:
-                self._prefix = prefix
+                if answer.status_code != httpx.codes.UNAUTHORIZED:
+                    self._prefix = prefix  # some servers ask for a key before they look for a route
                 break
         if answer.is_success or (route == "ready" and read(answer, Ready) is not None):
             return answer

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
@@ -21,6 +21,7 @@ from deltachain.errors import ControlPlaneError
 from deltachain.format.json_guards import decode
 from deltachain.replica.leader import Leader
 from deltachain.threads import started
+from deltachain.tokens import Tokens
 
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 
@@ -56,8 +57,11 @@ class Control:
         is_guarded: Whether the engine checks an API key of its own before these routes.
 
     Args:
-        token: Required bearer token; empty for none.
+        token: Required bearer token, or a file of tokens that are accepted; empty for none.
         is_open: Whether the server listens on the loopback interface alone.
+
+    Raises:
+        ConfigError: The file of tokens is invalid; see :class:`Tokens`.
     """
 
     def __init__(
@@ -65,14 +69,14 @@ class Control:
         leader: Leader | None,
         refusal: str,
         *,
-        token: str,
+        token: str | Path,
         is_open: bool,
         is_guarded: bool = False,
     ) -> None:
         self.leader = leader
         self.refusal = refusal
         self.is_guarded = is_guarded
-        self._token = token.strip().encode()
+        self._tokens = Tokens(token)
         self._is_open = is_open
         self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(RequestKind)}
 
@@ -85,10 +89,10 @@ class Control:
                 site can send through a user's browser.
         """
         host = host_of(request)
-        if self._token:
+        if self._tokens:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
             given = request.headers.get(TOKEN_HEADER, bearer if scheme.lower() == "bearer" else "")
-            if not hmac.compare_digest(given.encode(), self._token):
+            if not self._tokens.accepts(given):
                 raise HTTPException(401, "wrong or missing token")
         elif not self.is_guarded:
             if not self._is_open:

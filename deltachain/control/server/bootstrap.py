@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,9 +14,12 @@ from deltachain.control.server.auth import Control, aside
 from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
 from deltachain.errors import DeltaChainError, EngineDamagedError
+from deltachain.metrics import register_figures
 from deltachain.replica.engine import Engine
+from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.tokens import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +55,17 @@ async def lead(
         environment: Variables of this process.
         is_open: Whether the server listens on the loopback interface alone.
         is_guarded: Whether the engine checks an API key of its own before these routes.
-        key: Required token if ``DELTACHAIN_TOKEN`` is not set.
+        key: Required token if neither ``DELTACHAIN_TOKEN`` nor ``DELTACHAIN_TOKEN_FILE`` is set.
 
     Raises:
         SystemExit: The engine is refused or damaged; the reason is logged.
     """
-    leader, token, refusal = None, key, "DELTACHAIN_URL is not set: this server follows no chain"
+    leader, refusal = None, "DELTACHAIN_URL is not set: this server follows no chain"
+    token: str | Path = key
     try:
         settings = ReplicaSettings.of(environment)
         if settings is not None:
+            Tokens(settings.token)  # a wrong file is found before the engine is touched
             token = settings.token or key
             engine, checkpoint = find(settings)
             base = settings.subscribe.base or checkpoint
@@ -72,3 +79,15 @@ async def lead(
         leader, refusal = None, str(exc)
         logger.warning("deltachain follows no chain: %s", exc)
     return Control(leader, refusal, token=token, is_open=is_open, is_guarded=is_guarded)
+
+
+def join_registry(control: Control) -> None:
+    """Add the figures of a leader to the process' own Prometheus registry, once.
+
+    An engine that serves that registry at its own ``/metrics`` then shows them there. Does nothing
+    without a leader or without ``prometheus_client``.
+    """
+    if control.leader is None:
+        return
+    with suppress(ModuleNotFoundError):
+        register_figures(partial(replica_figures, control.leader))

@@ -6,6 +6,7 @@ A request names versions of the chain the server was started with; it cannot cha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -38,29 +39,38 @@ from deltachain.errors import (
     FormatError,
     StoreError,
 )
+from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader
 from deltachain.replica.status import ReplicaStatus
 
 METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
+NAME: Final = "deltachain"
+"""Last part of the paths of probes outside ``PREFIXES``."""
+
+_NOT_READY: Final[dict[int | str, dict[str, Any]]] = {503: {"description": "not ready"}}
 _VERSION: Final[dict[str, Any]] = {
     "requestBody": {"content": {"application/json": {"schema": schema_of(VersionRequest)}}}
 }
 _FAILS: Final = answers(400, 409, 413, 422, 500, 502)
 
 router = APIRouter(tags=["deltachain"])
-"""Router to include in an engine's app."""
+"""Router to include in an engine's app, below one of ``PREFIXES``."""
+
+probes = APIRouter(tags=["deltachain"])
+"""Router to include in an engine's app without a prefix: the probes once more, at paths that
+neither vLLM nor SGLang guards with its key, since a kubelet reads no key from a secret."""
 
 
+@probes.get(f"/healthz/{NAME}", response_class=PlainTextResponse)
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> PlainTextResponse:
     """Return 200 while the server answers; needs no token, since probes have none."""
     return PlainTextResponse("ok")
 
 
-@router.get(
-    "/readyz", response_class=PlainTextResponse, responses={503: {"description": "not ready"}}
-)
+@probes.get(f"/readyz/{NAME}", response_class=PlainTextResponse, responses=_NOT_READY)
+@router.get("/readyz", response_class=PlainTextResponse, responses=_NOT_READY)
 async def readyz(request: Request) -> PlainTextResponse:
     """Return 200 if the replica is ready for requests, else 503; needs no token."""
     leader = control_of(request).leader
@@ -97,10 +107,11 @@ async def metrics(control: Allowed, _: NothingAsked) -> Response:
     if control.leader is None:
         return _follows_nothing(control)
     try:
-        from deltachain.control.server.metrics import exposition  # noqa: PLC0415 - an extra
+        from deltachain.metrics import exposition  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as exc:
         raise HTTPException(503, "metrics need: pip install 'deltachain[server]'") from exc
-    return Response(exposition(control.leader), media_type=METRICS)
+    figures = partial(replica_figures, control.leader)
+    return Response(exposition(figures), media_type=METRICS)
 
 
 @router.post("/stage", responses=_FAILS, openapi_extra=_VERSION)

@@ -49,11 +49,13 @@ class AdapterServer(Reader):
         url: Address of the server, which must see ``folder``.
         name: Prefix of model names: version 7 of ``policy`` is ``policy-v7``.
         folder: Parent of one folder a version.
-        key: API key of the server; empty for none.
+        key: API key of the server, or a file of keys; see :class:`EngineClient`. Empty for none.
         keep: Number of versions that stay loaded.
     """
 
-    def __init__(self, url: str, *, name: str, folder: Path, key: str = "", keep: int = 2) -> None:
+    def __init__(
+        self, url: str, *, name: str, folder: Path, key: str | Path = "", keep: int = 2
+    ) -> None:
         if not re.fullmatch(r"[\w.-]+", name) or keep < 1:
             raise ConfigError(f"{name!r}, keep={keep}: expected a plain name, and 1 or more")
         self._name, self._folder, self._keep = name, folder.absolute(), keep

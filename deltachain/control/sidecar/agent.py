@@ -5,7 +5,7 @@ For servers without deltachain, and for adapters, which servers load from folder
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event
 from typing import Protocol
@@ -71,22 +71,34 @@ class Agent(Closeable):
         self._bring()
         return receipt
 
-    def follow(self, stop: Event | None = None) -> Iterator[ApplyReceipt]:
+    def follow(
+        self,
+        stop: Event | None = None,
+        *,
+        looked: Callable[[DeltaChainError | None], None] = lambda _: None,
+    ) -> Iterator[ApplyReceipt]:
         """Follow the head until ``stop`` is set; see :meth:`Subscriber.follow`.
 
         Waits for a server that is down, and reloads one that has restarted.
+
+        Args:
+            stop: Ends the loop when set.
+            looked: Called after each iteration with the error to be retried, or ``None`` once the
+                server holds the version.
         """
-        yield from self.subscriber.follow(stop=stop, looked=self._looked)
+
+        def after(trouble: DeltaChainError | None) -> None:
+            if trouble is None:
+                self._bring()
+            looked(trouble)
+
+        yield from self.subscriber.follow(stop=stop, looked=after)
 
     @override
     def close(self) -> None:
         """Release store, folder and connection; idempotent."""
         self._server.close()
         self.subscriber.close()
-
-    def _looked(self, trouble: DeltaChainError | None) -> None:
-        if trouble is None:
-            self._bring()
 
     def _bring(self) -> None:
         version = self.subscriber.version

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TypeVar
 
 import httpx
@@ -18,7 +19,8 @@ class EngineClient:
 
     Args:
         url: Address of the server.
-        key: API key of the server; empty for none.
+        key: API key of the server, or a file of keys that is read again when it changes; empty for
+            none.
         timeout_s: Timeout of a request, in seconds.
         hint: Hint of errors when the server refuses.
 
@@ -26,8 +28,9 @@ class EngineClient:
         ConfigError: ``url`` is invalid, or ``key`` cannot be sent in a header.
     """
 
-    def __init__(self, url: str, *, key: str, timeout_s: float, hint: str) -> None:
-        self._http = Http(url, bearer(secret(key, "server's API key")), timeout_s=timeout_s)
+    def __init__(self, url: str, *, key: str | Path, timeout_s: float, hint: str) -> None:
+        self._keys = secret(key, "server's API key")
+        self._http = Http(url, self._credentials, timeout_s=timeout_s)
         self._hint = hint
 
     def tell(self, path: str, body: Mapping[str, object] | None = None) -> None:
@@ -54,6 +57,9 @@ class EngineClient:
     def close(self) -> None:
         """Close the connection; idempotent."""
         self._http.close()
+
+    def _credentials(self) -> Iterator[Mapping[str, str]]:
+        return map(bearer, self._keys.current or ("",))
 
     def _succeed(self, method: str, path: str, body: Mapping[str, object] | None) -> httpx.Response:
         answer = self._http.request(method, path, body)

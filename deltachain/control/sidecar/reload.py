@@ -40,10 +40,10 @@ class ReloadServer(Reader):
 
     Args:
         url: Address of the server, which must see the folder; it may start later.
-        key: API key of the server; empty for none.
+        key: API key of the server, or a file of keys; see :class:`EngineClient`. Empty for none.
     """
 
-    def __init__(self, url: str, *, key: str = "") -> None:
+    def __init__(self, url: str, *, key: str | Path = "") -> None:
         self._client = EngineClient(url, key=key, timeout_s=TIMEOUT_S, hint=HINT)
         self._loader: Loader | None = None
         self._brought: Version | None = None

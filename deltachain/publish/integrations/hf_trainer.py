@@ -9,8 +9,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.flight import Published
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.publisher import Published, Publisher
+from deltachain.publish.publisher import Publisher
 from deltachain.publish.receipt import PublishReceipt
 
 

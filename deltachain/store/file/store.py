@@ -182,6 +182,13 @@ class FileStore(SimpleStore):
                     "objects, or an object in the place of a folder"
                 ) from exc
             return
+        if not self._root.exists():
+            raise StoreUnavailableError(
+                f"{self.url}: the folder cannot be created",
+                key=key,
+                url=self.url,
+                hint="name a folder of a file system in which folders can be created",
+            )
         raise StoreUnavailableError(
             f"{self.url}: the folder of {key!r} kept vanishing while it was written to",
             key=key,

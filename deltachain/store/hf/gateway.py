@@ -44,7 +44,11 @@ class Gateway:
             raise ConfigError(
                 "the S3 gateway of the Hub needs boto3", hint="pip install 'deltachain[s3]'"
             ) from exc
+        from deltachain.store.s3.calls import refuse_redirects  # noqa: PLC0415 - needs boto3
+        from deltachain.store.s3.client import bound_sockets, tls_arguments  # noqa: PLC0415
+
         timeout = min(_TRY_S, hub.deadline_s)
+        verify, config = tls_arguments()
         self._hub = hub
         self._bucket = hub.place.bucket.partition("/")[2]
         self._client: Any = boto3.session.Session().client(
@@ -53,20 +57,20 @@ class Gateway:
             aws_access_key_id=key.key_id,
             aws_secret_access_key=key.secret,
             region_name="us-east-1",
-            config=botocore.config.Config(
-                # One attempt only: the caller must know whether an attempt is a retry.
-                retries={"total_max_attempts": 1, "mode": "standard"},
-                connect_timeout=timeout,
-                read_timeout=timeout,
-                s3={"addressing_style": "path"},
-                # The gateway does not support checksums in trailers, the newer default.
-                request_checksum_calculation="when_required",
-                response_checksum_validation="when_required",
+            **verify,
+            config=config.merge(
+                botocore.config.Config(
+                    # One attempt only: the caller must know whether an attempt is a retry.
+                    retries={"total_max_attempts": 1, "mode": "standard"},
+                    connect_timeout=timeout,
+                    read_timeout=timeout,
+                    s3={"addressing_style": "path"},
+                    # The gateway does not support checksums in trailers, the newer default.
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
+                )
             ),
         )
-        from deltachain.store.s3.calls import refuse_redirects  # noqa: PLC0415 - needs boto3
-        from deltachain.store.s3.client import bound_sockets  # noqa: PLC0415
-
         bound_sockets(self._client)
         refuse_redirects(self._client)
 

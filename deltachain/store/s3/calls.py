@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
@@ -15,6 +17,11 @@ from deltachain.store.s3.errors import code_of, is_answer, is_transient, status_
 from deltachain.store.s3.replies import AnswerError, redirects, target_of
 
 _T = TypeVar("_T")
+
+REPORT_S: Final = 5.0
+"""Seconds of retries after which a store is reported to be waited for, the first time."""
+
+logger = logging.getLogger(__name__)
 
 _body: Final[ContextVar[Any]] = ContextVar("deltachain_s3_body", default=None)
 """Response body of the thread's current request."""
@@ -44,6 +51,7 @@ class Calls:
         self._url = url
         self._lock = threading.Lock()
         self._requests = 0
+        self._is_reported = False
         client.meta.events.register("before-send.s3", self._count)
         refuse_redirects(client)
 
@@ -72,7 +80,7 @@ class Calls:
         Raises:
             StatusError: The status is one of ``answers``.
         """
-        attempt = 0
+        attempt, began = 0, time.monotonic()
         answer: Exception | None = None
         while True:
             try:
@@ -88,6 +96,14 @@ class Calls:
                     # A timeout of the last attempt says less than the response before it.
                     raise typed(answer or exc, key, self._url) from (answer or exc)
                 attempt += 1
+                self._report(answer or exc, time.monotonic() - began, deadline)
+
+    def _report(self, failure: Exception, waited_s: float, deadline: Deadline) -> None:
+        """Warn once a client of a call that has waited long and goes on to wait."""
+        if waited_s > REPORT_S and not self._is_reported:
+            self._is_reported = True
+            error = typed(failure, "", self._url)
+            logger.warning("%s; trying again for %.0f s", error.args[0], deadline.left_s)
 
     def _count(self, **_: object) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ from botocore.exceptions import BotoCoreError
 
 from deltachain.errors import ConfigError
 from deltachain.store.bounds import BoundedSocket
+from deltachain.tls import TlsFiles
 
 Client: TypeAlias = Any
 """An S3 client of boto3, whose methods are created at run time."""
@@ -81,6 +82,7 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
         core.register_component("data_loader", _loader())
         own_endpoint = "endpoint_url" in arguments or _configures_endpoint(core)
         config = _config(core, own_endpoint=own_endpoint, deadline_s=deadline_s)
+        arguments = _tls(core) | arguments
         if "config" in arguments:
             config = config.merge(arguments.pop("config"))
         config = config.merge(Config(**_config_arguments(options)))
@@ -146,6 +148,25 @@ def bound_sockets(client: Client) -> None:
         pools.update(http=_Pool, https=_TlsPool)
 
 
+def tls_arguments() -> tuple[dict[str, Any], Config]:
+    """Return CAs and client certificate of the environment, as boto3 takes them.
+
+    ``AWS_CA_BUNDLE`` comes before ``SSL_CERT_FILE``.
+
+    Raises:
+        ConfigError: A file does not exist; see :class:`TlsFiles`.
+    """
+    files = TlsFiles.of(os.environ)
+    is_ours = files.ca_file is not None and not os.environ.get("AWS_CA_BUNDLE")
+    verify = {"verify": str(files.ca_file)} if is_ours else {}
+    return verify, Config(client_cert=files.client)
+
+
+def _tls(core: botocore.session.Session) -> dict[str, Any]:
+    """Return the argument for the CAs, unless boto3's own settings name some."""
+    return {} if core.get_config_variable("ca_bundle") else tls_arguments()[0]
+
+
 @cache
 def _loader() -> Any:  # noqa: ANN401 - untyped
     """Return boto3's model of S3, loaded once, as parsing takes a third of a second."""
@@ -168,7 +189,7 @@ def _config(core: botocore.session.Session, *, own_endpoint: bool, deadline_s: f
         max_pool_connections=_CONNECTIONS,
         tcp_keepalive=True,
         user_agent_extra="deltachain",
-    )
+    ).merge(tls_arguments()[1])
     if not own_endpoint:
         return config
     # Many S3-compatible servers reject boto3's default checksums, or answer a range with the

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import urlsplit
 
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,  # noqa: A004 - its name
     CredentialRetrievalError,
+    EndpointConnectionError,
     HTTPClientError,
     IncompleteReadError,
     NoAuthTokenError,
@@ -60,6 +62,9 @@ _HINT_REFUSED: Final = (
     "absent to those who may not list the bucket (s3:ListBucket)"
 )
 _HINT_CLOCK: Final = "set the clock of this machine: the server refuses signatures of another time"
+_HINT_CA: Final = (
+    "name the certificate of the CA that signed the server's in SSL_CERT_FILE or AWS_CA_BUNDLE"
+)
 _HINT_FULL: Final = "the server is full, or the quota is used up: free some space, then try again"
 _HINT_REGION: Final = "the bucket is in the region {}: set AWS_REGION or the store option region"
 
@@ -122,6 +127,8 @@ def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
         return ours
     status, code = status_of(failure), code_of(failure)
     answer = f"{status} {code}" if status else code
+    if isinstance(failure, EndpointConnectionError):
+        answer += f": nothing answers at {_origin(failure.kwargs.get('endpoint_url', ''))}"
     if isinstance(failure, AnswerError):
         answer = f"answered by {failure.reason}"
     message = f"object {key!r} in {url}: {answer}" if key else f"{url}: {answer}"
@@ -134,6 +141,12 @@ def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
     if hint is not None:
         return StoreUnavailableError(message, key=key, url=url, hint=hint)
     return ConfigError(message, hint="the server does not take such a request: see its log")
+
+
+def _origin(url: str) -> str:
+    """Return scheme, host and port: the rest names an object, and may hold a signature."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
 
 
 def _refused(failure: Exception) -> str:
@@ -156,7 +169,7 @@ def _unavailable(failure: Exception) -> str | None:
         headers = failure.response["ResponseMetadata"].get("HTTPHeaders", {})
         return _HINT_REGION.format(region_of(headers) or "that its answers name")
     if isinstance(failure, SSLError):
-        return "check the server's certificate: see AWS_CA_BUNDLE"
+        return _HINT_CA
     foreseen = isinstance(failure, ClientError | BotoCoreError)
     return "" if is_transient(failure) or not foreseen else None
 

@@ -251,6 +251,12 @@ def open_s3(
     """
     parts = urlsplit(url)
     # The refused URL is not shown: it may contain credentials.
+    if re.fullmatch(r"[A-Za-z0-9._-]+", parts.netloc) and not _BUCKET.fullmatch(parts.netloc):
+        raise ConfigError(
+            f"{parts.netloc!r} is no name of a bucket",
+            hint="it has 3 to 63 letters, digits, dots and hyphens, and begins and ends with a "
+            "letter or a digit: s3://bucket/prefix",
+        )
     if not url.lower().startswith("s3://") or not _BUCKET.fullmatch(parts.netloc):
         raise ConfigError(
             "s3:// store URLs name a bucket, and no user, password or port",

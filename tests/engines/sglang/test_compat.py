@@ -18,7 +18,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from torch import nn
 
 from deltachain.control.server.auth import Control
-from deltachain.control.server.routes import router
+from deltachain.control.server.routes import probes, router
 from deltachain.errors import ConfigError
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import PREFIX, compat, loading, ranks
@@ -38,6 +38,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *, api: str, admin: str) -> Iterator
     app = FastAPI()
     monkeypatch.setattr(compat, "app", lambda: app)
     compat.serve(router, PREFIX)
+    compat.serve(probes, "")
     app.state.deltachain = Control(None, "nothing", token="", is_open=False, is_guarded=True)
     add_api_key_middleware(app, api_key=api or None, admin_api_key=admin or None)
     with TestClient(app) as client:
@@ -64,6 +65,8 @@ def test_sglang_asks_for_the_key_of_routes_that_write(
                 # 503: let in, and told that this server follows nothing.
                 told = 200 if path.endswith("/healthz") else 503
                 assert answer.status_code == (told if key == wanted else 401), (path, key)
+        assert client.get("/healthz/deltachain").status_code == 200
+        assert client.get("/readyz/deltachain").status_code == 503
 
 
 @pytest.fixture

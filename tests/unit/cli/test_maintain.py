@@ -72,6 +72,25 @@ def test_a_dry_run_says_what_the_run_then_frees(url: Path) -> None:
     assert "were pruned" in ok("verify", url).stdout
 
 
+@pytest.mark.parametrize("command", ["pull", "inspect", "revert", "mirror"])
+def test_what_was_pruned_is_called_pruned(url: Path, tmp_path: Path, command: str) -> None:
+    """Nothing brings it back, so the hint must not ask for a publisher or a copy."""
+    for _ in range(2):
+        ok("maintain", url, "--once", "--keep-last", 20, "--grace", "0s")
+    version = ok("verify", url, "--json").document["not_rebuilt"][0]
+    options: dict[str, tuple[object, ...]] = {
+        "pull": ("--version", version, "--out", tmp_path / "out"),
+        "inspect": ("--version", version),
+        "revert": ("--to", version),
+        "mirror": (tmp_path / "mirror", "--from", version),
+    }
+    done = invoke(command, url, *options[command])
+    assert done.code == 4, done.stderr
+    assert "pruned" in done.stderr
+    assert "choose a version that was kept" in done.stderr
+    assert "lifecycle" not in done.stderr
+
+
 def test_tables_fit_eighty_columns(url: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for command in (("stats", url), ("prune", url, "--dry-run"), ("maintain", url, "--once")):
@@ -184,3 +203,23 @@ def test_a_service_outlives_a_store_that_does_not_answer(
     assert done.code == 2
     assert done.stderr.count("no answer") == 2
     assert "skips added" in done.stdout
+
+
+def test_a_service_waits_for_a_chain_that_nobody_has_made_yet(url: Path, tmp_path: Path) -> None:
+    early = tmp_path / "early"
+    early.mkdir()
+    assert invoke("maintain", early, "--once").code == 3
+    command = [sys.executable, "-m", "deltachain", "maintain", str(early), "--every", "0.1s"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    assert "error" in process.stderr.readline()  # it looked, and goes on
+    for path in sorted(url.rglob("*"), key=lambda path: "chain.json" in path.name):
+        if path.is_file():
+            target = early / path.relative_to(url)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    assert process.stdout is not None
+    assert "skips added" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0

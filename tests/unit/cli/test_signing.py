@@ -146,6 +146,23 @@ def test_verify_names_a_record_that_nobody_signed(
     assert f"{record}: no trusted key signed it" in done.stderr
 
 
+@pytest.mark.parametrize("columns", [80, 100, 140])
+def test_a_log_of_reverts_and_signatures_is_legible(
+    key: Path, pushed: Pushed, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    ok("sign", pushed.url)
+    ok("revert", pushed.url, "--to", 1)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    shown = ok("log", pushed.url).stdout
+    table = shown[shown.index("version  ") :]
+    assert "\N{HORIZONTAL ELLIPSIS}" not in table
+    assert "revert to 1" in table
+    assert public(key).key_id[:8] in table
+    assert max(map(len, table.splitlines())) <= columns
+    assert ("committed" in table) is (columns == 140)
+
+
 @pytest.mark.parametrize(
     "command",
     [

@@ -56,6 +56,7 @@ def test_looking_following_and_offline_work_need_no_torch(pushed: Pushed, tmp_pa
         ["patch", old, tmp_path / "d", "--out", tmp_path / "c"],
         ["pull", pushed.url, "--out", tmp_path / "pulled"],
         ["follow", "--once", pushed.url, "--out", tmp_path / "followed"],
+        ["doctor", pushed.url],
         ["fleet", "--help"],
         ["agent", "--help"],
     ]

@@ -31,10 +31,19 @@ def test_a_tag_is_set_listed_moved_and_deleted(pushed: Pushed) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [("--delete",), ("--version", 1), ("x", "--delete", "--version", 1), ("a/b",)]
+    "args",
+    [
+        ("--delete",),
+        ("--version", 1),
+        ("x", "--delete", "--version", 1),
+        ("x", "--version", 1, "--step", 1),
+        ("a/b",),
+    ],
 )
 def test_what_cannot_be_meant_is_refused(pushed: Pushed, args: tuple[object, ...]) -> None:
-    assert invoke("tag", pushed.url, *args).code == 2
+    done = invoke("tag", pushed.url, *args)
+    assert done.code == 2
+    assert "hint   " in done.stderr
 
 
 def test_an_expired_version_is_not_tagged(pushed: Pushed) -> None:

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from deltachain.control.server.auth import Control
-from deltachain.control.server.routes import router
+from deltachain.control.server.routes import probes, router
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
@@ -21,11 +21,16 @@ from tests.unit.replica.replicas import Followed
 
 
 def app_of(
-    leader: Leader | None, *, token: str = "", is_open: bool = False, prefix: str = "/v1/deltachain"
+    leader: Leader | None,
+    *,
+    token: str | Path = "",
+    is_open: bool = False,
+    prefix: str = "/v1/deltachain",
 ) -> FastAPI:
     """A server with our routes."""
     app = FastAPI()
     app.include_router(router, prefix=prefix)
+    app.include_router(probes)
     app.state.deltachain = Control(leader, "follows nothing", token=token, is_open=is_open)
     return app
 

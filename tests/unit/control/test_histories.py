@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.cli.fleet import compared
+from deltachain.control.client.comparison import HealthLimits, compare
 from deltachain.control.client.fleet import Fleet
 from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.client.roster import ReplicaAnswer
 from deltachain.errors import ChainError, ControlPlaneError, StoreWentBackError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.subscribe.follow import LOOK_BACK
 from deltachain.testing.models import train_
 from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.control.statuses import status
 from tests.unit.replica.replicas import Followed
 from tests.unit.subscribe.accidents import copy, restore
 
@@ -188,15 +189,16 @@ def test_a_lag_is_never_below_nothing(here: Followed, leader: Leader) -> None:
 
 
 def test_replicas_with_two_histories_say_so() -> None:
-    rows: list[dict[str, Any]] = [
-        {"version": 3, "manifest": "a", "doubt": ""},
-        {"version": 3, "manifest": "b", "doubt": "the store went back"},
-        {"version": 4, "manifest": "c", "doubt": ""},
-        {"engine": "x", "error": "away"},
-    ]
-    assert [row.get("doubt") for row in compared(rows)] == [
+    answers: dict[str, ReplicaAnswer] = {
+        "http://a": status(3, manifest="a"),
+        "http://b": status(3, manifest="b", doubt="the store went back"),
+        "http://c": status(4, manifest="c"),
+        "http://x": ControlPlaneError("away"),
+    }
+    doubts = {row.engine: row.doubt for row in compare(answers, HealthLimits())}
+    assert [doubts[url] for url in answers] == [
         "others hold another version 3",
         "the store went back",
         "",
-        None,
+        "",
     ]

@@ -13,11 +13,13 @@ from unittest import mock
 import pytest
 from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
+from prometheus_client import REGISTRY, generate_latest
 
 from deltachain.control.server.auth import AT_ONCE, Control, RequestKind
-from deltachain.control.server.bootstrap import lead
+from deltachain.control.server.bootstrap import join_registry, lead
 from deltachain.control.server.routes import router
 from deltachain.errors import ChainError
+from deltachain.metrics import register_figures
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of
 from tests.unit.replica.replicas import Followed
@@ -265,6 +267,8 @@ def test_probes_need_no_token_and_say_nothing(leader: Leader) -> None:
         leader.update()
         ready = server.get("/v1/deltachain/readyz")
         assert (ready.status_code, ready.text) == (200, "ready")
+        assert server.get("/healthz/deltachain").text == "ok"
+        assert server.get("/readyz/deltachain").text == "ready"
 
 
 def test_a_replica_that_lags_is_not_ready(here: Followed, leader: Leader) -> None:
@@ -294,6 +298,18 @@ def test_metrics_count_what_was_applied(leader: Leader) -> None:
     assert float(figures["deltachain_failures_total"]) == 1
     assert float(figures["deltachain_fetched_bytes_total"]) > 0
     assert float(figures["deltachain_pause_seconds_total"]) > 0
+
+
+def test_an_engines_own_registry_shows_a_leader_too(leader: Leader) -> None:
+    leader.update(1)
+    join_registry(Control(leader, "", token="", is_open=True))
+    try:
+        shown = generate_latest(REGISTRY).decode()
+    finally:
+        register_figures(tuple)
+    assert "\ndeltachain_version 1.0\n" in shown
+    assert 'engine="fake/1.0"' in shown
+    assert "deltachain_" not in generate_latest(REGISTRY).decode()
 
 
 def test_errors_say_what_to_do(here: Followed, leader: Leader) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import tomllib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -105,15 +106,32 @@ def script_fault(words: tuple[str, ...]) -> str:
     return "" if (ROOT / words[0]).is_file() else f"no file {words[0]}"
 
 
+def recipe_fault(words: tuple[str, ...]) -> str:
+    """Files, folders and profiles that no recipe has."""
+    compose = ROOT / "examples" / "deploy" / "compose"
+    profiles = re.findall(r"profiles: \[(\w+)\]", (compose / "compose.yaml").read_text("utf-8"))
+    wanted = {after for before, after in pairwise(words) if before == "--profile"}
+    if missing := wanted - set(profiles):
+        return f"no profiles {missing}"
+    paths = [word for word in words[1:] if word.startswith("examples/") or word.endswith(".sh")]
+    gone = {word for word in paths if not ((ROOT / word).exists() or (compose / word).exists())}
+    return f"no files {gone}" if gone else ""
+
+
 FAULTS: Final[dict[str, Callable[[tuple[str, ...]], str]]] = {
     ".venv/bin/pre-commit": lambda words: "" if words[1] == "install" else "unknown",
+    "bash": recipe_fault,
+    "cd": recipe_fault,
     "curl": curl_fault,
     "deltachain": deltachain_fault,
+    "docker": recipe_fault,
     "hf": lambda _: "",  # tests/unit/spaces/test_readmes.py asks the client
+    "kubectl": recipe_fault,
     "make": make_fault,
     "pip": pip_fault,
     "python": python_fault,
     "rm": lambda _: "",
+    "sky": recipe_fault,
     "spaces/sglang-rollout/entrypoint.sh": script_fault,
     "spaces/vllm-rollout/entrypoint.sh": script_fault,
     "vllm": engine_fault,
@@ -159,6 +177,8 @@ def test_commands_are_found() -> None:
         ("curl http://a/v1/deltachain/updates", "no routes {'updates'}"),
         ("python -m deltachain.clu", "no module deltachain.clu"),
         ("sudo rm", "nobody checks sudo"),
+        ("docker compose --profile wacth up", "no profiles {'wacth'}"),
+        ("bash make_secret.sh", "no files {'make_secret.sh'}"),
     ],
 )
 def test_what_no_program_knows_is_noticed(words: str, found: str) -> None:

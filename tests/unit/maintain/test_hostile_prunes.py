@@ -131,3 +131,36 @@ def test_on_a_signed_chain_planners_ignore_it_and_maintainers_name_it(
         done = invoke(command[0], tmp_path, *command[1:])
         assert done.code != 0
         assert "prunes/00000000.json: no trusted key signed it" in done.stderr
+
+
+def maintain(grown: Grown, trust: Trust) -> int:
+    """Run rounds until nothing is left to do; return the number of orphans that were deleted."""
+    orphans = 0
+    for _ in range(3):
+        survey = Survey(Chain.open(grown.store, trust))
+        pruner = Pruner(survey, KeepRule(last=17, every=40), grace_s=0)
+        done = Maintainer(survey.chain, pruner, anchor_every=64).round()
+        assert done is not None
+        assert done.pruned is not None
+        orphans += len(done.pruned.orphans)
+    return orphans
+
+
+def test_what_an_unreadable_record_names_is_no_orphan() -> None:
+    """A maintainer that trusts a new key only deletes no skip that the old key signed."""
+    grown = Grown(MemoryStore(), trust=TRUST)
+    grown.grow(200, density=0.01)
+    maintain(grown, TRUST)
+    both = Trust(key=FOREIGN, trusted=TrustedKeys((OWN.public, FOREIGN.public)))
+    grown.chain = Chain.open(grown.store, both)
+    for key, data in grown.chain.sign_identity().items():
+        grown.store.put(key, data)
+    grown.grow(40, density=0.01)
+    maintain(grown, both)
+    kept = range(0, grown.head, 40)
+    grown.grow(16, density=0.01)
+    only = Trust(key=FOREIGN, trusted=TrustedKeys((FOREIGN.public,)))
+    assert not maintain(grown, only)
+    assert all(is_reachable(Chain.open(grown.store, both), version) for version in kept)
+    lost = [version for version in kept if not is_reachable(Chain.open(grown.store, only), version)]
+    assert lost  # readers that trust the new key only do without the skips of the old one

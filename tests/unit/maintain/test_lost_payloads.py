@@ -16,8 +16,9 @@ from deltachain.errors import BrokenChainError, DeltaChainError, ObjectNotFoundE
 from deltachain.format.keys import PAYLOADS
 from deltachain.maintain import Maintained, Maintainer
 from deltachain.maintain.added_edges import add_anchor, upload_anchor
-from deltachain.store import MemoryStore
+from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.testing.faults import FaultyStore
 from tests.unit.maintain.grown import SPECS, Grown
 
 
@@ -112,17 +113,42 @@ def test_a_copy_of_another_chain_is_refused(tmp_path: Path) -> None:
     assert "holds no version of this chain" in done.failed[0]
 
 
-def test_an_anchor_whose_parts_are_gone_cannot_be_recorded_twice(tmp_path: Path) -> None:
+def test_the_lost_parts_of_an_anchor_come_back_from_a_copy(tmp_path: Path) -> None:
+    """The record of the head's anchor stays for good: a chain that ended must heal all the same."""
     grown = Grown(MemoryStore())
     grown.grow(6)
     with follower(grown, tmp_path / "copy") as subscriber:
         subscriber.update()
     add_anchor(grown.chain, grown.chain.read(grown.head))
-    for info in list(grown.store.list("anchors/")):
-        grown.store.delete(info.key)
+    before = {key: grown.store.get(key) for key in payloads(grown)}
+    for key in before:
+        grown.store.delete(key)
+    done = maintained(grown, tmp_path / "copy")
+    assert [edge.version for edge in done.anchors] == [5], done.failed
+    assert all(before[key] == grown.store.get(key) for key in payloads(grown))
+    with follower(grown, tmp_path / "late") as newcomer:
+        newcomer.update()
+    check(grown, tmp_path / "late")
+
+
+def test_parts_of_other_bytes_are_not_put_back(tmp_path: Path) -> None:
+    """An anchor in other parts, as of another publisher, has digests that a copy cannot give."""
+    grown = Grown(MemoryStore())
+    grown.grow(6)
+    with follower(grown, tmp_path / "copy") as subscriber:
+        subscriber.update()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deltachain.maintain.added_edges._anchor_limit", lambda _: 64)
+        add_anchor(grown.chain, grown.chain.read(grown.head))
+    for key in payloads(grown):
+        if key.startswith("anchors/"):
+            grown.store.delete(key)
+    before = payloads(grown)
     done = maintained(grown, tmp_path / "copy")
     assert not done.anchors
     assert "its parts are gone" in done.failed[0]
+    assert "in other bytes" in done.failed[0]
+    assert payloads(grown) == before
     grown.grow(1)
     with follower(grown, tmp_path / "copy") as subscriber:
         subscriber.update()
@@ -151,3 +177,75 @@ def test_a_copy_that_changes_while_it_is_read_is_not_recorded(
     assert "changed while it was read" in done.failed[0]
     monkeypatch.undo()
     assert maintained(grown, tmp_path / "copy").anchors
+
+
+def test_rounds_look_for_no_lost_payload_again_and_name_it_once() -> None:
+    grown = Grown(MemoryStore())
+    grown.grow(70)
+    grown.chain.write_head(grown.head, [add_anchor(grown.chain, grown.chain.read(40))])
+    lost = [key for key in payloads(grown) if key.startswith("deltas/") and version(key) <= 36]
+    for key in lost:
+        grown.store.delete(key)
+    store = CountingReads(grown.store)
+    maintainer = Maintainer(Chain.open(store), None)
+    first = maintainer.round()
+    assert first is not None
+    assert [skip.version for skip in first.skips] == [64, 56, 48]
+    assert len(first.failed) == 1
+    assert "parts of 36 edges, the delta to version 1 first, are gone" in first.failed[0]
+    again = maintainer.round()
+    assert again is not None
+    assert (again.skips, again.failed) == ((), ())
+    assert not store.reads & set(lost)
+
+
+def test_a_lost_anchor_is_planned_around_when_another_is_added() -> None:
+    grown = Grown(MemoryStore())
+    grown.grow(30)
+    grown.chain.write_head(grown.head, [add_anchor(grown.chain, grown.chain.read(16))])
+    for key in payloads(grown):
+        if key.startswith("anchors/") and version(key) == 16:
+            grown.store.delete(key)
+    chain = Chain.open(grown.store)
+    assert add_anchor(chain, chain.read(24)).version == 24
+    assert is_reachable(chain, 24)
+
+
+@pytest.mark.parametrize("what", ["anchor", "record"])
+def test_an_anchor_is_uploaded_once(what: str) -> None:
+    """A whole model must not be uploaded for a record that exists."""
+    grown = Grown(MemoryStore())
+    grown.grow(20)
+    head = grown.chain.read(grown.head)
+    first = add_anchor(grown.chain, head)
+    if what == "record":
+        for key in payloads(grown):
+            if key.startswith("anchors/") and version(key) == grown.head:
+                grown.store.delete(key)
+    before = payloads(grown)
+    if what == "anchor":
+        assert add_anchor(grown.chain, head) == first
+    else:
+        with pytest.raises(BrokenChainError, match="was recorded before, and its parts are gone"):
+            add_anchor(grown.chain, head)
+    assert payloads(grown) == before
+
+
+def payloads(grown: Grown) -> list[str]:
+    return [info.key for prefix in PAYLOADS for info in grown.store.list(prefix)]
+
+
+def version(key: str) -> int:
+    return int(key.split("/")[1][:20])
+
+
+class CountingReads(FaultyStore):
+    """Notes the keys that are read."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.reads: set[str] = set()
+
+    def read(self, key: str, **options: Any) -> Any:
+        self.reads.add(key)
+        return super().read(key, **options)

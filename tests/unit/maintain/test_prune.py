@@ -121,6 +121,18 @@ def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     assert all(edge.pruned for edge in gone)
 
 
+@pytest.mark.parametrize("tagged", [(), (13,), (7, 13, 29)])
+def test_verify_rebuilds_every_version_that_readers_can_reach(
+    grown: Grown, tagged: tuple[Version, ...]
+) -> None:
+    """A kept delta behind a skip's base must not hide where the skip leads."""
+    finish(pruner_of(grown, last=20, tagged=tagged))
+    chain = Chain.open(grown.store)
+    rebuilt = {proof.version for proof in verify(Chain.open(grown.store)) if proof.rebuilt}
+    assert rebuilt == {version for version in range(60) if is_reachable(chain, version)}
+    assert len(rebuilt) < 60
+
+
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
     made = Grown(Clock())
     made.grow(80)
@@ -158,27 +170,27 @@ def test_a_tag_set_after_the_record_takes_its_way_back(grown: Grown) -> None:
     check_bits(grown, 21)
 
 
-def test_a_tag_set_between_plan_and_deletion_keeps_its_objects(grown: Grown) -> None:
-    tagged: list[Version] = []
-    looks = 0
+def test_a_tag_set_between_decision_and_deletion_keeps_its_objects(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is due is decided twice: the tag is seen only the second time."""
+    looks: list[int] = []
 
-    def read(_: Chain) -> list[Version]:
-        nonlocal looks
-        looks += 1
-        if looks == 2:  # the first look makes the plan, the second is the one before deletion
-            tagged.append(21)
-        return tagged
+    def tagged(_: Chain) -> list[Version]:
+        looks.append(len(looks))
+        return [12] if len(looks) > 2 else []
 
-    pruner_of(grown, last=17).run()
+    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(last=17), grace_s=3600, tagged=tagged)
+    run(pruner)
     Clock.now += 3601
-    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(last=17), grace_s=3600, tagged=read)
-    due = run(pruner).due
-    assert looks == 2
-    there = payloads(grown.store)
-    assert any(info.key in there for info in due)
-    assert any(info.key not in there for info in due)
-    pruner.run()  # the next record takes the way back
-    check_bits(grown, 21)
+    before = payloads(grown.store)
+    done = run(pruner)
+    assert len(looks) == 3
+    assert "are kept, because they are needed again" in caplog.text
+    freed = sum(before.values()) - sum(payloads(grown.store).values())
+    assert done.nbytes == freed > 0
+    run(pruner)  # takes the way back into plans
+    check_bits(grown, 12)
 
 
 def test_nothing_is_added_to_a_pruned_version(grown: Grown) -> None:
@@ -311,6 +323,22 @@ def test_the_loser_of_a_race_reads_and_decides_again(grown: Grown) -> None:
     newest = Chain.open(grown.store).prunes.newest()
     assert newest is not None
     assert newest.number == 1
+
+
+def test_two_maintainers_with_different_rules_are_told_so(
+    grown: Grown, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each takes back what the other one retires, so that nothing is ever deleted."""
+    one, other = pruner_of(grown, last=1024), pruner_of(grown, last=17)
+    run(one)
+    retired = len(run(other).retired)
+    assert "same rule" not in caplog.text
+    run(one)
+    assert f"{retired} edges that maintainer" in caplog.text
+    assert "give all maintainers of a chain the same rule" in caplog.text
+    caplog.clear()
+    run(one)
+    assert not caplog.text
 
 
 def test_a_second_maintainer_is_found_where_the_store_cannot_decide() -> None:

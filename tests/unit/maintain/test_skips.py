@@ -14,10 +14,13 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.chain.skips import SPANS, hops
+from deltachain.errors import DigestMismatchError
 from deltachain.format.documents import EdgeSummary
 from deltachain.maintain import KeepRule, Maintainer, Pruner
+from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore
+from deltachain.types import StateDigest
 from deltachain.verify import verify
 from tests.unit.maintain.grown import SPECS, Grown
 
@@ -181,3 +184,29 @@ def test_two_maintainers_agree_on_every_skip() -> None:
     assert plan is not None
     assert not plan.due
     assert all(proof.rebuilt for proof in verify(grown.chain))
+
+
+@pytest.mark.parametrize("encodings", [("step",), ("step", "overwrite")])
+def test_a_skip_that_leads_to_another_state_is_not_recorded(
+    encodings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digests of all parts are right, and yet the manifest says another state."""
+    grown = Grown(MemoryStore(), encodings=encodings)
+    grown.grow(8)
+    monkeypatch.setattr(grown, "state", lambda _: StateDigest())
+    grown.commit()
+    done = Maintainer(grown.chain, None).round()
+    assert done is not None
+    assert not done.skips
+    assert "skip from 0 to 8: the edges from version 0 to version 8" in done.failed[0]
+    assert not list(grown.store.list("edges/"))
+
+
+def test_an_anchor_of_another_state_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = Grown(MemoryStore())
+    grown.grow(8)
+    monkeypatch.setattr(grown, "state", lambda _: StateDigest())
+    wrong = grown.commit()
+    with pytest.raises(DigestMismatchError, match="the plan from nothing to version 8"):
+        add_anchor(grown.chain, wrong)
+    assert not list(grown.store.list("edges/"))

@@ -12,6 +12,7 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.mirror_record import read_mirror
 from deltachain.errors import (
     BrokenChainError,
+    ChainError,
     ChainMismatchError,
     ConfigError,
     ObjectNotFoundError,
@@ -201,6 +202,55 @@ def test_payloads_that_the_source_lost_are_left_out_and_named(
     tensors = tensors_of(model)
     Subscriber("memory://unused", tensors, store=mirror_store).update()
     assert same(bits_of(tensors), bits_of(model))
+
+
+def test_of_many_lost_payloads_the_first_are_named(
+    source: MemoryStore,
+    mirror_store: MemoryStore,
+    grow: Grow,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    grow(9)
+    gone = [info.key for info in source.list("deltas/")][:7]
+    for key in gone:
+        source.delete(key)
+    mirror = Mirror(source, mirror_store)
+    with caplog.at_level(logging.WARNING):
+        list(mirror.catch_up())
+    assert mirror.left_out == set(gone)
+    named = [r.getMessage() for r in caplog.records if "is left out" in r.getMessage()]
+    assert len(named) == 4
+    assert "more are counted at the end" in named[-1]
+
+
+def test_a_mirror_of_a_mirror_that_holds_less_misses_nothing(
+    source: MemoryStore,
+    mirror_store: MemoryStore,
+    grow: Grow,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    grow(9)
+    second = MemoryStore()
+    list(Mirror(source, mirror_store, start="head").catch_up())
+    mirror = Mirror(mirror_store, second)
+    with caplog.at_level(logging.WARNING):
+        list(mirror.catch_up())
+    assert "is left out" not in caplog.text
+    assert not mirror.left_out
+    record = read_mirror(second)
+    assert record is not None
+    assert record.first == 8
+    assert copy_of(second).keys() == copy_of(mirror_store).keys()
+
+
+def test_a_start_that_is_not_committed_is_named(
+    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
+) -> None:
+    grow(3)
+    with pytest.raises(ChainError, match="does not have version 99") as caught:
+        list(Mirror(source, mirror_store, start=99).catch_up())
+    assert caught.value.hint == "the head is version 3"
+    assert not list(mirror_store.list())
 
 
 def test_a_mirror_that_no_newcomer_can_join_says_so_and_heals_by_an_anchor(

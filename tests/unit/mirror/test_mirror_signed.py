@@ -9,9 +9,11 @@ import pytest
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
+from deltachain.chain.trust import Trust
 from deltachain.errors import DeltaChainError, ForkedChainError, SignatureError
 from deltachain.format.keys import MIRROR_KEY, manifest_key, prune_key, tag_key, version_of
 from deltachain.format.prune_record import PruneRecord
+from deltachain.format.tag import Tag
 from deltachain.mirror import Mirror
 from deltachain.store import MemoryStore
 from tests.hostile.signed import (
@@ -129,14 +131,22 @@ def test_signing_that_begins_later_is_copied_and_counts_for_versions_before() ->
 
 @pytest.mark.parametrize(("trust", "crosses"), [(OWNER, True), (MALLORY, False), (NOBODY, False)])
 def test_tags_and_prune_records_cross_if_a_trusted_key_signed_them(
-    trust: object, crosses: bool
+    trust: Trust, crosses: bool
 ) -> None:
     source, there = Author(OWNER).grow(4).store, MemoryStore()
     record = PruneRecord(chain=f"{7:032x}", number=0, head=3, maintainer="m", time=1.0)
-    source.put(prune_key(0), trust.seal(record, f"{7:032x}"))  # type: ignore[attr-defined]
-    chain = Chain.open(source, NOBODY)
-    chain.trust = trust  # type: ignore[assignment]
-    tags.set_(chain, "best", chain.read(2), time=1.0)
+    tagged = Chain.open(source, NOBODY).read(2)
+    tag = Tag(
+        chain=f"{7:032x}",
+        name="best",
+        number=0,
+        version=2,
+        state=tagged.manifest.state,
+        manifest=tagged.digest,
+        time=1.0,
+    )
+    source.put(prune_key(0), trust.seal(record, f"{7:032x}"))
+    source.put(tag_key("best", 0), trust.seal(tag, f"{7:032x}"))
     found = mirrored(source, there)
     assert (prune_key(0) in found) is (tag_key("best", 0) in found) is crosses
     assert manifest_key(3) in found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import torch
 
 from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -95,3 +99,24 @@ class Followed:
         self.subscriber.close()
         with suppress(DeltaChainError):
             self.publisher.close()
+
+
+@contextmanager
+def led(here: Followed, **settings: object) -> Iterator[Leader]:
+    """A leader of the engine, not started."""
+    subscribe = SubscribeConfig(url=here.store.url, poll_s=0.001)
+    leader = Leader(
+        ReplicaSettings(subscribe=subscribe, spool=here.spool, **settings),  # type: ignore[arg-type]
+        here.engine,
+        store=here.faulty,
+    )
+    yield leader
+    leader.stop()
+
+
+def eventually(check: Callable[[], object]) -> None:
+    """Wait for what another thread does."""
+    deadline = time.monotonic() + 20
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

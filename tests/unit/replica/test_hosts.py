@@ -45,6 +45,8 @@ class ProcessEngine:
         faults: Fault of each rank; see ``rank_process``.
     """
 
+    software = "fake/1.0"
+
     def __init__(self, checkpoint: Path, spools: Sequence[Path], faults: Sequence[str]) -> None:
         self.paused = False
         self.version = -1

@@ -2,43 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 
 from deltachain.errors import ChainError, ConfigError, ForkedChainError, PoisonedError
-from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.subscribe import SubscribeConfig
-from tests.unit.replica.replicas import Followed
+from tests.unit.replica.replicas import Followed, eventually, led
 
 Build = Callable[..., Followed]
 
 NORM = "layers.0.norm.weight"
-
-
-@contextmanager
-def led(here: Followed, **settings: object) -> Iterator[Leader]:
-    """A leader of the engine, not started."""
-    subscribe = SubscribeConfig(url=here.store.url, poll_s=0.001)
-    leader = Leader(
-        ReplicaSettings(subscribe=subscribe, spool=here.spool, **settings),  # type: ignore[arg-type]
-        here.engine,
-        store=here.faulty,
-    )
-    yield leader
-    leader.stop()
-
-
-def eventually(check: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_it_catches_up_before_it_is_ready(followed: Build) -> None:

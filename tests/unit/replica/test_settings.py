@@ -34,6 +34,7 @@ def test_every_variable_is_read() -> None:
             "DELTACHAIN_KEEP_CACHE": "on",
             "DELTACHAIN_TOKEN": "secret",
             "DELTACHAIN_MAX_LAG": "3",
+            "DELTACHAIN_MAX_SILENCE_S": "60",
             "DELTACHAIN_STRICT": "off",
             "DELTACHAIN_TRUSTED_KEYS": "trusted.txt",
             "OTHER": "x",
@@ -53,6 +54,7 @@ def test_every_variable_is_read() -> None:
         keep_cache=True,
         token="secret",  # noqa: S106
         max_lag=3,
+        max_silence_s=60.0,
     )
 
 
@@ -62,7 +64,7 @@ def test_no_budget_is_a_budget() -> None:
     assert settings.subscribe.stage_budget == 0
 
 
-@pytest.mark.parametrize("name", ["POLL_S", "STAGE_BUDGET", "MAX_LAG"])
+@pytest.mark.parametrize("name", ["POLL_S", "STAGE_BUDGET", "MAX_LAG", "MAX_SILENCE_S"])
 @pytest.mark.parametrize("value", ["often", "1s", "nan", "inf", "-inf", "0x10"])
 def test_what_is_no_number_is_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"DELTACHAIN_{name} is '{value}', expected a number"):

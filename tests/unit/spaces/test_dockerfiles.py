@@ -11,8 +11,8 @@ from typing import Any, Final
 import pytest
 from dockerfile_parse import DockerfileParser
 
-from deltachain_sglang import compat as sglang
-from deltachain_vllm import compat as vllm
+from deltachain_sglang import start_check as sglang
+from deltachain_vllm import start_check as vllm
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 SPACES: Final = sorted(path.parent for path in (ROOT / "spaces").glob("*/Dockerfile"))

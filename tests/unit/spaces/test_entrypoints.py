@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import yaml
 
 SPACES: Final = Path(__file__).resolve().parents[3] / "spaces"
 URL: Final = "hf://buckets/me/policy/run-1"
@@ -176,6 +177,7 @@ def test_the_engine_is_started_with_the_flags_of_a_follower(space: Space) -> Non
     assert done.returncode == 0, done.stderr
     served = space.served()
     host = ["--host", "0.0.0.0", "--port", "7860", "--served-model-name", "policy"]  # noqa: S104
+    config = next((word for word in served["argv"] if word.endswith(".yaml")), "")
     expected = {
         "vllm": [
             *("serve", str(space.policy), *host),
@@ -184,7 +186,7 @@ def test_the_engine_is_started_with_the_flags_of_a_follower(space: Space) -> Non
         ],
         "sglang": [
             *("-m", "sglang.launch_server", "--model-path", str(space.policy), *host),
-            *("--api-key", "sk-1"),
+            *("--config", config),
         ],
     }
     assert served["argv"] == [*expected[space.name], "--max-model-len", "4096"]
@@ -198,9 +200,37 @@ def test_the_engine_is_started_with_the_flags_of_a_follower(space: Space) -> Non
 
 
 def test_secrets_of_ours_are_in_no_argument(space: Space) -> None:
-    space.run()
+    space.run(API_KEY="sk-1")
     calls = [*space.calls("deltachain"), space.served()]
-    assert not any(TOKEN in word or "hf_test" in word for call in calls for word in call["argv"])
+    secrets = (TOKEN, "hf_test", "sk-1")
+    assert not any(one in word for one in secrets for call in calls for word in call["argv"])
+
+
+@pytest.mark.parametrize("key", ["sk-1", "a'b", "a: b # c", '"', "{x}", "- 1", "0x10"])
+def test_sglang_finds_its_key_in_a_file_for_this_user_alone(space: Space, key: str) -> None:
+    space.run(API_KEY=key)
+    if space.name == "sglang":
+        argv = space.served()["argv"]
+        file = Path(argv[argv.index("--config") + 1])
+        try:
+            assert yaml.safe_load(file.read_text(encoding="utf-8")) == {"api-key": key}
+            assert file.stat().st_mode & 0o777 == 0o600
+        finally:
+            file.unlink()
+
+
+def test_a_second_file_of_arguments_is_refused_since_sglang_takes_one(space: Space) -> None:
+    done = space.run(API_KEY="sk-1", ENGINE_ARGS="--config mine.yaml")
+    assert done.returncode == (2 if space.name == "sglang" else 0)
+    assert ("write api-key into that file" in done.stderr) is (space.name == "sglang")
+
+
+def test_a_file_of_tokens_is_enough(space: Space) -> None:
+    done = space.run(DELTACHAIN_TOKEN=None, DELTACHAIN_TOKEN_FILE="/run/token")  # noqa: S106
+    assert done.returncode == 0, done.stderr
+    done = space.run(DELTACHAIN_TOKEN=None)
+    assert done.returncode == 2
+    assert "DELTACHAIN_TOKEN_FILE" in done.stderr
 
 
 def test_plugins_that_are_named_already_stay(space: Space) -> None:

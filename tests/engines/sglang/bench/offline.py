@@ -15,6 +15,8 @@ from tests.engines.bench.figures import Applied, Drawn
 class Alone:
     """One rank as an engine; see :class:`deltachain.replica.engine.Engine`."""
 
+    software = "sglang"
+
     def __init__(self, service: Any) -> None:
         self.service = service
 

@@ -1,4 +1,4 @@
-"""Totals of all applies of a replica, for metrics."""
+"""Totals of all applies of a subscriber, for metrics."""
 
 from __future__ import annotations
 

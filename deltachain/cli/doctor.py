@@ -1,0 +1,73 @@
+"""``deltachain doctor``: find what keeps a publisher or a follower from working."""
+
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.text import Text
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJson
+from deltachain.doctor.finding import Grade, Role
+
+if TYPE_CHECKING:
+    from deltachain.doctor.finding import Finding
+
+_STYLES: Final = {Grade.OK: "green", Grade.NOTE: "yellow", Grade.FAULT: "bold red"}
+
+
+def doctor(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The chain. Default: DELTACHAIN_URL.")
+    ] = "",
+    *,
+    role: Annotated[
+        Role,
+        typer.Option(
+            "--as",
+            help="What this machine is to do. A **publisher** writes to the store for a moment, "
+            "under keys of its own; a **follower** only reads.",
+        ),
+    ] = Role.FOLLOWER,
+    as_json: AsJson = False,
+) -> None:
+    """Find what keeps a publisher or a follower from working on this machine.
+
+    Checks the environment variables and the files that they name, packages, engines and plugins,
+    TLS and proxies, the store, its clock and the chain, and tells what a start would do. Exits
+    with 1 if there is a fault; a note may be intended.
+
+    Example: `deltachain doctor s3://policies/run-1`
+
+    Before training: `deltachain doctor s3://policies/run-1 --as publisher`
+    """
+    from deltachain.doctor.examination import examine
+
+    found = []
+    for finding in examine(url, role):
+        found.append(finding)
+        if not as_json:
+            _show(finding)
+    faults = sum(finding.grade is Grade.FAULT for finding in found)
+    if as_json:
+        rows = [dataclasses.asdict(finding) for finding in found]
+        c.write_json({"role": role, "faults": faults, "findings": rows})
+    else:
+        said = f"{faults} fault{'' if faults == 1 else 's'}" if faults else "no fault"
+        c.out().print(Text(f"\n{said}, as a {role}", "bold"))
+    if faults:
+        raise typer.Exit(1)
+
+
+def _show(finding: Finding) -> None:
+    text = Text.assemble(
+        (f"{finding.grade:<6}", _STYLES[finding.grade]),
+        (f"{finding.check:<12}", "dim"),
+        c.clean(finding.said),
+    )
+    if finding.hint:
+        text.append_text(Text.assemble((f"\n{'':<6}{'hint':<12}", "dim"), c.clean(finding.hint)))
+    c.out().print(text, soft_wrap=True)

@@ -1,0 +1,188 @@
+"""Comparison of all replicas of a fleet: who is behind, cut off or in doubt; pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+
+from deltachain.control.client.roster import ReplicaAnswer
+from deltachain.errors import DeltaChainError
+from deltachain.replica.status import ReplicaStatus
+
+if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
+    from deltachain.types import Version
+
+Health: TypeAlias = Literal[
+    "failed", "poisoned", "in doubt", "cut off", "stale", "not ready", "behind", "pinned", "ready"
+]
+"""Health of a replica among all others, worst first."""
+
+ALARMING: Final[frozenset[Health]] = frozenset(
+    ("failed", "poisoned", "in doubt", "cut off", "stale")
+)
+"""What a fleet's exit code tells."""
+
+MAX_SILENCE_S: Final = 60.0
+
+WITNESSES: Final = 2
+"""Number of replicas that must have seen a version that none holds, where at least three answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRow:
+    """One replica, compared with the others.
+
+    Attributes:
+        engine: Its address.
+        health: Its health.
+        why: Reasons; empty if it is ready.
+        lag: Versions behind the newest that any replica has seen; ``None`` if it holds none.
+        doubt: Why what it holds may not be the chain's; empty if there is no doubt.
+        status: Its answer; ``None`` if it failed.
+        hint: What resolves its failure; empty if unknown.
+    """
+
+    engine: str
+    health: Health
+    why: tuple[str, ...]
+    lag: int | None
+    status: ReplicaStatus | None
+    doubt: str = ""
+    hint: str = ""
+
+    @property
+    def is_alarming(self) -> bool:
+        """Whether somebody should look at it."""
+        return self.health in ALARMING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthLimits:
+    """HealthLimits of replicas without complaint.
+
+    Attributes:
+        lag: Largest lag, in versions; ``None`` for any.
+        silence_s: Largest time without an answer of the store, in seconds.
+    """
+
+    lag: int | None = None
+    silence_s: float = MAX_SILENCE_S
+
+
+def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[ReplicaRow]:
+    """Return a row for each replica: the worst health first, then the largest lag.
+
+    Args:
+        answers: Answers, by address.
+        limits: HealthLimits of a healthy replica.
+    """
+    there = {url: one for url, one in answers.items() if isinstance(one, ReplicaStatus)}
+    newest = {
+        chain: newest_seen([one for one in there.values() if one.chain == chain])
+        for chain in {one.chain for one in there.values()}
+    }
+    doubts = _doubts(there, newest)
+    rows = [
+        _failed(url, answer)
+        if isinstance(answer, DeltaChainError)
+        else _row(url, answer, newest[answer.chain], doubts[url], limits)
+        for url, answer in answers.items()
+    ]
+    order = get_args(Health)
+    return sorted(rows, key=lambda row: (order.index(row.health), -(row.lag or 0), _natural(row)))
+
+
+def _natural(row: ReplicaRow) -> list[tuple[int, str]]:
+    """Return what sorts addresses as people do: ``r2`` before ``r10``."""
+    words = re.split(r"(\d{1,9})", row.engine)
+    return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
+
+
+def newest_seen(statuses: Sequence[ReplicaStatus]) -> Version | None:
+    """Return the newest version that replicas hold or have seen; ``None`` for none.
+
+    Where three or more answer, one alone is not believed to have seen a version that nobody holds.
+    """
+    heads = sorted((one.head for one in statuses if one.head is not None), reverse=True)
+    held = [one.version for one in statuses if one.version is not None]
+    believed = heads[WITNESSES - 1 :] if len(statuses) > WITNESSES else heads
+    return max((*believed[:1], *held), default=None)
+
+
+def _doubts(
+    there: Mapping[str, ReplicaStatus], newest: Mapping[str | None, Version | None]
+) -> dict[str, tuple[str, ...]]:
+    """Return what is doubtful about each replica beside the others."""
+    chains = Counter(one.chain for one in there.values() if one.chain)
+    manifests: dict[Version | None, Counter[str]] = {}
+    for one in there.values():
+        if one.manifest:
+            manifests.setdefault(one.version, Counter())[one.manifest] += 1
+    found = {}
+    for url, one in there.items():
+        said, known = [], newest[one.chain]
+        if one.chain and chains[one.chain] < max(chains.values()):
+            said.append(f"most follow another chain than {one.chain[:12]}")
+        if one.manifest and _is_disputed(one.manifest, manifests[one.version]):
+            said.append(f"others hold another version {one.version}")
+        if one.head is not None and known is not None and one.head > known:
+            said.append(f"it says that version {one.head} exists, which no other has seen")
+        found[url] = tuple(said)
+    return found
+
+
+def _is_disputed(manifest: str, holders: Counter[str]) -> bool:
+    """Return whether a manifest is not the one that most holders of its version have."""
+    most = max(holders.values())
+    return holders[manifest] < most or list(holders.values()).count(most) > 1
+
+
+def _failed(url: str, error: DeltaChainError) -> ReplicaRow:
+    said = str(error.args[0]).removeprefix(url).strip(": ")
+    return ReplicaRow(
+        engine=url, health="failed", why=(said,), lag=None, status=None, hint=error.hint
+    )
+
+
+def _row(
+    url: str,
+    status: ReplicaStatus,
+    newest: Version | None,
+    doubts: Sequence[str],
+    limits: HealthLimits,
+) -> ReplicaRow:
+    lag = None
+    if status.version is not None and newest is not None:
+        lag = max(0, newest - status.version)
+    silent = silence(status, limits)
+    trouble = status.trouble.partition("\n")[0]  # what resolves it is in the replica's own status
+    reasons = dict.fromkeys((status.reason, status.doubt, *doubts, silent, trouble))
+    behind = lag is not None and lag > 0 and not status.pinned
+    late: str = ""
+    sees_less = status.head is not None and newest is not None and status.head < newest
+    if behind and sees_less and not silent:
+        late = f"it has seen version {status.head} as the newest, others {newest}"
+    checks: tuple[tuple[Health, object], ...] = (
+        ("poisoned", status.poisoned),
+        ("in doubt", status.doubt or doubts),
+        ("cut off", silent),
+        ("stale", behind and limits.lag is not None and (lag or 0) > limits.lag),
+        ("not ready", not status.ready),
+        ("behind", behind),
+        ("pinned", status.pinned),
+    )
+    health: Health = next((name for name, holds in checks if holds), "ready")
+    why = tuple(one for one in (*reasons, late) if one)
+    doubt = status.doubt or next(iter(doubts), "")
+    return ReplicaRow(engine=url, health=health, why=why, lag=lag, status=status, doubt=doubt)
+
+
+def silence(status: ReplicaStatus, limits: HealthLimits) -> str:
+    """Return that the store of a replica has not answered for too long; empty otherwise."""
+    silent_s = status.silence_s or 0.0
+    if not status.following or status.pinned or silent_s <= limits.silence_s:
+        return ""
+    return f"its store has not answered for {silent_s:.0f} s"

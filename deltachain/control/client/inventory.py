@@ -1,0 +1,89 @@
+"""Inventory of a fleet: the addresses of its replicas, from a list, a file, or a DNS name."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from deltachain.errors import ConfigError, ControlPlaneError
+
+DNS: Final = "dns://"
+"""Scheme of a name that stands for all replicas at its addresses: ``dns://policy.default:8000``."""
+
+_HINT: Final = "one address a line: http://HOST:PORT, or dns://NAME:PORT; # begins a comment"
+
+
+def parse_inventory(text: str) -> tuple[str, ...]:
+    """Parse a list of addresses with commas, or the path of a file with one a line.
+
+    Raises:
+        ConfigError: It names no address, or the file cannot be read.
+    """
+    if "://" in text:
+        entries = tuple(part.strip() for part in text.split(",") if part.strip())
+        return _checked(entries, "the list of engines")
+    return read_inventory(Path(text))
+
+
+def read_inventory(file: Path) -> tuple[str, ...]:
+    """Read a file with one address a line; empty lines and comments after ``#`` are left out.
+
+    Raises:
+        ConfigError: It cannot be read, names no address, or has a line that is none.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or "it is no text"
+        raise ConfigError(f"{file}: {why}", hint=_HINT) from exc
+    entries = (line.partition("#")[0].strip() for line in lines)
+    return _checked(tuple(entry for entry in entries if entry), str(file))
+
+
+def _checked(entries: tuple[str, ...], where: str) -> tuple[str, ...]:
+    if not entries:
+        raise ConfigError(f"{where} names no engine", hint=_HINT)
+    wrong = next((entry for entry in entries if "://" not in entry or " " in entry), None)
+    if wrong is not None:
+        raise ConfigError(f"{where}: {wrong[:80]!r} is no address", hint=_HINT)
+    return entries
+
+
+def split_entries(entries: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split entries into addresses and DNS names, each of them once, in the given order."""
+    unique = dict.fromkeys(entry.rstrip("/") for entry in entries)
+    names = [entry for entry in unique if entry.startswith(DNS)]
+    return [entry for entry in unique if entry not in names], names
+
+
+def parse_name(entry: str) -> tuple[str, int]:
+    """Parse ``dns://NAME:PORT``.
+
+    Raises:
+        ConfigError: It has no name or no port.
+    """
+    name, _, port = entry.removeprefix(DNS).rpartition(":")
+    if not name or not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(f"{entry!r} has no port", hint="write dns://NAME:PORT")
+    return name.strip("[]"), int(port)
+
+
+def resolve(entry: str) -> Sequence[str]:
+    """Look up the addresses behind ``dns://NAME:PORT``, in ascending order.
+
+    Raises:
+        ControlPlaneError: The name cannot be resolved.
+        ConfigError: It has no name or no port.
+    """
+    name, port = parse_name(entry)
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
+        raise ControlPlaneError(
+            f"{entry} cannot be resolved: {getattr(exc, 'strerror', None) or exc}",
+            hint="see whether the name has addresses from here",
+        ) from exc
+    hosts = sorted({str(address[0]) for *_, address in found})
+    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts]

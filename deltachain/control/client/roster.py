@@ -1,0 +1,141 @@
+"""Roster of a fleet: asks all replicas at once, and returns answers as they come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Final, TypeAlias, TypeVar
+
+from typing_extensions import override
+
+from deltachain.closeable import Closeable
+from deltachain.control.client.inventory import parse_name, resolve, split_entries
+from deltachain.control.client.replica import ReplicaClient
+from deltachain.errors import ControlPlaneError, DeltaChainError
+from deltachain.replica.status import ReplicaStatus
+from deltachain.threads import started
+
+STATUS_S: Final = 5.0
+"""Seconds for which the answer to a question for the status is waited for."""
+
+ReplicaAnswer: TypeAlias = ReplicaStatus | DeltaChainError
+"""What a replica answered, or why it did not."""
+
+_T = TypeVar("_T")
+
+
+class Roster(Closeable):
+    """The replicas of a fleet, each asked in a thread of its own, so that none delays the others.
+
+    Args:
+        entries: Addresses of replicas; an entry ``dns://NAME:PORT`` is looked up in each round.
+        token: The ``DELTACHAIN_TOKEN`` of the servers, or a file of tokens; empty for none.
+        key: The engines' own API key, or a file in the same way; empty for none.
+        timeout_s: Seconds after which a round ends; who has not answered by then has failed.
+
+    Raises:
+        ConfigError: An address is invalid.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[str],
+        *,
+        token: str | Path = "",
+        key: str | Path = "",
+        timeout_s: float = STATUS_S,
+    ) -> None:
+        addresses, self._names = split_entries(entries)
+        for name in self._names:
+            parse_name(name)
+        self._connect = partial(ReplicaClient, token=token, key=key, timeout_s=timeout_s)
+        self._timeout_s = timeout_s
+        self._clients = {url: self._connect(url) for url in addresses}
+        self._resolved: dict[str, ReplicaClient] = {}
+        self._busy: set[str] = set()
+        self._lock = Lock()
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Addresses and DNS names of the replicas."""
+        return (*self._clients, *self._names)
+
+    def ask(
+        self, question: Callable[[ReplicaClient], ReplicaStatus]
+    ) -> Iterator[tuple[str, ReplicaAnswer]]:
+        """Ask every replica a question; yield address and answer, each as soon as it is there.
+
+        The round ends after the timeout, whatever replicas do. A replica that has not answered the
+        question of an earlier round is not asked again before it did.
+
+        Args:
+            question: Called with the client of each replica, in its thread.
+        """
+        found = dict(self._clients)
+        looked_up = self._at_once({name: partial(resolve, name) for name in self._names})
+        for name, addresses in looked_up:
+            if isinstance(addresses, DeltaChainError):
+                yield name, addresses
+                continue
+            for url in addresses:
+                if url not in found:
+                    self._resolved[url] = self._resolved.get(url) or self._connect(url)
+                    found[url] = self._resolved[url]
+        yield from self._at_once({url: partial(question, one) for url, one in found.items()})
+
+    @override
+    def close(self) -> None:
+        """Close connections; idempotent."""
+        for client in (*self._clients.values(), *self._resolved.values()):
+            client.close()
+
+    def _at_once(
+        self, calls: Mapping[str, Callable[[], _T]]
+    ) -> Iterator[tuple[str, _T | DeltaChainError]]:
+        """Make calls in threads; yield results as they come, and errors for those that are late."""
+        answers: SimpleQueue[tuple[str, _T | DeltaChainError]] = SimpleQueue()
+        until = time.monotonic() + self._timeout_s
+        waiting = set(calls)
+        for name, call in calls.items():
+            self._start(name, call, answers)
+        while waiting:
+            try:
+                name, answer = answers.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                break
+            waiting.discard(name)
+            yield name, answer
+        for name in sorted(waiting):
+            yield name, ControlPlaneError(f"{name} did not answer in {self._timeout_s:g} s")
+
+    def _start(
+        self,
+        name: str,
+        call: Callable[[], _T],
+        answers: SimpleQueue[tuple[str, _T | DeltaChainError]],
+    ) -> None:
+        def run() -> None:
+            try:
+                answer: _T | DeltaChainError = call()
+            except DeltaChainError as exc:
+                answer = exc
+            except Exception as exc:  # noqa: BLE001 - a row of its own, never silence
+                answer = ControlPlaneError(f"{name}: {exc!r}")
+            with self._lock:
+                self._busy.discard(name)
+            answers.put((name, answer))
+
+        with self._lock:
+            is_late = name in self._busy
+            self._busy.add(name)
+        if is_late:
+            late = ControlPlaneError(f"{name} has not answered the round before")
+            answers.put((name, late))
+        elif not started(Thread(target=run, name=f"deltachain-{name}", daemon=True)):
+            with self._lock:
+                self._busy.discard(name)
+            answers.put((name, ControlPlaneError(f"{name}: not asked: no thread can be started")))

@@ -1,0 +1,1 @@
+"""Diagnosis: whether a publisher or a follower with this environment would work, and why not."""

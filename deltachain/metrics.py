@@ -1,0 +1,223 @@
+"""Metrics for Prometheus: figures in its text format, and a small server for them.
+
+Needs the package ``prometheus_client``, which is imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
+from socketserver import ThreadingMixIn
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Final, cast
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from typing_extensions import override
+
+from deltachain.closeable import Closeable
+from deltachain.errors import ConfigError
+from deltachain.figures import Figure, FigureSource
+from deltachain.threads import started
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+LOOPBACK: Final = "127.0.0.1"
+
+REQUEST_S: Final = 10.0
+"""Seconds after which a connection that sends nothing is closed."""
+
+
+_REGISTERED: Final[list[Any]] = []
+"""What :func:`register_figures` has added to the default registry of this process."""
+
+
+class FigureCollector:
+    """Collector of the figures of one source, for any Prometheus registry; keeps nothing."""
+
+    def __init__(self, source: FigureSource) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric that has a number now."""
+        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
+        for figure in self._source():
+            if figure.name not in families:
+                families[figure.name] = _family(figure)
+            families[figure.name].add_metric(list(figure.labels.values()), figure.value)
+        yield from families.values()
+
+    def describe(self) -> Iterable[Metric]:
+        """Name no metric ahead: which ones there are depends on the state of the source."""
+        return ()
+
+
+def _family(figure: Figure) -> CounterMetricFamily | GaugeMetricFamily:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
+
+    family = CounterMetricFamily if figure.is_counter else GaugeMetricFamily
+    return family(f"deltachain_{figure.name}", figure.about, labels=list(figure.labels))
+
+
+def exposition(source: FigureSource) -> bytes:
+    """Return the figures in Prometheus' text format, version 0.0.4."""
+    from prometheus_client import generate_latest  # noqa: PLC0415 - an extra
+
+    found: bytes = generate_latest(_registry(source))
+    return found
+
+
+def register_figures(source: FigureSource) -> None:
+    """Show figures in the default registry of this process, instead of those registered before.
+
+    Raises:
+        ModuleNotFoundError: ``prometheus_client`` is missing.
+    """
+    from prometheus_client import REGISTRY  # noqa: PLC0415 - an extra
+
+    collector: Any = FigureCollector(source)  # a registry asks for no base class
+    while _REGISTERED:
+        with suppress(KeyError):  # others may have emptied the registry
+            REGISTRY.unregister(_REGISTERED.pop())
+    REGISTRY.register(collector)
+    _REGISTERED.append(collector)
+
+
+def _registry(source: FigureSource) -> CollectorRegistry:
+    from prometheus_client import CollectorRegistry  # noqa: PLC0415 - an extra
+
+    registry, collector = CollectorRegistry(), FigureCollector(source)
+    registry.register(cast("Any", collector))  # a registry asks for no base class
+    return registry
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Parse ``PORT`` or ``HOST:PORT``; without a host, of the loopback interface alone.
+
+    Raises:
+        ConfigError: It is neither, or the port is none.
+    """
+    host, _, port = text.strip().rpartition(":")
+    if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
+        raise ConfigError(
+            f"{text!r} is no address for metrics",
+            hint="give a port, 9095, or a host and a port, 0.0.0.0:9095",
+        )
+    return host.strip("[]") or LOOPBACK, int(port)
+
+
+class MetricsServer(Closeable):
+    """Server of ``/metrics``, ``/healthz`` and ``/readyz``, in threads of its own.
+
+    ``/healthz`` answers 200 while the process works; ``/readyz`` 503 and the reason if it is not
+    ready. None needs a token, and none changes anything. A failure to answer one request does not
+    end the server, and never what it reports on.
+
+    Args:
+        address: ``PORT`` or ``HOST:PORT``; port 0 takes a free one.
+        source: Figures to show.
+        unready: Returns why the process is not ready; empty if it is.
+
+    Attributes:
+        url: Address of the server.
+
+    Raises:
+        ConfigError: The address is invalid or cannot be bound, or ``prometheus_client`` is missing.
+    """
+
+    def __init__(
+        self, address: str, source: FigureSource, unready: Callable[[], str] = lambda: ""
+    ) -> None:
+        host, port = parse_address(address)
+        try:
+            from prometheus_client import make_wsgi_app  # noqa: PLC0415 - an extra
+        except ModuleNotFoundError as exc:
+            raise ConfigError(
+                "metrics need the package prometheus_client",
+                hint="pip install 'deltachain[server]'",
+            ) from exc
+        app = partial(_answer, make_wsgi_app(_registry(source)), unready)
+        try:
+            self._server = make_server(host, port, app, _server_class(host), _Request)
+        except OSError as exc:
+            raise ConfigError(
+                f"metrics cannot be served at {host}:{port}: {exc.strerror or exc}",
+                hint="name a free port, or 0 for any",
+            ) from exc
+        shown = f"[{host}]" if ":" in host else host
+        self.url = f"http://{shown}:{self._server.server_port}"
+        self._thread = Thread(
+            target=self._server.serve_forever, args=(0.1,), name="deltachain-metrics", daemon=True
+        )
+        self._is_started = started(self._thread)
+        if not self._is_started:
+            self._server.server_close()
+            raise ConfigError(
+                "no thread is left to serve metrics", hint="let this process have more (ulimit -u)"
+            )
+
+    @override
+    def close(self) -> None:
+        """End the server and free its port; idempotent."""
+        if self._is_started:
+            self._is_started = False
+            self._server.shutdown()
+            self._thread.join()
+            self._server.server_close()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """A thread a request: one that hangs does not delay others, nor the end of the process."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    @override
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of clients that leave in the middle of a request."""
+
+
+def _server_class(host: str) -> type[WSGIServer]:
+    """Return the class of a server for IPv4, or for IPv6."""
+    import socket  # noqa: PLC0415 - one constant of it
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return type("_FamilyServer", (_Server,), {"address_family": family})
+
+
+class _Request(WSGIRequestHandler):
+    timeout = REQUEST_S
+
+    @override
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log no request: a scrape every few seconds says nothing."""
+
+
+def _answer(
+    metrics: WSGIApplication,
+    unready: Callable[[], str],
+    environment: WSGIEnvironment,
+    start: StartResponse,
+) -> Iterable[bytes]:
+    path = environment.get("PATH_INFO", "")
+    if environment.get("REQUEST_METHOD") not in ("GET", "HEAD"):
+        return _text(start, "405 Method Not Allowed", "only GET")
+    if path == "/metrics":
+        return metrics(environment, start)
+    if path == "/healthz":
+        return _text(start, "200 OK", "ok")
+    if path == "/readyz":
+        reason = unready()
+        status = "503 Service Unavailable" if reason else "200 OK"
+        return _text(start, status, f"not ready: {reason}" if reason else "ready")
+    return _text(start, "404 Not Found", "there are /metrics, /healthz and /readyz")
+
+
+def _text(start: StartResponse, status: str, body: str) -> Iterable[bytes]:
+    content = f"{body}\n".encode()
+    headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(content)))]
+    start(status, headers)
+    return [content]

@@ -1,0 +1,34 @@
+"""A version in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from deltachain.publish.diff import Diff
+from deltachain.publish.receipt import PublishReceipt
+from deltachain.publish.session import Attempt
+from deltachain.types import Version
+
+Published: TypeAlias = "Future[PublishReceipt]"
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A version in flight: created by the caller's thread, committed by the publisher's.
+
+    Attributes:
+        version: Number of the version.
+        diff: Changes on this rank; empty if the diff failed.
+        attempt: The attempt to commit it.
+        covered: Futures of the ``publish`` calls that it covers.
+        outcome: Future of its receipt or error; done before any of ``covered``.
+    """
+
+    version: Version
+    diff: Diff
+    attempt: Attempt
+    covered: Sequence[Published]
+    outcome: Published = field(default_factory=Future)

@@ -1,0 +1,119 @@
+"""Certificates and keys for TLS, named by the environment as in other programs.
+
+All clients of ours use them: of replicas and engines, of S3, and of the Hub, whose library reads
+``SSL_CERT_FILE`` itself.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from deltachain.environment import read
+from deltachain.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """Files for TLS.
+
+    Attributes:
+        ca_file: ``SSL_CERT_FILE``: certificates of the trusted CAs, in place of the public ones;
+            ``None`` for these.
+        ca_folder: ``SSL_CERT_DIR``: a folder of them, named by hashes as OpenSSL does; used if
+            there is no file.
+        client_cert: ``DELTACHAIN_CLIENT_CERT``: certificate that identifies this client.
+        client_key: ``DELTACHAIN_CLIENT_KEY``: its private key, if the file has none.
+    """
+
+    ca_file: Path | None = None
+    ca_folder: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> TlsFiles:
+        """Read the names of the files.
+
+        Raises:
+            ConfigError: A ``DELTACHAIN_*`` variable is invalid, a named file does not exist, or a
+                key has no certificate.
+        """
+        given = read(environment)
+        ca_file, ca_folder = environment.get("SSL_CERT_FILE"), environment.get("SSL_CERT_DIR")
+        found = cls(
+            ca_file=Path(ca_file) if ca_file else None,
+            ca_folder=Path(ca_folder) if ca_folder else None,
+            client_cert=given.get("CLIENT_CERT"),
+            client_key=given.get("CLIENT_KEY"),
+        )
+        if found.client_key and not found.client_cert:
+            raise ConfigError(
+                "DELTACHAIN_CLIENT_KEY is set without DELTACHAIN_CLIENT_CERT",
+                hint="name the file of the certificate that belongs to this key",
+            )
+        _check("SSL_CERT_FILE", found.ca_file)
+        _check("DELTACHAIN_CLIENT_CERT", found.client_cert)
+        _check("DELTACHAIN_CLIENT_KEY", found.client_key)
+        return found
+
+    @property
+    def client(self) -> tuple[str, str] | str | None:
+        """Certificate and key, or the one file of both; ``None`` without any."""
+        if self.client_cert is None:
+            return None
+        if self.client_key is None:
+            return str(self.client_cert)
+        return str(self.client_cert), str(self.client_key)
+
+    def context(self) -> ssl.SSLContext:
+        """Return a context that checks servers and, if asked by one, identifies this client.
+
+        Raises:
+            ConfigError: A file is not in PEM format, or the key does not belong to the certificate.
+        """
+        files = [file for file in (self.ca_file, self.client_cert, self.client_key) if file]
+        return _context(self, tuple(file.stat().st_mtime_ns for file in files))
+
+
+@lru_cache(
+    maxsize=4
+)  # a fleet has a client for each replica, and reading the public CAs takes 20 ms
+def _context(files: TlsFiles, _: tuple[int, ...]) -> ssl.SSLContext:
+    try:
+        if files.ca_file:
+            found = ssl.create_default_context(cafile=files.ca_file)
+        elif files.ca_folder:
+            found = ssl.create_default_context(capath=files.ca_folder)
+        else:
+            import httpx  # noqa: PLC0415 - takes a while; S3 needs only the names
+
+            found = httpx.create_ssl_context(trust_env=False)
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"{files.ca_file or files.ca_folder} has no certificates: {exc}",
+            hint="SSL_CERT_FILE names a file of certificates in PEM format",
+        ) from exc
+    if files.client_cert is not None:
+        try:
+            found.load_cert_chain(files.client_cert, files.client_key, password=_refuse_password)
+        except (OSError, ValueError) as exc:
+            raise ConfigError(
+                f"{files.client_cert} cannot identify this client: {exc}",
+                hint="DELTACHAIN_CLIENT_CERT and DELTACHAIN_CLIENT_KEY name a certificate and its "
+                "private key, in PEM format and without a password",
+            ) from exc
+    return found
+
+
+def _check(name: str, path: Path | None) -> None:
+    if path is not None and not path.is_file():
+        raise ConfigError(f"{name} is {str(path)!r}, which is no file", hint="correct the path")
+
+
+def _refuse_password() -> str:
+    """Raise instead of the question for a password, which nobody may be there to answer."""
+    raise ValueError("its private key has a password")

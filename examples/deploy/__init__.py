@@ -1,0 +1,1 @@
+"""Recipes of deployments, and what runs in their containers."""

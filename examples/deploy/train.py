@@ -1,0 +1,64 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["deltachain[torch,s3,hf,fast]", "transformers"]
+# ///
+"""Train a causal language model, and publish a version every few steps.
+
+The batches are random tokens: put your own loss there. Settings are environment variables:
+
+    DELTACHAIN_URL   where the chain is, such as s3://policies/run-1
+    MODEL            name on the Hub or folder of the first checkpoint
+    STEPS            number of optimizer steps; 0, the default, for no end
+    EVERY_STEPS      optimizer steps a version, 1 by default
+    LEARNING_RATE    1e-6 by default
+    STEP_S           shortest time of a step, in seconds, 0 by default
+    METRICS          address at which metrics are served, such as 0.0.0.0:9095
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from itertools import count
+from threading import Event
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+import deltachain
+
+
+def main() -> None:
+    """Train until the last step, or until the process is told to end."""
+    stop = Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    model: Any = AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], dtype=torch.float32)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    learning_rate = float(os.environ.get("LEARNING_RATE", "1e-6"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+    attachment = deltachain.attach(
+        model,
+        optimizer,
+        url=os.environ["DELTACHAIN_URL"],
+        every_steps=int(os.environ.get("EVERY_STEPS", "1")),
+        dtype="BF16",
+        metrics=os.environ.get("METRICS"),
+    )
+    steps, step_s = int(os.environ.get("STEPS", "0")), float(os.environ.get("STEP_S", "0"))
+    for step in count(1):
+        began = time.monotonic()
+        tokens = torch.randint(model.config.vocab_size, (2, 32), device=model.device)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()  # publishes: training waits for the diff alone
+        optimizer.zero_grad()
+        if step == steps or stop.wait(max(0.0, began + step_s - time.monotonic())):
+            break
+    attachment.detach()  # waits for the last commit
+
+
+if __name__ == "__main__":
+    main()

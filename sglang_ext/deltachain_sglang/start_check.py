@@ -1,0 +1,30 @@
+"""What keeps an SGLang server from following, found without an import of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from deltachain.errors import ConfigError
+from deltachain.replica.engine_version import VersionRange
+
+TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
+
+
+def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Yield what keeps a server from following the chain of ``DELTACHAIN_URL``.
+
+    Args:
+        installed: Version of the installed SGLang.
+        environment: Environment variables.
+    """
+    try:
+        TESTED.check(installed)
+    except ConfigError as exc:
+        yield exc
+    named = [name.strip() for name in environment.get("SGLANG_PLUGINS", "").split(",")]
+    if any(named) and "deltachain" not in named and environment.get("DELTACHAIN_URL"):
+        yield ConfigError(
+            f"SGLang does not load deltachain: SGLANG_PLUGINS is {','.join(named)!r}",
+            hint="add deltachain to it, or unset it",
+        )

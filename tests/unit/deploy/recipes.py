@@ -1,0 +1,74 @@
+"""The recipes as they lie in ``examples/deploy``, parsed."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+DEPLOY: Final = ROOT / "examples" / "deploy"
+COMPOSE: Final = DEPLOY / "compose" / "compose.yaml"
+DASHBOARD: Final = DEPLOY / "grafana" / "dashboards" / "deltachain.json"
+KUBERNETES: Final = sorted(
+    path for path in (DEPLOY / "kubernetes").glob("*.yaml") if path.stem != "kustomization"
+)
+SKYPILOT: Final = sorted((DEPLOY / "skypilot").glob("*.yaml"))
+JOBS: Final = sorted((DEPLOY / "hf-jobs").glob("*.sh"))
+ENVIRONMENTS: Final = sorted(DEPLOY.rglob("*.env"))
+
+
+def files() -> Iterator[Path]:
+    """Every file of the recipes that people wrote."""
+    for path in sorted(DEPLOY.rglob("*")):
+        if path.is_file() and not {"__pycache__", "secrets"} & set(path.parts):
+            yield path
+
+
+def load(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def load_all(path: Path) -> list[Any]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def services() -> Mapping[str, Any]:
+    found: Mapping[str, Any] = load(COMPOSE)["services"]
+    return found
+
+
+def variables(path: Path) -> dict[str, str]:
+    """The variables of an environment file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+
+
+def containers() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Name and specification of each container of the Kubernetes recipe."""
+    for path in KUBERNETES:
+        for document in load_all(path):
+            template = document["spec"].get("template")
+            for container in template["spec"]["containers"] if template else ():
+                yield f"{path.stem}/{container['name']}", container
+
+
+def commands() -> Iterator[tuple[str, Sequence[str]]]:
+    """Every command line of deltachain in the recipes, after its name, with where it is from."""
+    for name, service in services().items():
+        yield f"compose/{name}", [str(word) for word in service.get("command", ())]
+    for name, container in containers():
+        yield f"kubernetes/{name}", container["command"]
+    for path in SKYPILOT:
+        text = load(path)["run"].replace("\\\n", " ").replace("$DELTACHAIN_URL", "s3://b/run-1")
+        for line in text.splitlines():
+            program, *words = shlex.split(line.rstrip(" &"), comments=True) or [""]
+            yield f"skypilot/{path.stem}", [program.rpartition("/")[2], *words]
+    for path in JOBS:
+        text = path.read_text(encoding="utf-8")
+        _, found, rest = text.partition(" deltachain maintain ")
+        if found:
+            yield f"hf-jobs/{path.stem}", ["deltachain", "maintain", *shlex.split(rest)]

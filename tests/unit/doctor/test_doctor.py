@@ -1,0 +1,321 @@
+"""Planted mistakes, each of which the doctor names, and a healthy machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from deltachain.chain.signatures import SigningKey
+from deltachain.doctor.examination import examine
+from deltachain.doctor.finding import Finding, Grade, Role
+from deltachain.doctor.probe import SKEW_S, clocks, probe_writes
+from deltachain.errors import StorePermissionError
+from deltachain.store import open_store
+from deltachain.store.base import ObjectInfo
+from deltachain.store.file.store import FileStore
+from deltachain.testing.seaweed import Seaweed
+from deltachain.types import Buffer
+from tests.unit.cli.support import ok as run
+from tests.unit.cli.support import random_state, write_checkpoint
+
+FOLLOWER, PUBLISHER = Role.FOLLOWER, Role.PUBLISHER
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing of this machine's, and everything put back."""
+    foreign = ("DELTACHAIN_", "AWS_", "HF_", "SSL_", "VLLM_", "SGLANG_", "HTTP", "ALL_PROXY")
+    for name in list(os.environ):
+        if name.upper().startswith(foreign):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # and no ~/.aws
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("chain")
+    run("push", write_checkpoint(root / "weights", random_state()), root / "chain", "--step", 400)
+    return root / "chain"
+
+
+def examined(url: object, role: Role = FOLLOWER) -> list[Finding]:
+    return list(examine(str(url), role))
+
+
+def faults(url: object, role: Role = FOLLOWER) -> list[Finding]:
+    return [found for found in examined(url, role) if found.grade is Grade.FAULT]
+
+
+def install(folder: Path, name: str, version: str) -> None:
+    """Metadata of a package, as pip leaves it."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def test_a_healthy_machine_has_no_fault(chain: Path) -> None:
+    assert faults(chain) == []
+    said = " ".join(found.said for found in examined(chain))
+    assert "version 0 of step 400 is the newest" in said
+    assert "a follower that holds nothing fetches" in said
+
+
+def test_a_healthy_publisher_leaves_nothing_behind(chain: Path) -> None:
+    before = sorted(path for path in chain.rglob("*") if path.is_file())
+    assert faults(chain, PUBLISHER) == []
+    assert sorted(path for path in chain.rglob("*") if path.is_file()) == before
+    checks = {found.check for found in examined(chain, PUBLISHER) if found.grade is Grade.OK}
+    assert {"writes", "clock", "store", "chain", "start"} <= checks
+
+
+def test_a_follower_writes_nothing(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a follower wrote")
+
+    for name in ("put", "put_if_absent", "delete"):
+        monkeypatch.setattr(FileStore, name, never)
+    assert faults(chain) == []
+
+
+Plant = Callable[[Mapping[str, Path]], Mapping[str, str]]
+
+
+def absent(name: str) -> Plant:
+    return lambda paths: {name: str(paths["root"] / "absent")}
+
+
+def written(name: str, content: str) -> Plant:
+    def plant(paths: Mapping[str, Path]) -> Mapping[str, str]:
+        file = paths["root"] / "planted"
+        file.write_text(content)
+        return {name: str(file)}
+
+    return plant
+
+
+def given(**values: str) -> Plant:
+    return lambda _: values
+
+
+BOTH = {"DELTACHAIN_TOKEN": "a", "DELTACHAIN_TOKEN_FILE": __file__}
+
+ENVIRONMENTS: list[tuple[str, Plant, str]] = [
+    ("a misspelt name", given(DELTACHAIN_FOLOW="1"), "DELTACHAIN_FOLOW is not a known"),
+    ("a value", given(DELTACHAIN_POLL_S="often"), "DELTACHAIN_POLL_S is 'often'"),
+    ("two tokens", given(**BOTH), "are both set"),
+    ("an absent file of tokens", absent("DELTACHAIN_TOKEN_FILE"), "absent: No such file"),
+    ("an empty file of keys", written("DELTACHAIN_ENGINE_KEY_FILE", "\n"), "has no token"),
+    ("no signing key", written("DELTACHAIN_SIGNING_KEY", "-"), "expected an unencrypted"),
+    ("no trusted key", given(DELTACHAIN_TRUSTED_KEYS="ed25519:1"), "ed25519"),
+    ("an age without keys", given(DELTACHAIN_MAX_HEARTBEAT_AGE_S="9"), "without DELTACHAIN_TRUST"),
+    ("no base", absent("DELTACHAIN_BASE"), "DELTACHAIN_BASE is"),
+    ("no CA", absent("SSL_CERT_FILE"), "SSL_CERT_FILE is"),
+    ("a CA that is none", written("SSL_CERT_FILE", "-"), "has no certificates"),
+    ("a key alone", absent("DELTACHAIN_CLIENT_KEY"), "without DELTACHAIN_CLIENT_CERT"),
+    ("a proxy", given(HTTPS_PROXY="gopher://proxy"), "proxy of the environment is invalid"),
+    ("a spool", given(DELTACHAIN_SPOOL="/proc/spool"), "/proc, where objects are kept"),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"), [row[1:] for row in ENVIRONMENTS], ids=[row[0] for row in ENVIRONMENTS]
+)
+def test_a_mistake_of_the_environment_is_named_once_with_a_hint(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant, named: str
+) -> None:
+    for name, value in plant({"root": tmp_path}).items():
+        monkeypatch.setenv(name, value)
+    (found,) = faults(chain)
+    assert named in found.said
+    assert found.hint
+
+
+def test_several_mistakes_are_all_named(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {
+        "DELTACHAIN_FOLOW": "1",
+        "DELTACHAIN_POLL_S": "often",
+        "DELTACHAIN_MAX_LAG": "-1",
+        "DELTACHAIN_BASE": "/absent",
+    }
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    said = [found.said for found in faults(chain)]
+    assert len(said) == len(wrong)
+    assert all(any(name in one for one in said) for name in wrong)
+
+
+@pytest.mark.parametrize("secret", ["TOKEN", "ENGINE_KEY"])
+def test_no_secret_is_shown(chain: Path, monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv(f"DELTACHAIN_{secret}", "hunter2")
+    assert "hunter2" not in str(examined(chain))
+    assert f"DELTACHAIN_{secret}=(set)" in str(examined(chain))
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "environment", "named"),
+    [
+        ("vllm", "0.20.0", {"VLLM_PLUGINS": "deltachain,deltachain_http"}, "0.20.0 was not tested"),
+        ("vllm", "0.32.0", {}, "vLLM loads no routes of deltachain"),
+        ("sglang", "0.4.0", {}, "0.4.0 was not tested"),
+        ("sglang", "0.5.23", {"SGLANG_PLUGINS": "other"}, "SGLang does not load deltachain"),
+        ("blake3", "0.1", {}, "blake3 0.1 is older than 1.0"),
+    ],
+)
+def test_a_wrong_package_is_named(  # noqa: PLR0917
+    chain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    version: str,
+    environment: Mapping[str, str],
+    named: str,
+) -> None:
+    install(tmp_path / "site", name, version)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    for variable, value in {"DELTACHAIN_URL": str(chain), **environment}.items():
+        monkeypatch.setenv(variable, value)
+    (found,) = faults("")
+    assert named in found.said
+    assert found.hint
+
+
+def test_a_publisher_without_torch_is_told(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if name == "torch":
+            raise metadata.PackageNotFoundError(name)
+        return metadata.version(name)
+
+    monkeypatch.setattr("deltachain.doctor.packages.version", installed)
+    (found,) = faults(chain, PUBLISHER)
+    assert "needs the extra torch" in found.said
+    assert faults(chain) == []
+
+
+def test_a_chain_that_no_trusted_key_signed(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(SigningKey.generate().public))
+    (found,) = faults(chain)
+    assert (found.check, "signature" in found.said) == ("chain", True)
+
+
+def test_no_chain_is_a_note_for_followers_and_fine_for_publishers(tmp_path: Path) -> None:
+    assert faults(tmp_path / "new") == faults(tmp_path / "new", PUBLISHER) == []
+    (found,) = [one for one in examined(tmp_path / "new") if one.check == "chain"]
+    assert found.grade is Grade.NOTE
+    assert "has no chain: a follower waits" in found.said
+
+
+def test_a_damaged_chain_is_named(chain: Path, tmp_path: Path) -> None:
+    (tmp_path / "chain.json").write_bytes((chain / "chain.json").read_bytes()[:-9])
+    (found,) = faults(tmp_path)
+    assert found.check == "chain"
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [("s4://bucket/run", "s4"), ("s3://b/run", "bucket"), ("hf://me/run", "hf://")],
+)
+def test_a_url_that_names_no_store(url: str, named: str) -> None:
+    (found,) = faults(url)
+    assert named in found.said
+
+
+class Lying(FileStore):
+    """A store that breaks a promise."""
+
+    lie = ""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        if self.lie == "read only":
+            raise StorePermissionError(f"{self.url}: 403 AccessDenied", key=key, url=self.url)
+        if self.lie == "overwrites" or (self.lie == "races" and "raced" in key):
+            self.put(key, data)
+        else:
+            super().put_if_absent(key, data)
+
+    def find(self, key: str) -> ObjectInfo | None:
+        found = super().find(key)
+        if found is None or self.lie != "skewed" or found.modified is None:
+            return found
+        return replace(found, modified=found.modified + 7200)
+
+
+@pytest.mark.parametrize(
+    ("lie", "named"),
+    [
+        ("read only", "nothing can be written"),
+        ("overwrites", "it overwrites objects that are there"),
+        ("races", "concurrent writers were told to have won"),
+        ("skewed", "s behind the store's"),
+    ],
+)
+def test_a_store_that_breaks_a_promise_is_named(tmp_path: Path, lie: str, named: str) -> None:
+    store = Lying(tmp_path / "store")
+    store.lie = lie
+    (found,) = [one for one in probe_writes(store) if one.grade is Grade.FAULT]
+    assert named in found.said
+    assert found.hint
+    assert list(store.list("")) == []
+
+
+def test_an_honest_store_races_to_one_winner(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "store")
+    assert {one.grade for one in probe_writes(store)} == {Grade.OK}
+
+
+@pytest.mark.parametrize("ahead_s", [-7200.0, -SKEW_S - 1, SKEW_S + 1, 7200.0])
+def test_a_clock_that_is_off_is_a_fault(ahead_s: float) -> None:
+    found = clocks(ahead_s=ahead_s)
+    assert found.grade is Grade.FAULT
+    assert ("behind" in found.said) is (ahead_s > 0)
+    assert clocks(ahead_s=0.0).grade is Grade.OK
+
+
+def test_a_follower_finds_its_clock_behind_without_a_write(chain: Path, tmp_path: Path) -> None:
+    shutil.copytree(chain, tmp_path / "copy")
+    future = time.time() + 7200
+    for file in (tmp_path / "copy" / "manifests").iterdir():
+        os.utime(file, (future, future))
+    (found,) = faults(tmp_path / "copy")
+    assert (found.check, "behind the store's" in found.said) == ("clock", True)
+
+
+def test_credentials_of_s3_are_checked(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", seaweed.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    (found,) = faults(seaweed.url("doctor"))
+    assert "NoCredentialsError" in found.said
+    assert "AWS_ACCESS_KEY_ID" in found.hint
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    (found,) = faults(seaweed.url("doctor"))
+    assert "403" in found.said
+    for name, value in seaweed.env().items():
+        monkeypatch.setenv(name, value)
+    assert faults(seaweed.url("doctor"), PUBLISHER) == []
+    store = open_store(seaweed.url("doctor"))
+    assert list(store.list("")) == []
+    store.close()
+    (found,) = faults("s3://absent-bucket/run", PUBLISHER)
+    assert "absent-bucket" in found.said
+
+
+def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deltachain.doctor.examination.DEADLINE_S", 0.5)
+    for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "c"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    (found,) = faults("s3://bucket/run")
+    assert "http://127.0.0.1:9" in found.said

@@ -1,0 +1,50 @@
+"""What a vLLM server refuses at its start, found without an import of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from deltachain.errors import ConfigError
+from deltachain.replica.engine_version import VersionRange
+
+TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
+"""Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
+
+ROUTES: Final = "deltachain_http"
+"""Name of deltachain's endpoint plugin in ``VLLM_PLUGINS``."""
+
+
+def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
+    """Yield what a server would refuse that follows the chain of ``DELTACHAIN_URL``.
+
+    Args:
+        installed: Version of the installed vLLM.
+        environment: Environment variables.
+    """
+    try:
+        TESTED.check(installed)
+    except ConfigError as exc:
+        yield exc
+    if environment.get("DELTACHAIN_URL"):
+        try:
+            check_listed(environment.get("VLLM_PLUGINS", ""))
+        except ConfigError as exc:
+            yield exc
+
+
+def check_listed(named: str) -> None:
+    """Refuse a list of plugins without our routes.
+
+    Args:
+        named: Value of ``VLLM_PLUGINS``; endpoint plugins are loaded only if listed there.
+
+    Raises:
+        ConfigError: The routes are not listed.
+    """
+    if ROUTES not in named.split(","):
+        raise ConfigError(
+            f"vLLM loads no routes of deltachain: VLLM_PLUGINS is {named!r}",
+            hint=f"VLLM_PLUGINS=deltachain,{ROUTES}; or DELTACHAIN_STRICT=0, where "
+            "`python -m deltachain_vllm` leads this server",
+        )
