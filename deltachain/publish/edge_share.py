@@ -29,14 +29,23 @@ class EdgeShare(msgspec.Struct, frozen=True):
     upload_s: float = 0.0
 
 
-def joined(shares: Sequence[EdgeShare], store: Store) -> Edge:
-    """Join the parts of all ranks in one edge, and make them visible in few requests."""
+def revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
+    """Join the parts of all ranks in one edge, and make them visible, in one request if possible.
+
+    Raises:
+        StoreError: Some of them may not be visible.
+    """
+    edge = joined(shares)
+    store.reveal({part.key: part.pin for part in edge.parts})
+    return edge
+
+
+def joined(shares: Sequence[EdgeShare]) -> Edge:
+    """Join the parts of all ranks in one edge."""
     edges = [share.edge for share in shares]
-    edge = Edge(
+    return Edge(
         kind=edges[0].kind,
         base=edges[0].base,
         encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
         parts=tuple(part for edge in edges for part in edge.parts),
     )
-    store.reveal({part.key: part.pin for part in edge.parts})
-    return edge

@@ -23,7 +23,7 @@ from deltachain.format.publish_phases import phases_mark
 from deltachain.publish.base import base_edge
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import CheckpointChanges, Diff
-from deltachain.publish.edge_share import EdgeShare, joined
+from deltachain.publish.edge_share import EdgeShare, revealed
 from deltachain.publish.encoding_choice import EncodingChoice
 from deltachain.publish.late_anchor import LateAnchor
 from deltachain.publish.model.source import ModelTensors, Weight
@@ -241,7 +241,7 @@ class Session:
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
-        edge = joined(shares, store)
+        edge = revealed(store, shares)
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
         nnz, choice = sum(share.nnz for share in shares), self.encoding.present
@@ -335,8 +335,9 @@ class Session:
                 f"the anchor has state {state}, version {committed.version} {committed.state}"
             )
         before = None if late is None else late.before
-        edge = joined(shares, self.writer.chain.store)
-        return self.writer.add_anchor(committed, edge, before=before)
+        return self.writer.add_anchor(
+            committed, revealed(self.writer.chain.store, shares), before=before
+        )
 
     def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
         """Return names of the parts of one attempt, which no other attempt has."""

@@ -165,7 +165,7 @@ def newest_after(chain: Chain, version: Version, is_told: bool) -> Version:
     Args:
         chain: The chain.
         version: The committed version.
-        is_told: Whether later versions end the wait for the next poll: nothing is looked up then.
+        is_told: Whether later versions are announced: then no request is made for them.
     """
     if is_told:
         return max(version, chain.latest or 0)

@@ -178,6 +178,6 @@ def _wait(subscriber: Subscriber, failures: int, stop: Event, *, intervals: int)
 
     The wait ends early, with none left out, when the loop is notified or stopped.
     """
-    pauses = between_polls(subscriber.poll_s * intervals)
-    is_early = stop.is_set() or subscriber.told.wait(pauses.pause_s(failures))
+    pause_s = between_polls(subscriber.poll_s * intervals).pause_s(failures)
+    is_early = stop.is_set() or subscriber.told.wait(pause_s)
     return 0 if is_early else intervals - 1
