@@ -177,6 +177,19 @@ def test_pruning_bounds_what_is_kept() -> None:
     assert grown.kept_nbytes < most + 5_000_000  # and manifests
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("numel", [2_000_000, 70_000_000_000])
+def test_by_default_all_that_is_kept_is_at_most_one_and_a_half_times_the_deltas(
+    numel: int,
+) -> None:
+    model = ModelSize(name="any", numel=numel, step_s=10)
+    config = replace(ReachConfig(models=(model,)), versions=3000, steps=1)
+    grown = Growth(config, model).run()
+    deltas = config.versions * edge_nbytes(model, 1)
+    assert grown.put_nbytes > 1.5 * deltas  # with what was pruned
+    assert grown.kept_nbytes <= 1.5 * deltas
+
+
 def test_a_sized_store_counts_as_providers_do() -> None:
     store = SizedStore()
     store.put("a/b", b"12")
