@@ -79,7 +79,10 @@ class Survey:
     def objects(self) -> dict[str, ObjectInfo]:
         """List all payload objects, by key."""
         infos = (info for prefix in PAYLOADS for info in self.chain.store.list(prefix))
-        return {info.key: info for info in infos}
+        found = {info.key: info for info in infos}
+        there = by_version(found).keys()  # what is deleted does not come back: it is forgotten
+        self._parts = {edge: n for edge, n in self._parts.items() if _place(edge) in there}
+        return found
 
     def lost(self, edges: Iterable[EdgeSummary]) -> tuple[EdgeSummary, ...]:
         """Return the edges with fewer objects in the store than they have parts.

@@ -211,7 +211,7 @@ class Mirror:
         documents.note_records(source)
         missing = missing_objects(source, there, first=first)
         self._planned(sum(source[key] for key in missing if key not in self._listed))
-        self._listed |= frozenset(missing)
+        self._listed = frozenset(missing)
         self._in_source = frozenset(filter(is_payload, source))
         self._unproven = unproven(there)
         self._there = {key: n for key, n in there.items() if key not in self._unproven}
