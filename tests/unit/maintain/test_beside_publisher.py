@@ -23,6 +23,12 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MaintainerThread.__init__.__kwdefaults__ or {}, "every_s", 0.05)
 
 
+def wait_for_anchor(folder: Path, version: int) -> None:
+    store, deadline = open_store(str(folder)), time.monotonic() + 60
+    while store.find(edge_key(version, "anchor", None)) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("maintain", [True, KeepRule(last=40)])
 def test_skips_and_anchors_come_from_its_thread(tmp_path: Path, maintain: bool | KeepRule) -> None:
     model = plain_model()
@@ -32,9 +38,8 @@ def test_skips_and_anchors_come_from_its_thread(tmp_path: Path, maintain: bool |
             train_(model, step, share=0.02)
             publisher.publish(step=step)
             publisher.flush()
-        store, deadline = open_store(str(tmp_path)), time.monotonic() + 60
-        while store.find(edge_key(128, "anchor", None)) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+            if step in (70, 139):  # its thread may be slow, and then anchors the newest alone
+                wait_for_anchor(tmp_path, 64 if step == 70 else 128)
     chain = Chain.open(open_store(str(tmp_path)))
     head = chain.head()
     assert head is not None
