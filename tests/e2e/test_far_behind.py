@@ -49,5 +49,5 @@ def test_the_requests_of_readers_do_not_grow_with_the_chain(
         logger.info("from %s: edges %s, requests %s", held or "nothing", edges, requests)
         assert max(edges) <= most_edges
         assert median(edges) <= most_median
-        assert max(requests) <= 250
+        assert max(requests) <= 100
     store.close()
