@@ -33,7 +33,7 @@ from tests.crash.conftest import PROCESSES
 from tests.crash.maintained import KEPT, maintain_for_ever, maintainer_of, publish_until
 from tests.crash.places import Place
 
-KILLS = {"file": 100, "s3": 100, "hf": 60}
+KILLS = {"file": 100, "s3": 100, "hf": 100}
 VERSIONS = 5 * KEPT
 """Versions that are published at least, so that much is pruned."""
 FOLLOWERS = 4
