@@ -10,6 +10,7 @@ from deltachain.dashboard.chain_view import ChainView
 from deltachain.dashboard.replica_report import ReplicaReport, answered
 from deltachain.replica.status import ReplicaStatus
 from deltachain.store import MemoryStore, Store
+from tests.unit.control.statuses import status as ready_status
 from tests.unit.manifest_chains import create, extend
 
 NOW = 1_000_000.0
@@ -33,29 +34,14 @@ def status(made: Chain, version: int | None, **changes: Any) -> ReplicaStatus:
     """The answer of a replica that holds a version, and sees the newest one, as all is well."""
     newest = made.newest(0)
     found = None if version is None else made.find(version)
-    fields: dict[str, Any] = {
+    here: dict[str, Any] = {
         "url": made.store.url,
         "chain": "one",
-        "version": version,
-        "state": None,
-        "staged": None,
         "head": newest,
         "lag_versions": None,
-        "ready": True,
-        "reason": "",
-        "following": True,
-        "paused": False,
-        "pinned": False,
-        "poisoned": False,
-        "classes": {},
-        "on_host": {},
-        "ranks": [],
-        "last": None,
-        "trouble": "",
         "manifest": found.digest if found else None,
-        "silence_s": 0.5,
     }
-    return ReplicaStatus(**fields | changes)
+    return ready_status(version, **here | changes)
 
 
 def report(made: Chain, version: int | None, **changes: Any) -> ReplicaReport:
