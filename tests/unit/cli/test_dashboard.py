@@ -39,7 +39,9 @@ def dashboard(*words: object, **environment: str) -> Iterator[str]:
     )
     assert process.stderr is not None
     try:
-        yield process.stderr.readline().split()[-1]
+        url = process.stderr.readline().split()[-1]
+        httpx.get(url, timeout=60)  # it serves, so it handles Ctrl-C where a shell's job ignores it
+        yield url
     finally:
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)

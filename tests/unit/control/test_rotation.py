@@ -79,10 +79,17 @@ class Caller:
                 self._answered.set()
 
 
+def put(file: Path, content: str) -> None:
+    """Replace a file as a whole: nobody reads half of it, or nothing."""
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(content)
+    written.replace(file)
+
+
 def rotate(callers: list[Caller], files: list[Path], content: str) -> None:
     """Change one file after another while the callers go on."""
     for file in files:
-        file.write_text(content)
+        put(file, content)
         for caller in callers:
             caller.settle()
 
@@ -110,17 +117,17 @@ def test_a_fleet_announces_across_a_rotation(running: Running) -> None:
     with Fleet(running.urls, token=running.mine) as fleet:
         assert fleet.announce(1, deadline=30).enough
         for file in (running.mine, *running.files):
-            file.write_text("new\nold\n")
+            put(file, "new\nold\n")
             assert fleet.announce(1, deadline=30).enough
         for file in (*running.files, running.mine):
-            file.write_text("new\n")
+            put(file, "new\n")
         assert fleet.announce(2, deadline=30).enough
 
 
 def test_a_refused_request_was_not_acted_on_before_the_next_token(
     here: Followed, running: Running
 ) -> None:
-    running.mine.write_text("unknown\nold\n")
+    put(running.mine, "unknown\nold\n")
     events = list(here.engine.events)
     with ReplicaClient(running.urls[0], token=running.mine) as client:
         assert client.pause().paused
