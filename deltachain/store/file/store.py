@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -145,6 +146,11 @@ class FileStore(SimpleStore):
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._walk(_split(check_prefix(prefix))[0], prefix)
+
+    @override
+    def clock(self) -> float:
+        """Return the time by this machine's clock, which that of a file server may differ from."""
+        return time.time()
 
     @override
     def delete(self, key: str) -> None:
