@@ -11,7 +11,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.edge_record import read_summary
 from deltachain.errors import FormatError, ObjectNotFoundError
 from deltachain.format.documents import EdgeSummary
-from deltachain.format.keys import PAYLOADS, version_of
+from deltachain.format.keys import EDGE_PREFIX, PAYLOADS, version_of
 from deltachain.store import ObjectInfo
 from deltachain.threads import Pool
 from deltachain.types import Version
@@ -44,7 +44,7 @@ class Survey:
             if committed.manifest.window_from <= self._seen:
                 break
         self._seen = head.version
-        keys = [info.key for info in self.chain.store.list("edges/")]
+        keys = [info.key for info in self.chain.store.list(EDGE_PREFIX)]
         self._forget(set(self._records) - set(keys))
         new = [key for key in keys if self._records.get(key) is None]
         with Pool(READS) as pool:
