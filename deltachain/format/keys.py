@@ -53,6 +53,14 @@ def edge_key(version: Version, kind: str, base: Version | None) -> str:
     return f"{EDGE_PREFIX}{version:020d}/{kind}-{origin}.json"
 
 
+def edge_of(key: str) -> tuple[str, Version | None, Version] | None:
+    """Return kind, base and version of the edge of an edge record, ``None`` for other keys."""
+    found = _EDGE.fullmatch(key)
+    if found is None:
+        return None
+    return found[2], None if found[3] == "nothing" else int(found[3]), int(found[1])
+
+
 def payload_key(kind: PayloadKind, version: Version, epoch: int, commit_id: str, part: int) -> str:
     """Return the key of a part; the commit id separates the keys of racing publishers."""
     return f"{kind}s/{version:020d}-{epoch:08d}-{commit_id}/{part:05d}.safetensors"
@@ -100,6 +108,7 @@ def tag_of(key: str) -> tuple[str, int] | None:
 
 
 _TAG: Final = re.compile(r"tags/([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})/([0-9]{8})\.json")
+_EDGE: Final = re.compile(r"edges/([0-9]{20})/([a-z]+)-(nothing|[0-9]{20})\.json")
 _VERSIONED: Final = re.compile(r"(?:manifests|edges|deltas|anchors|skips)/([0-9]{20})[./-].*")
 
 

@@ -48,7 +48,8 @@ def orphans(
             continue
         mine = [own[version]] if folder == "deltas" and version in own else []
         mine += known.get((folder, version), [])
-        if not (_is_settled(folder, version, mine) or own.get(version) in gone):
+        is_gone = own.get(version) in gone or survey.forgot_delta(version)
+        if not (_is_settled(folder, version, mine) or is_gone):
             continue
         named = [parts[edge] for edge in mine]
         if all(one is not None for one in named):
