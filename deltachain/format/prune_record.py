@@ -63,6 +63,11 @@ def range_of(
     return row if row is not None and row.covers(kind, base, version) else None
 
 
+def closes(rows: Sequence[PrunedRange], version: Version) -> bool:
+    """Return whether ranges contain the delta to a version; for ``rows`` see :func:`range_of`."""
+    return range_of(rows, "delta", version - 1, version) is not None
+
+
 class PruneRecord(Document, frozen=True, kw_only=True):
     """All edges pruned so far: a later record replaces an earlier one.
 
@@ -103,4 +108,4 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
         Parts of a skip or an anchor that come late would be taken for orphans.
         """
-        return self.range_of("delta", version - 1, version) is not None
+        return closes(self.pruned, version)

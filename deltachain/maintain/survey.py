@@ -126,10 +126,6 @@ class Survey:
         """Return whether an edge has a record, which may be damaged or forgotten."""
         return key in self._records or self._is_forgotten(key)
 
-    def forgot_delta(self, version: Version) -> bool:
-        """Return whether the delta to a version is forgotten."""
-        return range_of(self.forgotten, "delta", version - 1, version) is not None
-
     def _covers(self, edge: EdgeSummary) -> bool:
         return range_of(self.forgotten, edge.kind, edge.base, edge.version) is not None
 

@@ -28,7 +28,7 @@ RECENT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class MirrorDifference:
     """What a mirror lacks, as far as listings tell.
 
     Attributes:
@@ -115,7 +115,7 @@ class MirrorContents:
         head: Version,
         identity: Collection[str],
         is_first: bool,
-    ) -> Comparison:
+    ) -> MirrorDifference:
         """List both stores.
 
         The first time, the manifests of all versions are listed; later those of a thousand versions
@@ -150,7 +150,7 @@ class MirrorContents:
         doubtful = {key for key, version in unproven if not recorded[version]}
         for key in doubtful:
             del self._sizes[key]
-        return Comparison(
+        return MirrorDifference(
             missing=missing,
             versions=tuple(sorted(lost.union(range(self._end, head + 1)))),
             records=records,

@@ -11,6 +11,7 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.format.keys import edge_key, payload_key
+from deltachain.format.prune_record import closes
 from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.prune_ranges import ranges
@@ -150,7 +151,7 @@ def test_an_edge_that_is_restored_and_tagged_stays() -> None:
     for _ in range(3):
         Clock.now += 10
         life.maintainer.round()
-    assert life.pruner.survey.forgot_delta(40)
+    assert closes(life.pruner.survey.forgotten, 40)
     for key, data in once.items():
         if life.grown.store.find(key) is None:
             life.grown.store.put(key, data)
@@ -158,5 +159,5 @@ def test_an_edge_that_is_restored_and_tagged_stays() -> None:
     for _ in range(3):
         Clock.now += 10
         life.maintainer.round()
-    assert not life.pruner.survey.forgot_delta(40)
+    assert not closes(life.pruner.survey.forgotten, 40)
     check_bits(life.grown, 40)
