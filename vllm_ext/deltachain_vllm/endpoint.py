@@ -40,7 +40,7 @@ class EndpointPlugin:
         app.include_router(router, prefix=PREFIX)
         app.include_router(probes)
         attach_sleep(app)
-        leave_at_end(app, lambda: _trouble(app))
+        leave_at_end(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
         """Catch up before the server accepts requests; called once, when the engine is up."""
@@ -56,12 +56,6 @@ class EndpointPlugin:
             address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
         )
         join_registry(state.deltachain)
-
-
-def _trouble(app: FastAPI) -> str:
-    """Return why the server ends by itself; empty if it was told to."""
-    client = getattr(app.state, "engine_client", None)
-    return "the engine died" if getattr(client, "errored", False) else ""
 
 
 def _engine(

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,12 +93,11 @@ async def lead(
     )
 
 
-def leave_at_end(app: FastAPI, trouble: Callable[[], str] = lambda: "") -> None:
+def leave_at_end(app: FastAPI) -> None:
     """Make the end of a server's lifespan withdraw the presence of its replica, if it has one.
 
     Args:
         app: The server's app; its ``state.deltachain`` is a :class:`Control` by then, if ever.
-        trouble: Returns why the server ends; empty if it ends as it was told to.
     """
     original = app.router.lifespan_context
 
@@ -111,9 +109,7 @@ def leave_at_end(app: FastAPI, trouble: Callable[[], str] = lambda: "") -> None:
             finally:
                 control: Control | None = getattr(app.state, "deltachain", None)
                 if control is not None and control.presence is not None:
-                    reason, writer = trouble(), control.presence
-                    end = partial(writer.fail, reason) if reason else writer.close
-                    await asyncio.to_thread(end)
+                    await asyncio.to_thread(control.presence.close)
 
     app.router.lifespan_context = lifespan
 

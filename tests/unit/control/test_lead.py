@@ -193,27 +193,6 @@ def control_key(control: Control) -> str:
     return control.presence.key
 
 
-def test_a_server_whose_engine_died_leaves_the_reason(
-    here: Followed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    store_of(here, monkeypatch)
-    board = tmp_path / "replicas"
-    control = started(here, monkeypatch, URL=here.store.url, PRESENCE_URL=str(board))
-    assert control.leader is not None
-    app = FastAPI()
-    app.state.deltachain = control
-    leave_at_end(app, lambda: "the engine died")
-
-    async def live() -> None:
-        async with app.router.lifespan_context(app):
-            pass
-
-    asyncio.run(live())
-    control.leader.stop()
-    record = parse_record((board / control_key(control)).read_bytes(), "x")
-    assert record.ended == "the engine died"
-
-
 def test_a_presence_inside_the_chain_ends_the_server(
     here: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

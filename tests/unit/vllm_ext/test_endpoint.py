@@ -60,3 +60,16 @@ def test_an_empty_key_guards_nothing(key: object, is_guarded: bool) -> None:
     control = asyncio.run(_started({}, api_key=key, host="0.0.0.0"))  # noqa: S104
     assert control.is_guarded is is_guarded
     assert not control._is_open
+
+
+def test_the_end_of_the_server_ends_its_presence() -> None:
+    app, presence = FastAPI(), mock.Mock()
+    EndpointPlugin().attach_router(app)
+    app.state.deltachain = SimpleNamespace(leader=None, presence=presence)
+
+    async def live() -> None:
+        async with app.router.lifespan_context(app):
+            presence.close.assert_not_called()
+
+    asyncio.run(live())
+    presence.close.assert_called_once_with()
