@@ -85,7 +85,7 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 
     @router.get("/chart")
     def chart(first: Number = 0, last: Number = LARGEST) -> JSONResponse:
-        return JSONResponse(chart_document(watcher.view, first, last))
+        return JSONResponse(chart_document(watcher.view, watcher.phases.middles(), first, last))
 
     @router.get("/versions")
     def versions(
@@ -95,7 +95,7 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 
     @router.get("/versions/{number}")
     def version(number: Annotated[int, Segment(ge=0, le=LARGEST)]) -> JSONResponse:
-        found = version_document(watcher.view, number)
+        found = version_document(watcher.view, watcher.phases.of, number)
         if found is None:
             raise HTTPException(404, f"version {number} is not known")
         return JSONResponse(found)

@@ -8,6 +8,14 @@ export function setToken(token) {
   sessionStorage.setItem(STORED, token.trim());
 }
 
+/** Take the token of an address that ends with `#token=...`, and show it no longer. */
+export function takeToken() {
+  const token = new URLSearchParams(location.hash.slice(1)).get("token");
+  if (token === null) return;
+  setToken(token);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
 /** Return the JSON at a path; `null` if there is none. */
 export async function get(path) {
   const token = sessionStorage.getItem(STORED);

@@ -1,6 +1,6 @@
 // The page: asks the server for what is new, and shows it.
 
-import { get, setToken, TokenNeeded } from "./api.js";
+import { get, setToken, takeToken, TokenNeeded } from "./api.js";
 import { byId, element, fact, fill, say } from "./elements.js";
 import { Fleet } from "./fleet.js";
 import { bytes, count, duration, moment, plural } from "./format.js";
@@ -27,7 +27,7 @@ async function refresh() {
   showChain(overview);
   showPicked();
   const isDue = overview.replicas.length > 0 && round % TRACK_EVERY === 0;
-  await Promise.all([isDue ? fleet.loadTrack() : null, versions.update(overview.chain)]);
+  await Promise.all([isDue ? fleet.loadTrack() : null, versions.update(overview)]);
   showPicked();
   round += 1;
 }
@@ -108,4 +108,5 @@ function askToken(refused) {
   });
 }
 
+takeToken();
 run();

@@ -1,9 +1,9 @@
 // Versions of the chain: charts, the table, and one version with the replicas that hold it.
 
 import { get } from "./api.js";
-import { bytesValues, densityValues, versionChart } from "./charts.js";
+import { bytesValues, densityValues, PHASES, phaseValues, versionChart } from "./charts.js";
 import { byId, element, fact, fill, say } from "./elements.js";
-import { bytes, count, moment, percent, plural } from "./format.js";
+import { bytes, count, moment, percent, plural, precise } from "./format.js";
 
 const ROWS = 20;
 const MARKS = { anchors: "anchor", skips: "skip", epochs: "new epoch", reverts: "revert", tags: "tag" };
@@ -17,8 +17,9 @@ export class Versions {
     this.marks = {};
     this.revision = null;
     const common = { marks: () => this.marks, pick: (v) => this.pick(v), zoom: (a, b) => this.zoom(a, b) };
-    this.density = versionChart(byId("density-chart"), { ...densityValues, name: "", ...common });
-    this.bytes = versionChart(byId("bytes-chart"), { ...bytesValues, name: "", ...common });
+    this.density = versionChart(byId("density-chart"), { ...densityValues, ...common });
+    this.bytes = versionChart(byId("bytes-chart"), { ...bytesValues, ...common });
+    this.phases = versionChart(byId("phases-chart"), { ...phaseValues, ...common });
     this.listen();
   }
 
@@ -39,12 +40,13 @@ export class Versions {
   }
 
   /** Show what is new; does nothing while the chain is as it was. */
-  async update(chain) {
+  async update({ chain, phases }) {
     this.length = chain.indexed;
-    if (chain.revision === this.revision) return;
+    const revision = `${chain.revision} ${phases}`;
+    if (revision === this.revision) return;
     await Promise.all([this.loadCharts(), this.loadTable()]);
     if (this.picked !== null) await this.loadPicked();
-    this.revision = chain.revision;
+    this.revision = revision;
   }
 
   async zoom(first, last) {
@@ -65,6 +67,19 @@ export class Versions {
     const marks = Object.entries(MARKS).map(([kind, name]) =>
       element("li", {}, element("span", { className: `swatch ${kind}` }), plural((found.marks[kind] ?? []).length, name)));
     fill(byId("marks"), ...marks);
+    this.showPhases(found, span);
+  }
+
+  showPhases(found, span) {
+    const known = PHASES.filter(({ name }) => found.phases[name].length);
+    byId("phases").hidden = known.length === 0;
+    const none = found.versions.map(() => null);
+    const column = (seconds) => (seconds.length ? seconds.map((value) => value || null) : none); // 0 has no logarithm
+    this.phases.setData([found.versions, ...PHASES.map(({ name }) => column(found.phases[name]))]);
+    byId("phases-chart").setAttribute("aria-label", `Times of ${known.map((one) => one.name).join(", ")} of ${span}; ` +
+      "the table of a picked version has the numbers");
+    fill(byId("phase-names"), ...known.map((one) => element("li", {},
+      element("span", { className: `stroke ${one.colour}${one.dash ? " dashed" : ""}` }), one.name)));
   }
 
   async turn(before) {
@@ -132,6 +147,7 @@ export class Versions {
       element("h3", {}, `Version ${found.version}`),
       this.holders,
       element("dl", { className: "facts" }, ...facts.map(([name, value]) => fact(name, value))),
+      ...phaseTable(found.phases),
       element("h3", {}, "Ways to it"),
       element("ul", {}, ...ways));
   }
@@ -153,6 +169,27 @@ export class Versions {
     fill(this.holders, element("p", {}, `Held by ${names.length} of ${plural(replicas.length, "replica")}`),
       element("ul", { className: "marks" }, ...links, ...more));
   }
+}
+
+/** Table of the phases of a version, from the diff to the swap. */
+function phaseTable(phases) {
+  if (!phases.length) return [];
+  const row = (one) => {
+    const slowest = one.replicas > 1 ? `${precise(one.slowest_s)} in ${one.slowest}` : "";
+    const where = one.replicas ? plural(one.replicas, "replica") : "publisher";
+    const part = { upload: "upload, a part of encode", swap: "swap, a part of pause" }[one.name] ?? one.name;
+    return element("tr", {}, element("th", { scope: "row" }, part),
+      ...[precise(one.seconds), where, slowest].map((text) => element("td", {}, text)));
+  };
+  const heads = ["Phase", "Time", "Of", "Slowest"].map((name) => element("th", { scope: "col" }, name));
+  const whole = phases.filter((one) => !["upload", "swap"].includes(one.name)).reduce((sum, one) => sum + one.seconds, 0);
+  return [
+    element("h3", { id: "phase-table-title" }, "Phases"),
+    element("p", {}, `${precise(whole)} in all. Times of several replicas are medians. ` +
+      "Look, from the commit on, holds the difference of both clocks."),
+    element("div", { className: "scroll", tabIndex: 0, role: "region", "aria-labelledby": "phase-table-title" },
+      element("table", { id: "phase-table" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...phases.map(row)))),
+  ];
 }
 
 function signedBy(row) {
