@@ -58,7 +58,7 @@ def create_app(watcher: Watcher, *, token: str | Path = "") -> FastAPI:
         token: Required bearer token; empty for none, where only this machine can connect.
     """
     app = FastAPI(title="deltachain dashboard", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(GZipMiddleware, minimum_size=1024)
+    app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)
     app.middleware("http")(_with_headers)
     app.include_router(_documents(watcher, Access(token)))
 

@@ -6,7 +6,13 @@ import { bytes, precise } from "./format.js";
 const HEIGHT = 230;
 const COLOURS = { selected: "blue", bad: "red", warn: "amber", good: "faint" }; // of replicas, by state
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const palette = new Map(); // of the style sheet in use: a chart of many lines asks often
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => palette.clear());
+
+function colour(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return palette.get(name);
+}
 
 const WHOLE = [1, 2, 5].flatMap((step) => Array.from({ length: 16 }, (_, power) => step * 10 ** power)).sort((a, b) => a - b);
 
@@ -28,13 +34,14 @@ function axis(values, size, logarithmic = false) {
 
 /** Keep a chart as wide as its place, and draw it again when the colours change. */
 function fitted(chart, place) {
-  new ResizeObserver(() => chart.setSize({ width: place.clientWidth, height: HEIGHT })).observe(place);
+  const fit = () => chart.width !== place.clientWidth && chart.setSize({ width: place.clientWidth, height: HEIGHT });
+  new ResizeObserver(fit).observe(place);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.redraw(false, true));
   return chart;
 }
 
-/** Chart of values of each version; `pick` is called with a version, `zoom` with a range. */
-export function versionChart(place, { values, size, logarithmic, lines = [{ colour: "blue" }], marks, pick, zoom }) {
+/** Chart of values of each version, on a logarithmic scale; `pick` is called with a version, `zoom` with a range. */
+export function versionChart(place, { values, size, lines = [{ colour: "blue" }], marks, pick, zoom }) {
   const line = (one) => ({
     stroke: () => colour(one.colour),
     width: 1.5,
@@ -47,8 +54,8 @@ export function versionChart(place, { values, size, logarithmic, lines = [{ colo
       width: place.clientWidth,
       height: HEIGHT,
       legend: { show: false },
-      scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : { range: (_, low, high) => [0, high || 1] } },
-      axes: [versionAxis(), axis(values, size, logarithmic)],
+      scales: { x: { time: false }, y: { distr: 3 } },
+      axes: [versionAxis(), axis(values, size, true)],
       series: [{}, ...lines.map(line)],
       cursor: { y: false, drag: { x: true, y: false, setScale: false } },
       hooks: {
@@ -74,7 +81,7 @@ export function versionChart(place, { values, size, logarithmic, lines = [{ colo
 }
 
 export const densityValues = { values: (share) => `${Number((share * 100).toPrecision(3))} %`, size: 70 };
-export const bytesValues = { values: (size) => bytes(size), size: 80, logarithmic: true };
+export const bytesValues = { values: (size) => bytes(size), size: 80 };
 
 /** Phases of a version, in their order: dashed before the commit, solid in replicas. */
 export const PHASES = [
@@ -87,7 +94,7 @@ export const PHASES = [
   { name: "pause", colour: "red" },
   { name: "swap", colour: "amber" },
 ];
-export const phaseValues = { values: (seconds) => precise(seconds), size: 80, logarithmic: true, lines: PHASES };
+export const phaseValues = { values: (seconds) => precise(seconds), size: 80, lines: PHASES };
 
 function drawMarks(chart, marks) {
   const { ctx, bbox } = chart;
@@ -109,9 +116,10 @@ function drawMarks(chart, marks) {
   }
   for (const [kind, name, top] of [["anchors", "blue", true], ["skips", "green", false]]) {
     ctx.fillStyle = colour(name);
+    const width = (marks[kind] ?? []).length > bbox.width / 10 ? 1 : 3;
     for (const version of marks[kind] ?? []) {
       const x = position(version);
-      if (inside(x)) ctx.fillRect(x - 1, top ? bbox.top : bbox.top + bbox.height - 8, 3, 8);
+      if (inside(x)) ctx.fillRect(x - 1, top ? bbox.top : bbox.top + bbox.height - 8, width, 8);
     }
   }
   ctx.restore();

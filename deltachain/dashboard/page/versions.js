@@ -6,6 +6,7 @@ import { byId, element, fact, fill, say } from "./elements.js";
 import { bytes, count, moment, percent, plural, precise } from "./format.js";
 
 const ROWS = 20;
+export const TABLE = `versions?count=${ROWS}`; // its newest page
 const MARKS = { anchors: "anchor", skips: "skip", epochs: "new epoch", reverts: "revert", tags: "tag" };
 
 export class Versions {
@@ -44,9 +45,9 @@ export class Versions {
     this.length = chain.indexed;
     const revision = `${chain.revision} ${phases}`;
     if (revision === this.revision) return;
-    await Promise.all([this.loadCharts(), this.loadTable()]);
+    const [drawn] = await Promise.all([this.loadCharts(), this.loadTable()]);
     if (this.picked !== null) await this.loadPicked();
-    this.revision = revision;
+    this.revision = `${drawn} ${phases}`;
   }
 
   async zoom(first, last) {
@@ -54,12 +55,13 @@ export class Versions {
     await this.loadCharts();
   }
 
+  /** Draw the charts; return the revision that they show. */
   async loadCharts() {
     const query = this.range ? `?first=${this.range[0]}&last=${this.range[1]}` : "";
     const found = await get(`chart${query}`);
     this.marks = found.marks;
-    this.density.setData([found.versions, found.density]);
-    this.bytes.setData([found.versions, found.nbytes.map((size) => size || null)]);
+    this.density.setData([found.versions, positive(found.density)]);
+    this.bytes.setData([found.versions, positive(found.nbytes)]);
     const span = found.versions.length ? `versions ${found.first} to ${found.last}` : "no version";
     const most = (values, say) => (values.length ? `, at most ${say(values.reduce((a, b) => Math.max(a, b)))}` : "");
     byId("density-chart").setAttribute("aria-label", `Changed elements of ${span}${most(found.density, percent)}; the table of versions has the numbers`);
@@ -68,13 +70,14 @@ export class Versions {
       element("li", {}, element("span", { className: `swatch ${kind}` }), plural((found.marks[kind] ?? []).length, name)));
     fill(byId("marks"), ...marks);
     this.showPhases(found, span);
+    return found.revision;
   }
 
   showPhases(found, span) {
     const known = PHASES.filter(({ name }) => found.phases[name].length);
     byId("phases").hidden = known.length === 0;
     const none = found.versions.map(() => null);
-    const column = (seconds) => (seconds.length ? seconds.map((value) => value || null) : none); // 0 has no logarithm
+    const column = (seconds) => (seconds.length ? positive(seconds) : none);
     this.phases.setData([found.versions, ...PHASES.map(({ name }) => column(found.phases[name]))]);
     byId("phases-chart").setAttribute("aria-label", `Times of ${known.map((one) => one.name).join(", ")} of ${span}; ` +
       "the table of a picked version has the numbers");
@@ -89,7 +92,7 @@ export class Versions {
 
   async loadTable() {
     const before = this.before === null ? "" : `&before=${this.before}`;
-    this.shown = await get(`versions?count=${ROWS}${before}`);
+    this.shown = await get(`${TABLE}${before}`);
     const focused = document.activeElement?.dataset?.version;
     fill(byId("version-table").tBodies[0], ...this.shown.versions.map((row) => this.row(row)));
     if (focused) document.querySelector(`button[data-version="${focused}"]`)?.focus();
@@ -167,9 +170,13 @@ export class Versions {
     });
     const more = names.length > links.length ? [element("li", {}, `and ${names.length - links.length} more`)] : [];
     fill(this.holders, element("p", {}, `Held by ${names.length} of ${plural(replicas.length, "replica")}`),
-      element("ul", { className: "marks" }, ...links, ...more));
+      element("div", { className: "scroll holders", tabIndex: 0, role: "region", "aria-label": "Holders" },
+        element("ul", { className: "marks" }, ...links, ...more)));
   }
 }
+
+/** Values on a logarithmic scale, where 0 has no place. */
+const positive = (values) => values.map((value) => value || null);
 
 /** Table of the phases of a version, from the diff to the swap. */
 function phaseTable(phases) {
