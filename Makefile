@@ -23,10 +23,10 @@ venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 demo: venv  ## train, publish and follow a small model in one terminal
 	$(BIN)/deltachain demo
 
-# ENGINE=sglang for the other one.
+# ENGINE=sglang for the other one; DASHBOARD=1 shows the run on a web page, whose address is printed.
 ENGINE ?= vllm
 demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a real S3 server
-	$(BIN)/deltachain demo-async --engine $(ENGINE) $(DEMO)
+	$(BIN)/deltachain demo-async --engine $(ENGINE) $(if $(DASHBOARD),--dashboard) $(DEMO)
 
 examples: venv venv-vllm venv-sglang  ## run every example
 	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
@@ -127,7 +127,7 @@ test-triton: venv  ## Triton programs without a card: interpreted, and compiled 
 
 # Not in CI: Chromium is a package of the system. Debian: apt-get install chromium
 test-browser: venv  ## the dashboard in Chromium, which must be installed
-	$(BIN)/pytest -m browser tests/e2e/test_dashboard.py
+	$(BIN)/pytest -m browser tests/e2e
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test
