@@ -52,10 +52,10 @@ from deltachain.types import Version
 logger = logging.getLogger(__name__)
 
 SURVEY: Final = 64
-"""Rounds between two listings of both stores, for edges added late and for pruned payloads."""
+"""Polls between two listings of both stores, for edges added late and for pruned payloads."""
 
 LOOK_BACK: Final = 8
-"""Rounds between two checks that the source still has the newest version of the mirror."""
+"""Polls between two checks that the source still has the newest version of the mirror."""
 
 NAMED: Final = 4
 """Payloads named one by one as they are left out."""
@@ -78,6 +78,8 @@ class Mirror:
         trust: Keys that check documents; those of a reader's environment if ``None``.
 
     Attributes:
+        source: Store of the chain.
+        rounds: Polls so far, those that were left out included; surveys are due by it.
         version: The newest version of the mirror; -1 for none.
         chain: Id of the chain; ``None`` before the first round.
         left_out: Keys of payloads that the source does not have any more.
@@ -96,7 +98,7 @@ class Mirror:
         self.version: Version = -1
         self.chain: str | None = None
         self.left_out: set[str] = set()
-        self._source, self._destination = source, destination
+        self.source, self._destination, self.rounds = source, destination, 0
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
         self._contents = MirrorContents(destination)
@@ -106,7 +108,7 @@ class Mirror:
         self._sent = set[str]()
         self._pruned: PruneRecord | None = None
         self._hinted: bytes | None = None
-        self._rounds, self._is_whole, self._is_checked = 0, False, False
+        self._is_whole = self._is_checked = False
         self._opened: tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords] | None = None
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
@@ -141,11 +143,11 @@ class Mirror:
         head = self._newest(chain)
         before = documents.identity  # of which a mirror lacks none
         versions: Sequence[Version] = range(self.version + 1, head + 1)
-        is_survey = not self._is_whole or not self._rounds % SURVEY
+        is_survey = not self._is_whole or not self.rounds % SURVEY
         if is_survey:
             versions = self._list(documents, head, record.first)
         copies = self._copies(documents, versions, record.first, stop)
-        if versions or is_survey or not self._rounds % LOOK_BACK:
+        if versions or is_survey or not self.rounds % LOOK_BACK:
             records.put_signatures(self._destination)
             self._pruned = records.newest_prune()
             tags = records.tags(documents.committed)
@@ -161,7 +163,7 @@ class Mirror:
 
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords]:
         """Open the source; create the record of the mirror, or check that it is of this chain."""
-        chain, there, start = Chain.open(self._source, self._trust), self._destination, self._start
+        chain, there, start = Chain.open(self.source, self._trust), self._destination, self._start
         record = read_mirror(there)
         if record is None:
             if there.find(CHAIN_KEY) is not None or has_versions(there):
@@ -171,7 +173,7 @@ class Mirror:
                 )
             record = MirrorRecord(
                 chain=chain.identity.chain,
-                source=self._source.url,
+                source=self.source.url,
                 first=oldest_copied(chain, start),
                 writer=self._writer,
             )
@@ -187,7 +189,7 @@ class Mirror:
             )
         if record.chain != chain.identity.chain:
             raise ChainMismatchError(
-                f"{there.url} mirrors chain {record.chain}, {self._source.url} has "
+                f"{there.url} mirrors chain {record.chain}, {self.source.url} has "
                 f"{chain.identity.chain}",
                 hint="give every mirror a URL of its own",
             )
@@ -205,7 +207,7 @@ class Mirror:
         """List both stores; return the versions to copy."""
         identity = [copy.key for copy in documents.identity]
         found = self._contents.compare(
-            self._source,
+            self.source,
             first=first,
             head=head,
             identity=identity,
@@ -226,9 +228,9 @@ class Mirror:
         if head < self.version:
             raise self._went_back(head)
         known, key = self._known(self.version), manifest_key(self.version)
-        if known and object_digest(self._source.get(key)) != known.digest:
+        if known and object_digest(self.source.get(key)) != known.digest:
             raise ForkedChainError(
-                f"version {self.version} of {self._source.url} differs from that of its mirror "
+                f"version {self.version} of {self.source.url} differs from that of its mirror "
                 f"{self._destination.url}",
                 version=self.version,
                 hint="two histories exist: find out which is right, and mirror to another URL",
@@ -236,8 +238,8 @@ class Mirror:
 
     def _newest(self, chain: Chain) -> Version:
         """Return the newest version of the source."""
-        self._rounds += 1
-        if self.version >= 0 and self._rounds % LOOK_BACK:
+        self.rounds += 1
+        if self.version >= 0 and self.rounds % LOOK_BACK:
             return chain.newest(self.version)
         head = chain.head()
         newest = head.version if head else -1
@@ -248,7 +250,7 @@ class Mirror:
     def _went_back(self, newest: Version) -> StoreWentBackError:
         return StoreWentBackError(
             f"the source went back: its mirror {self._destination.url} has version {self.version}, "
-            f"the newest of {self._source.url} is {newest}",
+            f"the newest of {self.source.url} is {newest}",
             version=self.version,
         )
 
@@ -300,7 +302,7 @@ class Mirror:
         objects = nbytes = 0
         start = time.perf_counter()
         pipeline = CopyPipeline(
-            self._source, self._destination, may_be_there=lambda copy: copy.key in self._unproven
+            self.source, self._destination, may_be_there=lambda copy: copy.key in self._unproven
         )
 
         def receipt() -> MirrorReceipt:
@@ -335,12 +337,12 @@ class Mirror:
         self._is_checked = False
         if len(self.left_out) <= NAMED:
             more = "; more are counted at the end" if len(self.left_out) == NAMED else ""
-            logger.warning("%s is gone from %s, and is left out%s", key, self._source.url, more)
+            logger.warning("%s is gone from %s, and is left out%s", key, self.source.url, more)
 
     def _read_hint(self, documents: SourceDocuments) -> tuple[bytes, Head | None]:
         """Read the head hint of the source, and note the edge records that it lists."""
         try:
-            data = self._source.get(HEAD_KEY, limit=MAX_HINT)
+            data = self.source.get(HEAD_KEY, limit=MAX_HINT)
             hint = parse(data, Head, key=HEAD_KEY)
         except (ObjectNotFoundError, FormatError):
             return b"", None
@@ -368,7 +370,7 @@ class Mirror:
             return
         chain = Chain.open(self._destination, self._trust)
         try:
-            deleted = delete_pruned(chain, self._source, self.version, record, frozenset(gone))
+            deleted = delete_pruned(chain, self.source, self.version, record, frozenset(gone))
         except BrokenChainError as exc:
             logger.warning("nothing pruned is deleted from %s: %s", self._destination.url, exc)
             return

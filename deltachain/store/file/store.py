@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -153,6 +154,11 @@ class FileStore(SimpleStore):
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         return self._walk(*_split(check_prefix(prefix)))
+
+    @override
+    def clock(self) -> float:
+        """Return the time by this machine's clock, which that of a file server may differ from."""
+        return time.time()
 
     @override
     def delete(self, key: str) -> None:
