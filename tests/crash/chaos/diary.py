@@ -20,20 +20,18 @@ class Diary:
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        if path.stat().st_size:
-            with path.open("rb") as file:
-                file.seek(-1, 2)
-                whole = file.read() == b"\n"
-            if not whole:
-                self._file.write("\n")
+        before = path.read_bytes() if path.exists() else b""
+        if before and not before.endswith(b"\n"):
+            self._append("\n")
 
     def note(self, event: str, **facts: Any) -> None:
         """Append one event with its time, in seconds since 1970."""
         line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
-        with self._lock:
-            self._file.write(f"{line}\n")
-            self._file.flush()
+        self._append(f"{line}\n")
+
+    def _append(self, text: str) -> None:
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(text)
 
     def events(self, *names: str) -> Iterator[dict[str, Any]]:
         """Events of some names, oldest first; lines that were cut are left out."""

@@ -1,0 +1,152 @@
+"""The parts of chaos that decide, and three minutes of it: `make chaos` runs for two hours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import open_store
+from tests.crash.chaos.diary import Diary
+from tests.crash.chaos.record import Record
+from tests.crash.chaos.report import lines, totals_of
+from tests.crash.chaos.scene import KINDS, ROOT
+from tests.crash.chaos.trainer import SESSION, file_of, keep
+from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
+from tests.engines.trainer import RATE
+
+PROMPT = [5, 6, 7, 8]
+LENGTH = 48
+
+
+def test_a_diary_outlives_a_line_that_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "diary.jsonl"
+    Diary(path).note("answer", engine="vllm")
+    with path.open("a") as file:
+        file.write('{"time": 1, "event": "ans')
+    diary = Diary(path)
+    diary.note("answer", engine="sglang")
+    assert [event["engine"] for event in diary.events("answer")] == ["vllm", "sglang"]
+
+
+@pytest.fixture
+def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Diary]:
+    """A diary of some events, each at a time."""
+    diary = Diary(tmp_path / "diary.jsonl")
+
+    def note(*events: tuple[float, str, dict[str, object]]) -> Diary:
+        for when, event, facts in events:
+            monkeypatch.setattr("tests.crash.chaos.diary.time.time", lambda when=when: when)
+            diary.note(event, **facts)
+        return diary
+
+    return note
+
+
+def test_a_request_may_be_refused_during_an_accident_only(noted: Callable[..., Diary]) -> None:
+    refused = {"engine": "vllm", "why": "it is gone"}
+    diary = noted(
+        (100.0, "refused", {**refused, "asked": 99.0}),
+        (110.0, "accident", {"kind": "kill engine"}),
+        (111.0, "refused", {**refused, "asked": 109.0}),
+        (120.0, "recovered", {"seconds": 9.0}),
+        (130.0, "refused", {**refused, "asked": 129.0}),
+    )
+    found = totals_of(diary)
+    assert found.refused == 1
+    assert [when for when, _ in found.failures] == [100.0, 130.0]
+
+
+def test_everything_in_a_diary_is_counted(noted: Callable[..., Diary]) -> None:
+    answer = {"engine": "vllm", "tokens": [1, 2], "spans": [[0, 2, "3"]], "told_apart": True}
+    diary = noted(
+        (1.0, "accident", {"kind": "pause"}),
+        (2.0, "accident", {"kind": "revert"}),
+        (3.0, "void", {"kind": "revert"}),
+        (4.0, "answer", {**answer, "unexplained": ""}),
+        (5.0, "answer", {**answer, "unexplained": "tokens [1] are not those of version 3"}),
+        (6.0, "failure", {"what": "vllm is not well"}),
+        (7.0, "minute", {"run": 0, "minutes": 2.0}),
+        (8.0, "minute", {"run": 1, "minutes": 3.0}),
+        (9.0, "end", {"first": 5, "head": 25, "restarts": {"vllm": 2}}),
+    )
+    found = totals_of(diary)
+    assert (found.minutes, found.longest, found.versions) == (5.0, 3.0, 20)
+    assert (found.accidents.total(), found.void.total()) == (1, 1)
+    assert (found.answers["vllm"], found.tokens, found.told_apart) == (2, 4, (2, 2))
+    assert [when for when, _ in found.failures] == [5.0, 6.0]
+    assert "2 failures" in lines(found)
+
+
+def greedy(model: PreTrainedModel) -> list[int]:
+    """Tokens that a model goes on with, in bf16."""
+    with torch.no_grad():
+        found = model.bfloat16().generate(
+            torch.tensor([PROMPT]), max_new_tokens=LENGTH, do_sample=False, eos_token_id=-1
+        )
+    model.float()
+    return [int(token) for token in found[0, len(PROMPT) :]]
+
+
+def test_a_record_explains_tokens_of_the_version_they_name_alone(tmp_path: Path) -> None:
+    base, weights, url = tmp_path / "base", tmp_path / "weights", str(tmp_path / "chain")
+    weights.mkdir()
+    with one_thread():
+        pretrain("qwen3", base, make_batches(0), 0)
+        model = masters_of(base)
+        steps = optimizer_steps(model, make_batches(1), RATE)
+        keep(model, weights, file_of("one", None))
+        answers = [greedy(masters_of(base))]
+        config = PublishConfig(url=url, when_busy="wait", metadata={SESSION: "one"})
+        with Publisher(config).attach(model) as publisher, torch.enable_grad():
+            for step in range(1, 4):
+                next(steps)
+                keep(model, weights, file_of("one", step))
+                publisher.publish(step=step).result()
+                answers.append(greedy(masters_of_bits(base, model)))
+    record = Record(open_store(url), base, weights, Event())
+
+    def why(version: int, *spans: tuple[int, int, str]) -> str:
+        return record.judge(PROMPT, answers[version], spans, thorough=False).unexplained
+
+    assert [why(version, (0, LENGTH, str(version))) for version in range(4)] == [""] * 4
+    others = [why(a, (0, LENGTH, str(b))) for a in range(4) for b in range(4) if a != b]
+    assert sum("are not those of version" in found for found in others) > len(others) // 2
+    assert why(3, (0, LENGTH, "4")) == "version 4 was never committed"
+    assert why(3, (0, LENGTH, "default")) == "versions are ['default']"
+    assert why(3, (0, LENGTH - 1, "3")) == "not every token has a version"
+    assert "versions go back" in why(3, (0, 4, "3"), (4, LENGTH, "2"))
+
+
+def masters_of_bits(base: Path, model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model with the bits that it publishes."""
+    found = masters_of(base)
+    found.load_state_dict({name: value.bfloat16() for name, value in model.state_dict().items()})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all((ROOT / f".venv-{kind}/bin/python").exists() for kind in KINDS),
+    reason="needs both engines: make venv-vllm venv-sglang",
+)
+def test_three_minutes_of_chaos_leave_nothing_unexplained(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.crash.chaos", "--minutes", "3", "--seed", "7"]
+    done = subprocess.run(
+        [*command, "--folder", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("0 failures\n")
