@@ -30,7 +30,7 @@ from typing import Final
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
-from tests.crash.chaos.accidents import Accident, Deck, happen
+from tests.crash.chaos.accidents import Accident, Deck, epoch_of, happen
 from tests.crash.chaos.diary import Diary
 from tests.crash.chaos.load import Load
 from tests.crash.chaos.record import Record
@@ -79,15 +79,16 @@ class Run:
             self._wait_until_well(START_S, 1, "the start")
             with scene.opened() as store:
                 record = Record(store, scene.base, scene.weights, self._over)
-                first = record.chain.newest(0)
+                first, epoch = record.chain.newest(0), epoch_of(record.chain)
                 engines = list(scene.engines.values())
                 load = Load(engines, record, diary, self._over, self._seed + self._number)
                 self._start = time.monotonic()
-                diary.note("begin", run=self._number, seed=self._seed, first=first)
+                about = {"run": self._number, "first": first, "epoch": epoch}
+                diary.note("begin", seed=self._seed, **about)
                 load.start()
                 try:
                     self._rounds(minutes)
-                    self._settle(record.chain, first)
+                    self._settle(record.chain, about)
                 finally:
                     self._over.set()
                     load.join()
@@ -106,7 +107,7 @@ class Run:
         self._diary.note("minute", run=self._number, minutes=self._minutes())
 
     def _round(self, accidents: list[Accident]) -> None:
-        """Let accidents happen at once, and wait until everything is well again."""
+        """Let accidents happen at once, and wait until all replicas have a later version."""
         since, head = time.time(), self._head()
         for one in accidents:
             what = {"kind": one.kind, "detail": one.detail, "seconds": round(one.seconds, 1)}
@@ -119,7 +120,7 @@ class Run:
             if why:
                 self._diary.note("void", kind=one.kind, why=why)
                 say(f"        not possible: {why}")
-        if self._wait_until_well(RECOVERY_S, end, ", ".join(one.kind for one in accidents)):
+        if self._wait_until_well(RECOVERY_S, end + 1, ", ".join(one.kind for one in accidents)):
             watched = not any(one.parties == {"dashboard"} for one in accidents)
             for one, why in zip(accidents, void, strict=True):
                 if watched and not why:
@@ -156,7 +157,7 @@ class Run:
             self._fail(f"not well {seconds:.0f} s after {after}: {why}")
         return False
 
-    def _settle(self, chain: Chain, first: int) -> None:
+    def _settle(self, chain: Chain, about: dict[str, int]) -> None:
         """Stop the trainer; all replicas must prove the head, and the chain its every bit."""
         scene = self._scene
         scene.trainer.__exit__(None, None, None)
@@ -177,7 +178,8 @@ class Run:
         if done.returncode:
             self._fail(f"deltachain verify exits with {done.returncode}")
         restarts = {name: one.deaths for name, one in scene.services.items()}
-        self._diary.note("end", run=self._number, first=first, head=head.version, restarts=restarts)
+        took = head.manifest.epoch - about["epoch"]
+        self._diary.note("end", **about, head=head.version, taken_over=took, restarts=restarts)
         return None
 
     def _head(self) -> int:

@@ -22,8 +22,11 @@ from tests.small_disk import may_mount
 NOTICED_S: Final = 6.0
 """Seconds within which the dashboard has asked every replica again."""
 
-AWAIT_S: Final = 30.0
+AWAIT_S: Final = 60.0
 """Seconds within which the trainer must have committed another version."""
+
+START_S: Final = 120.0
+"""Seconds within which a second trainer must have taken over."""
 
 TWICE: Final = 0.3
 """Share of draws of which two may happen at once."""
@@ -193,12 +196,25 @@ def full_disk(scene: Scene, dice: Random) -> Accident:
 
 
 def second_trainer(scene: Scene, dice: Random) -> Accident:
+    """Another trainer takes the chain over, and the first one, started again, takes it back."""
     other = scene.another_trainer()
+
+    def begin() -> None:
+        with scene.opened() as store:
+            chain = Chain.open(store)
+            before = epoch_of(chain)
+            other.__enter__()
+            deadline = time.monotonic() + START_S
+            while epoch_of(chain) == before:
+                if time.monotonic() > deadline:
+                    raise VoidError(f"it has not taken over in {START_S:.0f} s")
+                time.sleep(0.2)
+
     return Accident(
         kind="second publisher",
         parties=frozenset({"trainer"}),
-        seconds=dice.uniform(15, 40),
-        begin=lambda: void(other.__enter__()),
+        seconds=dice.uniform(5, 40),
+        begin=begin,
         end=lambda: other.__exit__(None, None, None),
     )
 
@@ -321,6 +337,12 @@ def happen(one: Accident, stop: Event) -> str:
             time.sleep(1)
         else:
             return ""
+
+
+def epoch_of(chain: Chain) -> int:
+    """Epoch of the newest version; each publisher that takes over adds one."""
+    head = chain.head()
+    return -1 if head is None else head.manifest.epoch
 
 
 def void(_: object) -> None:

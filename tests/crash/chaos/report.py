@@ -37,6 +37,7 @@ class Totals:
         minutes: Duration of all runs.
         longest: Duration of the longest run.
         versions: Versions committed.
+        taken_over: Times that a publisher took the chain over.
         answers: Judged answers of each engine.
         tokens: Their tokens.
         several: Answers with tokens of several versions.
@@ -55,6 +56,7 @@ class Totals:
     minutes: float = 0.0
     longest: float = 0.0
     versions: int = 0
+    taken_over: int = 0
     answers: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     several: int = 0
@@ -76,13 +78,18 @@ def totals_of(diary: Diary) -> Totals:
     for event in diary.events(*EVENTS):
         by_name.setdefault(event["event"], []).append(event)
         take(found, event)
-    troubled = troubles(by_name)
+    troubled, rolled_back = troubles(by_name), troubles(by_name, "roll back")
     for one in by_name.get("refused", []):
-        if any(start <= one["time"] and one["asked"] <= end for start, end in troubled):
+        if is_within(troubled, one["asked"], one["time"]):
             found.refused += 1
         else:
             what = f"{one['engine']} refused a request though nothing was wrong: {one['why']}"
             found.failures.append((one["time"], what))
+    for one in by_name.get("answer", []):
+        labels = [int(label) for _, _, label in one["spans"] if label.isdecimal()]
+        if labels != sorted(labels) and not is_within(rolled_back, one["asked"], one["answered"]):
+            what = f"{one['engine']} went back without a rollback: {labels}"
+            found.failures.append((one["answered"], what))
     found.failures.sort()
     runs = Counter[int]()
     for one in by_name.get("minute", []):
@@ -114,6 +121,7 @@ def take(found: Totals, event: dict[str, Any]) -> None:  # noqa: C901 - a case a
         case "end":
             found.restarts.update(event["restarts"])
             found.versions += event["head"] - event["first"]
+            found.taken_over += event["taken_over"]
 
 
 def take_answer(found: Totals, event: dict[str, Any]) -> None:
@@ -128,11 +136,22 @@ def take_answer(found: Totals, event: dict[str, Any]) -> None:
         found.failures.append((event["time"], what))
 
 
-def troubles(by_name: dict[str, list[dict[str, Any]]]) -> Sequence[tuple[float, float]]:
-    """Spans of time from the beginning of accidents to the recovery, and while a run begins."""
+def is_within(spans: Sequence[tuple[float, float]], first: float, last: float) -> bool:
+    """Whether a stretch of time has a part in common with one of some spans."""
+    return any(start <= last and first <= end for start, end in spans)
+
+
+def troubles(
+    by_name: dict[str, list[dict[str, Any]]], kind: str = ""
+) -> Sequence[tuple[float, float]]:
+    """Spans of time from accidents, of one kind if it is given, to the recovery."""
     marks = sorted(
         [
-            *((one["time"], "on") for one in by_name.get("accident", [])),
+            *(
+                (one["time"], "on")
+                for one in by_name.get("accident", [])
+                if kind in ("", one["kind"])
+            ),
             *((one["time"], "off") for one in by_name.get("recovered", [])),
             *(
                 (one["time"], "off")
@@ -161,7 +180,7 @@ def lines(found: Totals) -> list[str]:
     right, tried = found.told_apart
     return [
         f"{found.minutes:.1f} minutes, {found.longest:.1f} of them in one run",
-        f"{found.versions:,} versions",
+        f"{found.versions:,} versions, the chain was taken over {found.taken_over:,} times",
         f"{sum(found.answers.values()):,} answers ({counted(found.answers)}), "
         f"{found.tokens:,} tokens, {found.several:,} answers of several versions",
         f"{right:,} of {tried:,} answers tried: the version before would have answered otherwise",

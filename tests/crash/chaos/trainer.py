@@ -36,9 +36,13 @@ SESSION: Final = "session"
 """Name in the metadata of a manifest: which process published it."""
 
 
-def file_of(session: str, step: int | None) -> str:
-    """Name of the file with the bits of a step; ``None`` for those that a process begins with."""
-    return f"{session}-{'begin' if step is None else step}.safetensors"
+BEGIN: Final = "begin"
+"""In place of the step: what a process begins with. Its first version has the step before it."""
+
+
+def file_of(session: str, step: int | str | None) -> str:
+    """Name of the file with the bits of a step of a process."""
+    return f"{session}-{step}.safetensors"
 
 
 def keep(model: nn.Module, folder: Path, name: str) -> None:
@@ -65,12 +69,13 @@ def by_age(folder: Path) -> list[Path]:
 def train(url: str, base: Path, folder: Path) -> None:
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
-    session, model = f"{time.time_ns()}-{os.getpid()}", masters_of(base)
+    first = time.time_ns() // 1_000_000  # no process counts the steps of another one
+    session, model = f"{first}-{os.getpid()}", masters_of(base)
     if before := by_age(folder):
         bits = load_file(before[-1])
         if all(value.isfinite().all() for value in bits.values()):
             model.load_state_dict({key: value.float() for key, value in bits.items()})
-    keep(model, folder, file_of(session, None))
+    keep(model, folder, file_of(session, BEGIN))
     config = PublishConfig(
         url=url,
         when_busy="wait",
@@ -81,7 +86,7 @@ def train(url: str, base: Path, folder: Path) -> None:
     )
     steps = optimizer_steps(model, make_batches(os.getpid()), RATE)
     with Publisher(config).attach(model) as publisher:
-        for step in count(1):
+        for step in count(first):
             due = time.monotonic() + VERSION_S
             if not math.isfinite(next(steps)):
                 raise SystemExit("the model is no longer finite")
