@@ -30,6 +30,7 @@ LENGTH = 48
 
 def test_a_diary_outlives_a_line_that_was_cut(tmp_path: Path) -> None:
     path = tmp_path / "diary.jsonl"
+    assert list(Diary(path).events("answer")) == []
     Diary(path).note("answer", engine="vllm")
     with path.open("a") as file:
         file.write('{"time": 1, "event": "ans')

@@ -20,7 +20,8 @@ class Diary:
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = path.read_bytes() if path.exists() else b""
+        path.touch()
+        before = path.read_bytes()
         if before and not before.endswith(b"\n"):
             self._append("\n")
 
