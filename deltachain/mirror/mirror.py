@@ -36,15 +36,10 @@ from deltachain.format.keys import (
     version_of,
 )
 from deltachain.format.prune_record import PruneRecord
+from deltachain.mirror.contents import MirrorContents
 from deltachain.mirror.pipeline import CopyPipeline
 from deltachain.mirror.plan import (
     ObjectCopy,
-    identity_copies,
-    is_payload,
-    missing_objects,
-    missing_versions,
-    newest_whole,
-    unproven,
     version_copies,
 )
 from deltachain.mirror.pruned import delete_pruned, is_pruned
@@ -104,9 +99,11 @@ class Mirror:
         self._source, self._destination = source, destination
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
-        self._there: dict[str, int] = {}
-        self._unproven, self._sent = set[str](), set[str]()
-        self._listed = self._in_source = frozenset[str]()
+        self._contents = MirrorContents(destination)
+        self._unproven: Set[str] = frozenset()
+        self._listed: Set[str] = frozenset()
+        self._in_source: Set[str] = frozenset()
+        self._sent = set[str]()
         self._pruned: PruneRecord | None = None
         self._hinted: bytes | None = None
         self._rounds, self._is_whole, self._is_checked = 0, False, False
@@ -142,7 +139,7 @@ class Mirror:
             )
         hint = self._read_hint(documents)
         head = self._newest(chain)
-        before = identity_copies(chain.identity, chain.documents)  # of which a mirror lacks none
+        before = documents.identity  # of which a mirror lacks none
         versions: Sequence[Version] = range(self.version + 1, head + 1)
         is_survey = not self._is_whole or not self._rounds % SURVEY
         if is_survey:
@@ -156,7 +153,7 @@ class Mirror:
         yield from self._run(self._lacking(copies), head, stop)
         if stop.is_set():
             return
-        self._is_whole = True
+        self._is_whole, self.version = True, self._contents.newest
         self._put_hint(*hint)
         self._check_newcomers()
         if is_survey:
@@ -206,18 +203,21 @@ class Mirror:
         self, documents: SourceDocuments, head: Version, first: Version
     ) -> tuple[Version, ...]:
         """List both stores; return the versions to copy."""
-        there = {info.key: info.nbytes for info in self._destination.list()}
-        source = {info.key: info.nbytes for info in self._source.list()}
-        documents.note_records(source)
-        missing = missing_objects(source, there, first=first)
-        self._planned(sum(source[key] for key in missing if key not in self._listed))
-        self._listed = frozenset(missing)
-        self._in_source = frozenset(filter(is_payload, source))
-        self._unproven = unproven(there)
-        self._there = {key: n for key, n in there.items() if key not in self._unproven}
-        self.version = newest_whole(there)
+        identity = [copy.key for copy in documents.identity]
+        found = self._contents.compare(
+            self._source,
+            first=first,
+            head=head,
+            identity=identity,
+            is_first=not self._is_whole,
+        )
+        documents.note_due(found.records)
+        self._planned(sum(n for key, n in found.missing.items() if key not in self._listed))
+        self._listed = found.missing.keys()
+        self._in_source, self._unproven = found.payloads, found.unproven
+        self.version = self._contents.newest
         self._check_same(head)
-        return missing_versions(missing, there, head)
+        return found.versions
 
     def _check_same(self, head: Version) -> None:
         """Check that the source has the newest version of the mirror."""
@@ -254,9 +254,9 @@ class Mirror:
 
     def _known(self, version: Version) -> Committed | None:
         """Read a manifest of the mirror."""
-        key = manifest_key(version)
-        if key not in self._there:
+        if not self._contents.has_version(version):
             return None
+        key = manifest_key(version)
         data = self._destination.get(key)
         return Committed(unseal(data, Manifest, key=key), object_digest(data))
 
@@ -264,22 +264,22 @@ class Mirror:
         self, documents: SourceDocuments, versions: Sequence[Version], first: Version, stop: Event
     ) -> Iterator[ObjectCopy]:
         """Yield the copies of versions, then of edge records that none of them lists."""
-        healed = {version for version in versions if manifest_key(version) in self._there}
+        healed = {version for version in versions if self._contents.has_version(version)}
         for found in documents.read(versions):
             if stop.is_set():
                 return
             yield from version_copies(found, first=first)
-        rest = (key for key in sorted(documents.records) if self._is_due(key, healed))
+        rest = (key for key in sorted(documents.due) if self._is_due(key, healed))
         for found in documents.read_records(rest):
             yield from version_copies(found, first=first)
 
     def _has(self, key: str) -> bool:
         """Return whether an object is in the mirror, or on its way there."""
-        return key in self._there or key in self._sent
+        return key in self._sent or self._contents.has(key)
 
     def _is_due(self, key: str, healed: Set[Version]) -> bool:
         """Return whether an edge record, or a payload that it may name, is not in the mirror."""
-        return key not in self._sent and (key not in self._there or version_of(key) in healed)
+        return key not in self._sent and (version_of(key) in healed or not self._has(key))
 
     def _lacking(self, copies: Iterable[ObjectCopy]) -> Iterator[ObjectCopy]:
         """Yield the copies that the mirror lacks, each once."""
@@ -287,7 +287,7 @@ class Mirror:
         for copy in copies:
             if copy.key not in self._in_source and is_pruned(copy, self._pruned):
                 continue
-            if self._there.get(copy.key) != copy.nbytes and copy.key not in self._sent:
+            if copy.key not in self._sent and self._contents.lacks(copy.key, copy.nbytes):
                 self._sent.add(copy.key)
                 if copy.key not in self._listed:
                     self._planned(copy.nbytes)
@@ -320,7 +320,7 @@ class Mirror:
                     continue
                 self._leave_out(copy.key)
                 continue
-            self._there[copy.key] = copy.nbytes
+            self._contents.add(copy.key, copy.nbytes)
             objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
             if copy.version is not None and copy.key == manifest_key(copy.version):
                 self.version = max(self.version, copy.version)
@@ -363,7 +363,7 @@ class Mirror:
     def _follow_prunes(self, records: SourceRecords) -> None:
         """Delete pruned payloads of the mirror that the source deleted."""
         record = records.newest_prune()
-        gone = [key for key in self._there if is_payload(key) and key not in self._in_source]
+        gone = [key for key in self._contents.payloads if key not in self._in_source]
         if record is None or not gone or self.version < 0:
             return
         chain = Chain.open(self._destination, self._trust)
@@ -373,7 +373,7 @@ class Mirror:
             logger.warning("nothing pruned is deleted from %s: %s", self._destination.url, exc)
             return
         for key in deleted:
-            del self._there[key]
+            self._contents.remove(key)
 
     def _check_newcomers(self) -> None:
         """Check that newcomers can join the mirror, if payloads were left out since the last check.
