@@ -157,8 +157,10 @@ class Record:
             if found is None:
                 return None
             older = reverted_to(found.manifest)
+            if older is None and version and found.manifest.state == found.manifest.base_state:
+                older = version - 1  # who takes a chain over begins with a version without changes
             if older is not None:
-                return self._find(older)
+                return self.weights_of(older)
             session = found.manifest.metadata.get(SESSION, "")
             path = self._folder / file_of(session, found.manifest.step)
             return path if path.exists() else self._folder / file_of(session, BEGIN)

@@ -1,4 +1,4 @@
-"""A trainer process: it takes a step, keeps its bits, and publishes them, until it is killed.
+"""A trainer process: it takes a step, keeps its bits, and publishes them, until it is stopped.
 
 ::
 
@@ -79,7 +79,6 @@ def train(url: str, base: Path, folder: Path) -> None:
     config = PublishConfig(
         url=url,
         when_busy="wait",
-        on_error="warn",
         anchor_every=64,
         continue_reverted=True,
         metadata={SESSION: session},
