@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -110,33 +111,71 @@ def greedy(model: PreTrainedModel) -> list[int]:
     return [int(token) for token in found[0, len(PROMPT) :]]
 
 
-def test_a_record_explains_tokens_of_the_version_they_name_alone(tmp_path: Path) -> None:
-    base, weights, url = tmp_path / "base", tmp_path / "weights", str(tmp_path / "chain")
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A chain that two trainer processes published, one after the other.
+
+    Attributes:
+        record: Of its versions.
+        answers: What the weights of each process and step go on with.
+        taken_over: First version of the second process, which has changed weights.
+        head: Its last one.
+    """
+
+    record: Record
+    answers: list[list[int]]
+    taken_over: int
+    head: int
+
+    def why(self, answer: int, *spans: tuple[int, int, str]) -> str:
+        """Why an answer is not that of some versions."""
+        tokens = self.answers[answer]
+        return self.record.judge(PROMPT, tokens, spans, thorough=False).unexplained
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    folder = tmp_path_factory.mktemp("published")
+    base, weights, url = folder / "base", folder / "weights", str(folder / "chain")
     weights.mkdir()
-    with one_thread():
+    answers = []
+    with one_thread(), torch.enable_grad():
         pretrain("qwen3", base, make_batches(0), 0)
         model = masters_of(base)
         steps = optimizer_steps(model, make_batches(1), RATE)
-        keep(model, weights, file_of("one", BEGIN))
-        answers = [greedy(masters_of(base))]
-        config = PublishConfig(url=url, when_busy="wait", metadata={SESSION: "one"})
-        with Publisher(config).attach(model) as publisher, torch.enable_grad():
-            for step in range(1, 4):
-                next(steps)
-                keep(model, weights, file_of("one", step))
-                publisher.publish(step=step).result()
-                answers.append(greedy(masters_of_bits(base, model)))
+        for session, first in (("one", 100), ("two", 200)):
+            keep(model, weights, file_of(session, BEGIN))
+            answers.append(greedy(masters_of_bits(base, model)))
+            config = PublishConfig(url=url, when_busy="wait", metadata={SESSION: session})
+            with Publisher(config).attach(model) as publisher:
+                begun = publisher.version
+                for step in range(first, first + 2):
+                    next(steps)
+                    keep(model, weights, file_of(session, step))
+                    head = publisher.publish(step=step).result().version
+                    answers.append(greedy(masters_of_bits(base, model)))
+            next(steps)  # was lost with the process that had not published it yet
     record = Record(open_store(url), base, weights, Event())
+    return Published(record, answers, begun, head)
 
-    def why(version: int, *spans: tuple[int, int, str]) -> str:
-        return record.judge(PROMPT, answers[version], spans, thorough=False).unexplained
 
-    assert [why(version, (0, LENGTH, str(version))) for version in range(4)] == [""] * 4
-    others = [why(a, (0, LENGTH, str(b))) for a in range(4) for b in range(4) if a != b]
+def test_a_record_explains_tokens_of_the_version_they_name_alone(published: Published) -> None:
+    why = published.why
+    assert [why(version, (0, LENGTH, str(version))) for version in range(3)] == [""] * 3
+    others = [why(a, (0, LENGTH, str(b))) for a in range(3) for b in range(3) if a != b]
     assert sum("are not those of version" in found for found in others) > len(others) // 2
-    assert why(3, (0, LENGTH, "4")) == "version 4 was never committed"
-    assert why(3, (0, LENGTH, "default")) == "versions are ['default']"
-    assert why(3, (0, LENGTH - 1, "3")) == "not every token has a version"
+    beyond = published.head + 1
+    assert why(2, (0, LENGTH, str(beyond))) == f"version {beyond} was never committed"
+    assert why(2, (0, LENGTH, "default")) == "versions are ['default']"
+    assert why(2, (0, LENGTH - 1, "2")) == "not every token has a version"
+
+
+def test_a_record_knows_the_versions_of_a_process_that_took_over(published: Published) -> None:
+    assert 2 < published.taken_over <= published.head - 2
+    for version in range(3, published.taken_over):  # without changes
+        assert published.why(2, (0, LENGTH, str(version))) == ""
+    ours = range(published.taken_over, published.head + 1)
+    assert [published.why(3 + n, (0, LENGTH, str(v))) for n, v in enumerate(ours)] == [""] * 3
 
 
 def masters_of_bits(base: Path, model: PreTrainedModel) -> PreTrainedModel:
