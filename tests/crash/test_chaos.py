@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from transformers import PreTrainedModel
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from tests.crash.chaos.diary import Diary
+from tests.crash.chaos.load import unjudged
 from tests.crash.chaos.record import Record
 from tests.crash.chaos.report import lines, totals_of
 from tests.crash.chaos.scene import KINDS, ROOT
@@ -68,26 +68,47 @@ def test_a_request_may_be_refused_during_an_accident_only(noted: Callable[..., D
     assert [when for when, _ in found.failures] == [100.0, 130.0]
 
 
+ANSWER = {"engine": "vllm", "tokens": [1, 2], "spans": [[0, 2, "3"]]}
+EXPLAINED = {"engine": "vllm", "unexplained": "", "told_apart": None}
+
+
 def test_versions_go_back_during_a_rollback_only(noted: Callable[..., Diary]) -> None:
-    spans = [[0, 1, "4"], [1, 2, "3"]]
-    answer = {"engine": "vllm", "tokens": [1, 2], "spans": spans, "told_apart": None}
+    answer = {**ANSWER, "spans": [[0, 1, "4"], [1, 2, "3"]]}
     diary = noted(
-        (100.0, "answer", {**answer, "unexplained": "", "asked": 98.0, "answered": 99.0}),
+        (100.0, "answer", {**answer, "asked": 98.0, "answered": 99.0}),
+        (101.0, "verdict", EXPLAINED),
         (110.0, "accident", {"kind": "roll back"}),
+        (112.0, "answer", {**answer, "asked": 111.0, "answered": 112.0}),
         (120.0, "recovered", {"seconds": 9.0}),
-        (130.0, "answer", {**answer, "unexplained": "", "asked": 111.0, "answered": 112.0}),
+        (130.0, "verdict", EXPLAINED),
     )
     assert [when for when, _ in totals_of(diary).failures] == [99.0]
 
 
+def test_an_answer_without_a_verdict_is_a_failure_until_another_run_judges_it(
+    noted: Callable[..., Diary],
+) -> None:
+    diary = noted(
+        (1.0, "answer", {**ANSWER, "name": "a"}),
+        (2.0, "answer", {**ANSWER, "name": "b"}),
+        (3.0, "verdict", {**EXPLAINED, "name": "a"}),
+    )
+    assert totals_of(diary).failures == [(2.0, "1 answers were not computed anew")]
+    assert [one["name"] for one in unjudged(diary)] == ["b"]
+    noted((4.0, "verdict", {**EXPLAINED, "name": "b"}))
+    assert (totals_of(diary).failures, unjudged(diary)) == ([], [])
+
+
 def test_everything_in_a_diary_is_counted(noted: Callable[..., Diary]) -> None:
-    answer = {"engine": "vllm", "tokens": [1, 2], "spans": [[0, 2, "3"]], "told_apart": True}
+    wrong = {**EXPLAINED, "unexplained": "tokens [1] are not those of version 3"}
     diary = noted(
         (1.0, "accident", {"kind": "pause"}),
         (2.0, "accident", {"kind": "revert"}),
         (3.0, "void", {"kind": "revert"}),
-        (4.0, "answer", {**answer, "unexplained": ""}),
-        (5.0, "answer", {**answer, "unexplained": "tokens [1] are not those of version 3"}),
+        (4.0, "answer", ANSWER),
+        (4.0, "verdict", {**EXPLAINED, "told_apart": True}),
+        (4.0, "answer", ANSWER),
+        (5.0, "verdict", wrong),
         (6.0, "failure", {"what": "vllm is not well"}),
         (7.0, "minute", {"run": 0, "minutes": 2.0}),
         (8.0, "minute", {"run": 1, "minutes": 3.0}),
@@ -96,7 +117,8 @@ def test_everything_in_a_diary_is_counted(noted: Callable[..., Diary]) -> None:
     found = totals_of(diary)
     assert (found.minutes, found.longest, found.versions) == (5.0, 3.0, 20)
     assert (found.accidents.total(), found.void.total()) == (1, 1)
-    assert (found.answers["vllm"], found.tokens, found.told_apart) == (2, 4, (2, 2))
+    assert (found.answers["vllm"], found.judged, found.tokens) == (2, 2, 4)
+    assert found.told_apart == (1, 1)
     assert [when for when, _ in found.failures] == [5.0, 6.0]
     assert "2 failures" in lines(found)
 
@@ -107,7 +129,6 @@ def greedy(model: PreTrainedModel) -> list[int]:
         generate: Any = model.bfloat16().generate
         given = torch.tensor([PROMPT])
         found = generate(given, max_new_tokens=LENGTH, do_sample=False, eos_token_id=-1)
-    model.float()
     return [int(token) for token in found[0, len(PROMPT) :]]
 
 

@@ -81,7 +81,7 @@ class Run:
                 record = Record(store, scene.base, scene.weights, self._over)
                 first, epoch = record.chain.newest(0), epoch_of(record.chain)
                 engines = list(scene.engines.values())
-                load = Load(engines, record, diary, self._over, self._seed + self._number)
+                load = Load(engines, record, diary, self._over, f"{self._seed} {self._number}")
                 self._start = time.monotonic()
                 about = {"run": self._number, "first": first, "epoch": epoch}
                 diary.note("begin", seed=self._seed, **about)

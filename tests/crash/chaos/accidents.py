@@ -25,7 +25,7 @@ NOTICED_S: Final = 10.0
 AWAIT_S: Final = 60.0
 """Seconds within which the trainer must have committed another version."""
 
-START_S: Final = 120.0
+START_S: Final = 300.0
 """Seconds within which a second trainer must have taken over."""
 
 TWICE: Final = 0.3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from itertools import count
 from queue import Empty, Queue
 from threading import Event, Thread
 from typing import Any, Final
@@ -35,21 +36,24 @@ class Load:
     Args:
         engines: Who is asked.
         record: Decides about answers.
-        diary: Gets every answer and verdict.
+        diary: Gets every answer, and later its verdict; answers that a killed run left without one
+            are judged first.
         stop: Ends the clients.
-        seed: Of the prompts.
+        name: Of the run; decides about prompts, and is part of the answers' names.
     """
 
     def __init__(
-        self, engines: Sequence[Party], record: Record, diary: Diary, stop: Event, seed: int
+        self, engines: Sequence[Party], record: Record, diary: Diary, stop: Event, name: str
     ) -> None:
-        self._record, self._diary, self._stop = record, diary, stop
+        self._record, self._diary, self._stop, self._name = record, diary, stop, name
         self._answers: Queue[dict[str, Any]] = Queue()
-        dice = random.Random(f"{seed} load")
+        for answer in unjudged(diary):
+            self._answers.put(answer)
+        dice = random.Random(f"{name} load")
         self._known = [dice.choices(VOCABULARY, k=12) for _ in range(KNOWN)]
         self._judge_thread = Thread(target=self._judge_all, name="judge")
         self._clients = [
-            Thread(target=self._ask, args=(one, random.Random(f"{seed} {one.kind}")))
+            Thread(target=self._ask, args=(one, random.Random(f"{name} {one.kind}")))
             for one in engines
         ]
 
@@ -65,7 +69,9 @@ class Load:
 
     def _ask(self, engine: Party, dice: random.Random) -> None:
         with httpx.Client(base_url=engine.url, timeout=TIMEOUT_S, trust_env=False) as client:
-            while not self._stop.wait(PAUSE_S):
+            for number in count():
+                if self._stop.wait(PAUSE_S):
+                    return
                 fresh = dice.choices(VOCABULARY, k=12)
                 prompt = fresh if dice.random() < 0.5 else dice.choice(self._known)
                 length, asked = dice.choice(LENGTHS), time.time()
@@ -74,7 +80,10 @@ class Load:
                 except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
                     self._diary.note("refused", engine=engine.kind, asked=asked, why=repr(error))
                 else:
-                    self._answers.put({"engine": engine.kind, "asked": asked, **found})
+                    one = f"{self._name} {engine.kind} {number}"
+                    answer = {"name": one, "engine": engine.kind, "asked": asked, **found}
+                    self._diary.note("answer", **answer)
+                    self._answers.put(answer)
 
     def _judge_all(self) -> None:
         number = 0
@@ -86,8 +95,9 @@ class Load:
             number += 1
             verdict = self._judge(answer, thorough=number % THOROUGH == 0)
             self._diary.note(
-                "answer",
-                **answer,
+                "verdict",
+                name=answer["name"],
+                engine=answer["engine"],
                 unexplained=verdict.unexplained,
                 told_apart=verdict.told_apart,
                 waiting=self._answers.qsize(),
@@ -103,6 +113,14 @@ class Load:
             )
         except Exception as error:  # noqa: BLE001 - what cannot be judged is not explained
             return Verdict(unexplained=f"cannot be judged: {error!r}")
+
+
+def unjudged(diary: Diary) -> list[dict[str, Any]]:
+    """Answers without a verdict, oldest first."""
+    answers = {one["name"]: one for one in diary.events("answer")}
+    for one in diary.events("verdict"):
+        answers.pop(one["name"], None)
+    return list(answers.values())
 
 
 def ask(

@@ -45,11 +45,15 @@ class Reference(Judge):
         gap = self.gap(prompt, tokens)
         if all(gap[position] <= MARGIN for position in which):
             return []  # no tolerance is smaller
+        return super().wrong(prompt, tokens, which)
+
+    def gaps(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, float]:
+        """The same, with both models at the weights that are held."""
         if not self._is_rounded:
             self._rounding.load_state_dict(self._bits)
             self._is_rounded = True
             vars(self).pop("_noisy", None)
-        return super().wrong(prompt, tokens, which)
+        return super().gaps(prompt, tokens)
 
     def gap(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Logits between the best token and the given one, by the exact model, (tokens,)."""
@@ -142,7 +146,8 @@ class Record:
         if before is None or not before.exists():
             return None
         self._reference.hold(before)
-        return bool(self._reference.wrong(prompt, tokens, range(len(tokens))))
+        gap, margin = self._reference.gaps(prompt, tokens)
+        return bool((gap > margin).any())
 
     def _find(self, version: int) -> Path | None:
         """Read a manifest, and wait for a store that is away."""

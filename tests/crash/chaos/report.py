@@ -22,6 +22,7 @@ EVENTS: Final = (
     "unwell",
     "failure",
     "answer",
+    "verdict",
     "refused",
     "alert raised",
     "alert cleared",
@@ -38,7 +39,8 @@ class Totals:
         longest: Duration of the longest run.
         versions: Versions committed.
         taken_over: Times that a publisher took the chain over.
-        answers: Judged answers of each engine.
+        answers: Answers of each engine.
+        judged: Answers that were computed anew.
         tokens: Their tokens.
         several: Answers with tokens of several versions.
         refused: Requests that failed while an accident was on.
@@ -58,6 +60,7 @@ class Totals:
     versions: int = 0
     taken_over: int = 0
     answers: Counter[str] = field(default_factory=Counter)
+    judged: int = 0
     tokens: int = 0
     several: int = 0
     refused: int = 0
@@ -90,6 +93,9 @@ def totals_of(diary: Diary) -> Totals:
         if labels != sorted(labels) and not is_within(rolled_back, one["asked"], one["answered"]):
             what = f"{one['engine']} went back without a rollback: {labels}"
             found.failures.append((one["answered"], what))
+    if left := found.answers.total() - found.judged:
+        when = by_name["answer"][-1]["time"]
+        found.failures.append((when, f"{left:,} answers were not computed anew"))
     found.failures.sort()
     runs = Counter[int]()
     for one in by_name.get("minute", []):
@@ -102,7 +108,11 @@ def take(found: Totals, event: dict[str, Any]) -> None:  # noqa: C901 - a case a
     """Count one event."""
     match event["event"]:
         case "answer":
-            take_answer(found, event)
+            found.answers[event["engine"]] += 1
+            found.tokens += len(event["tokens"])
+            found.several += len(event["spans"]) > 1
+        case "verdict":
+            take_verdict(found, event)
         case "failure":
             found.failures.append((event["time"], event["what"]))
         case "accident":
@@ -124,11 +134,9 @@ def take(found: Totals, event: dict[str, Any]) -> None:  # noqa: C901 - a case a
             found.taken_over += event["taken_over"]
 
 
-def take_answer(found: Totals, event: dict[str, Any]) -> None:
-    """Count one answer, and what is not explained of it."""
-    found.answers[event["engine"]] += 1
-    found.tokens += len(event["tokens"])
-    found.several += len(event["spans"]) > 1
+def take_verdict(found: Totals, event: dict[str, Any]) -> None:
+    """Count one judged answer, and what is not explained of it."""
+    found.judged += 1
     if (apart := event["told_apart"]) is not None:
         found.told_apart = (found.told_apart[0] + apart, found.told_apart[1] + 1)
     if event["unexplained"]:
@@ -182,7 +190,8 @@ def lines(found: Totals) -> list[str]:
         f"{found.minutes:.1f} minutes, {found.longest:.1f} of them in one run",
         f"{found.versions:,} versions, the chain was taken over {found.taken_over:,} times",
         f"{sum(found.answers.values()):,} answers ({counted(found.answers)}), "
-        f"{found.tokens:,} tokens, {found.several:,} answers of several versions",
+        f"{found.tokens:,} tokens, {found.several:,} answers of several versions; "
+        f"{found.judged:,} were computed anew",
         f"{right:,} of {tried:,} answers tried: the version before would have answered otherwise",
         f"{found.refused:,} requests failed while an accident was on",
         f"{sum(found.accidents.values()):,} accidents: {counted(found.accidents)}",
