@@ -5,8 +5,8 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: prometheus venv-sky venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: docs package soak chaos test-floors test-triton test-browser
+.PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -97,6 +97,10 @@ venv-sky: venv  ## build .venv-sky, with SkyPilot, whose pins exclude ours: it r
 	test -x .venv-sky/bin/sky || $(BIN)/uv venv -q .venv-sky
 	$(BIN)/uv pip install -q -p .venv-sky "skypilot>=0.14"
 
+venv-openenv: venv  ## build .venv-openenv, with the client of OpenEnv, which brings gradio: it plays the game
+	test -x .venv-openenv/bin/python || $(BIN)/uv venv -q -p $(BIN)/python .venv-openenv
+	$(BIN)/uv pip install -q -p .venv-openenv "openenv-core>=0.3,<0.4"
+
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm
 
@@ -142,7 +146,7 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-floors .venv-vllm .venv-sglang build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floors .venv-openenv .venv-vllm .venv-sglang build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list
