@@ -5,8 +5,8 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: prometheus venv-sky venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: docs package soak test-floors test-triton test-browser
+.PHONY: docs package soak chaos test-floors test-triton test-browser
+.PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -23,10 +23,10 @@ venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 demo: venv  ## train, publish and follow a small model in one terminal
 	$(BIN)/deltachain demo
 
-# ENGINE=sglang for the other one.
+# ENGINE=sglang for the other one; DASHBOARD=1 shows the run on a web page, whose address is printed.
 ENGINE ?= vllm
 demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a real S3 server
-	$(BIN)/deltachain demo-async --engine $(ENGINE) $(DEMO)
+	$(BIN)/deltachain demo-async --engine $(ENGINE) $(if $(DASHBOARD),--dashboard) $(DEMO)
 
 examples: venv venv-vllm venv-sglang  ## run every example
 	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
@@ -43,6 +43,11 @@ test-long: examples  ## the tests that take minutes, and the examples
 MINUTES ?= 120
 soak: venv  ## publish, maintain, mirror and follow for two hours; memory and open files must not grow
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES)
+
+# Minutes of all runs count here too. SEED=2 for other accidents; everything is kept in the folder chaos.
+SEED ?= 1
+chaos: venv venv-vllm venv-sglang  ## two hours of accidents to a trainer, an S3 server and two real engines
+	$(BIN)/python -m tests.crash.chaos --minutes $(MINUTES) --seed $(SEED)
 
 test-dist: venv  ## trainers of several ranks
 	$(BIN)/pytest tests/ranks -m "dist and not slow"
@@ -92,6 +97,10 @@ venv-sky: venv  ## build .venv-sky, with SkyPilot, whose pins exclude ours: it r
 	test -x .venv-sky/bin/sky || $(BIN)/uv venv -q .venv-sky
 	$(BIN)/uv pip install -q -p .venv-sky "skypilot>=0.14"
 
+venv-openenv: venv  ## build .venv-openenv, with the client of OpenEnv, which brings gradio: it plays the game
+	test -x .venv-openenv/bin/python || $(BIN)/uv venv -q -p $(BIN)/python .venv-openenv
+	$(BIN)/uv pip install -q -p .venv-openenv "openenv-core>=0.3,<0.4"
+
 venv-vllm:  ## build .venv-vllm, with a real vLLM for CPUs; its packages are shared among clones
 	$(PYTHON) tests/engines/build_venv.py vllm
 
@@ -127,7 +136,7 @@ test-triton: venv  ## Triton programs without a card: interpreted, and compiled 
 
 # Not in CI: Chromium is a package of the system. Debian: apt-get install chromium
 test-browser: venv  ## the dashboard in Chromium, which must be installed
-	$(BIN)/pytest -m browser tests/e2e/test_dashboard.py
+	$(BIN)/pytest -m browser tests/e2e
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test
@@ -137,7 +146,7 @@ bench-gpu:  ## the GPU benchmarks, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run bench $(DIVISOR)
 
 clean:  ## remove .venv, .venv-vllm, builds and caches
-	rm -rf .venv .venv-floors .venv-vllm .venv-sglang build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-floors .venv-openenv .venv-vllm .venv-sglang build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help:  ## this list

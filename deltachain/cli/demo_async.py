@@ -25,7 +25,7 @@ class EngineChoice(StrEnum):
     SGLANG = "sglang"
 
 
-def demo_async(
+def demo_async(  # noqa: PLR0913 - one argument an option
     *,
     engine: Annotated[EngineChoice, typer.Option(help="Inference engine.")] = EngineChoice.VLLM,
     engine_python: Annotated[
@@ -40,6 +40,13 @@ def demo_async(
         Path | None,
         typer.Option(metavar="DIR", help="Keep all files there. Default: a temporary folder."),
     ] = None,
+    dashboard: Annotated[
+        bool,
+        typer.Option(
+            "--dashboard",
+            help="Show the run on a web page; its address, with a token, is printed.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a policy on a game with asynchronous GRPO, an inference engine and a bucket.
@@ -49,6 +56,8 @@ def demo_async(
     minutes on two cores. Exits with 1 unless the reward rises and all bits are equal.
 
     Example: `deltachain demo-async --engine sglang --steps 20`
+
+    With a web page of the run: `deltachain demo-async --dashboard`
     """
     from deltachain.demo.display import Display
     from deltachain.demo.online.run import RunOptions, run_online
@@ -70,6 +79,7 @@ def demo_async(
                 seed=seed,
                 display=Display(console),
                 at_step=lambda *_: None,
+                dashboard=dashboard,
             )
         )
     if as_json:

@@ -114,7 +114,7 @@ def _of_replica(
         yield Alert(AlertKind.CUT_OFF, engine, message)
     if not report.ready:
         reason = report.reason or report.error or "it gives no reason"
-        yield Alert(AlertKind.NOT_READY, engine, f"not ready: {reason}")
+        yield Alert(AlertKind.NOT_READY, engine, reason)
     lag = lag_of(report, newest)
     if lag is not None and lag > limits.max_lag:
         message = f"holds version {report.version}, {lag} behind version {newest}"

@@ -58,7 +58,7 @@ def create_app(watcher: Watcher, *, token: str | Path = "") -> FastAPI:
         token: Required bearer token; empty for none, where only this machine can connect.
     """
     app = FastAPI(title="deltachain dashboard", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(GZipMiddleware, minimum_size=1024)
+    app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)
     app.middleware("http")(_with_headers)
     app.include_router(_documents(watcher, Access(token)))
 
@@ -85,7 +85,7 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 
     @router.get("/chart")
     def chart(first: Number = 0, last: Number = LARGEST) -> JSONResponse:
-        return JSONResponse(chart_document(watcher.view, first, last))
+        return JSONResponse(chart_document(watcher.view, watcher.phases.middles(), first, last))
 
     @router.get("/versions")
     def versions(
@@ -95,7 +95,7 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 
     @router.get("/versions/{number}")
     def version(number: Annotated[int, Segment(ge=0, le=LARGEST)]) -> JSONResponse:
-        found = version_document(watcher.view, number)
+        found = version_document(watcher.view, watcher.phases.of, number)
         if found is None:
             raise HTTPException(404, f"version {number} is not known")
         return JSONResponse(found)

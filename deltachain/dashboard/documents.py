@@ -7,7 +7,7 @@ Series are columns of equal length, and long ones are thinned, so that a page of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from math import isfinite
@@ -15,15 +15,20 @@ from typing import Any, Final
 
 from deltachain.dashboard.alerts import lag_of
 from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTimes, middle
 from deltachain.dashboard.replica_report import ReplicaReport
 from deltachain.dashboard.thinning import spread, thinned_versions
 from deltachain.dashboard.track import Moment, changes
 from deltachain.dashboard.version_summary import VersionSummary, shown
 from deltachain.dashboard.watcher import Overview
+from deltachain.format import publish_phases
 from deltachain.types import Version
 
 MARKS: Final = 500
 """Marks of one kind in a chart, and ranges in a list."""
+
+PHASES: Final = (*publish_phases.NAMES, *REPLICA_PHASES)
+"""Phases of a version in their order, from the diff to the swap."""
 
 PAGE: Final = 50
 """Largest number of versions in a page of the table."""
@@ -34,25 +39,43 @@ def overview_document(found: Overview) -> dict[str, Any]:
     return {
         "time": found.time,
         "newest": found.newest,
+        "phases": found.phases,
         "chain": _chain(found.view),
         "alerts": [asdict(alert) for alert in found.alerts],
         "replicas": [_replica(report, found.newest) for report in found.reports],
     }
 
 
-def chart_document(view: ChainView, first: Version, last: Version) -> dict[str, Any]:
-    """Return the columns of charts over a range of versions, and marks in it."""
+def chart_document(
+    view: ChainView, applied: Mapping[str, PhaseTimes], first: Version, last: Version
+) -> dict[str, Any]:
+    """Return the columns of charts over a range of versions, and marks in it.
+
+    Args:
+        view: The chain.
+        applied: Phase times of the versions in replicas, by manifest.
+        first: First version of the range.
+        last: Last version of it.
+    """
     rows = [row for row in view.rows[first : last + 1] if row is not None]
-    chosen = thinned_versions(rows)
+    times = [{**row.phases, **applied.get(row.manifest, {})} for row in rows]
+    places = thinned_versions(rows, times)
     return {
         "revision": view.revision,
         "first": first,
         "last": min(last, len(view.rows) - 1),
-        "versions": [row.version for row in chosen],
-        "density": [row.density for row in chosen],
-        "nbytes": [row.nbytes for row in chosen],
+        "versions": [rows[place].version for place in places],
+        "density": [rows[place].density for place in places],
+        "nbytes": [rows[place].nbytes for place in places],
+        "phases": {name: _column(name, [times[place] for place in places]) for name in PHASES},
         "marks": _marks(view, rows),
     }
+
+
+def _column(name: str, times: Iterable[PhaseTimes]) -> list[float | None]:
+    """Return the times of one phase, to a tenth of a millisecond; empty if there is none."""
+    found = [None if (value := one.get(name)) is None else round(value, 4) for one in times]
+    return found if any(value is not None for value in found) else []
 
 
 def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any]:
@@ -63,8 +86,16 @@ def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any
     return {"first": start, "last": end - 1, "versions": [_version(row) for row in rows[::-1]]}
 
 
-def version_document(view: ChainView, version: Version) -> dict[str, Any] | None:
-    """Return one version with all ways to it; ``None`` if it is not known."""
+def version_document(
+    view: ChainView, applied: Callable[[str], Mapping[str, PhaseTimes]], version: Version
+) -> dict[str, Any] | None:
+    """Return one version with all ways to it; ``None`` if it is not known.
+
+    Args:
+        view: The chain.
+        applied: Returns the phase times of a manifest's version, by replica.
+        version: The version.
+    """
     row = view.at(version)
     if row is None:
         return None
@@ -74,6 +105,7 @@ def version_document(view: ChainView, version: Version) -> dict[str, Any] | None
         "manifest": row.manifest,
         "numel": row.numel,
         "metadata": dict(row.metadata),
+        "phases": _phases(row, applied(row.manifest)),
         "tags": [shown(tag.name) for tag in view.tags if tag.version == version],
         "edges": [
             {
@@ -87,6 +119,26 @@ def version_document(view: ChainView, version: Version) -> dict[str, Any] | None
             for edge in edges
         ],
     }
+
+
+def _phases(row: VersionSummary, applied: Mapping[str, PhaseTimes]) -> list[dict[str, Any]]:
+    """Return the known phases of a version; of replicas the median time, and the slowest one."""
+    published = [{"name": name, "seconds": seconds} for name, seconds in row.phases.items()]
+    median = middle(applied)
+    slowest = {
+        name: max((times[name], engine) for engine, times in applied.items() if name in times)
+        for name in median
+    }
+    return published + [
+        {
+            "name": name,
+            "seconds": seconds,
+            "slowest_s": slowest[name][0],
+            "slowest": slowest[name][1],
+            "replicas": sum(1 for times in applied.values() if name in times),
+        }
+        for name, seconds in median.items()
+    ]
 
 
 def track_document(moments: Sequence[Moment], engines: Iterable[str]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Final
 
+from deltachain.dashboard.phases import replica_phases
 from deltachain.dashboard.version_summary import shown
 from deltachain.errors import DeltaChainError
 from deltachain.presence.board import Presence
@@ -36,6 +38,7 @@ class ReplicaReport:
         silence_s: Seconds since its store last answered it; ``None`` if it does not say.
         deltachain: Its version of deltachain.
         software: Name and version of its engine.
+        phases: Seconds of the phases of its last apply, if that was the version it holds, by name.
     """
 
     engine: str
@@ -53,11 +56,12 @@ class ReplicaReport:
     silence_s: float | None = None
     deltachain: str = ""
     software: str = ""
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
     """Return the report of a replica that answered."""
-    silence_s = status.silence_s
+    silence_s, applied = status.silence_s, (status.last or {}).get("version")
     return ReplicaReport(
         engine=engine,
         answered_at=now,
@@ -73,6 +77,7 @@ def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
         silence_s=silence_s if silence_s is not None and 0 <= silence_s < LARGEST else None,
         deltachain=shown(status.deltachain),
         software=shown(status.engine),
+        phases=replica_phases(status.phases) if applied == status.version else {},
     )
 
 

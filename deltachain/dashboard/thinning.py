@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.dashboard.phases import PhaseTimes
 from deltachain.dashboard.version_summary import VersionSummary
 
 POINTS: Final = 2000
@@ -44,13 +45,22 @@ def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
     return sorted(chosen)
 
 
-def thinned_versions(rows: Sequence[VersionSummary], most: int = POINTS) -> list[VersionSummary]:
-    """Choose versions such that charts of density and size look like those of all."""
+def thinned_versions(
+    rows: Sequence[VersionSummary], times: Sequence[PhaseTimes], most: int = POINTS
+) -> list[int]:
+    """Choose positions of versions such that charts of them look like those of all.
+
+    Args:
+        rows: The versions.
+        times: Phase times of each of them.
+        most: Largest number of positions.
+    """
     if len(rows) <= most:
-        return list(rows)
+        return list(range(len(rows)))
     density = np.array([row.density for row in rows])
     nbytes = np.array([row.nbytes for row in rows], dtype=np.float64)
-    return [rows[place] for place in thinned((density, nbytes), most)]
+    seconds = np.array([sum(one.values()) for one in times], dtype=np.float64)
+    return thinned((density, nbytes, seconds), most)
 
 
 def spread(values: Sequence[_T], most: int) -> list[_T]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from deltachain.chain.chain import Committed
+from deltachain.format.publish_phases import phases_of
 from deltachain.format.revert_mark import reverted_to
 from deltachain.types import Version
 
@@ -33,6 +35,7 @@ class VersionSummary:
         signers: Ids of the keys that signed it.
         signed_by: Ids of the trusted ones among them; empty without trusted keys.
         metadata: Free text of the publisher, by name.
+        phases: Seconds of the phases before the commit, by name.
     """
 
     version: Version
@@ -50,6 +53,7 @@ class VersionSummary:
     signers: tuple[str, ...]
     signed_by: tuple[str, ...]
     metadata: tuple[tuple[str, str], ...]
+    phases: Mapping[str, float]
 
     @property
     def density(self) -> float:
@@ -78,6 +82,7 @@ def version_summary(committed: Committed) -> VersionSummary:
         signers=tuple(signers),
         signed_by=committed.signed_by,
         metadata=metadata[:TEXT],
+        phases=phases_of(manifest),
     )
 
 

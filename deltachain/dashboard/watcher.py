@@ -17,6 +17,7 @@ from deltachain.control.client.replica import ReplicaClient
 from deltachain.dashboard.alerts import Alert, AlertLimits, alerts, newest_seen
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.phases import PhaseTrack
 from deltachain.dashboard.replica_report import ReplicaReport, answered, seen
 from deltachain.dashboard.track import FleetTrack, Moment
 from deltachain.dashboard.version_summary import shown
@@ -40,6 +41,7 @@ class Overview:
         reports: The replicas, in the order in which they were named.
         newest: The newest version that the store or a replica has shown; ``None`` for none.
         alerts: What is wrong, most urgent first.
+        phases: Revision of the phase times of replicas.
     """
 
     time: float
@@ -47,6 +49,7 @@ class Overview:
     reports: tuple[ReplicaReport, ...]
     newest: int | None
     alerts: tuple[Alert, ...]
+    phases: int
 
 
 class Watcher(Closeable):
@@ -62,6 +65,7 @@ class Watcher(Closeable):
 
     Attributes:
         track: Versions of the replicas over time.
+        phases: Phase times of the versions that replicas applied.
 
     Raises:
         ConfigError: A replica is named twice.
@@ -85,7 +89,7 @@ class Watcher(Closeable):
         if len(self._reports) < len(clients):
             raise ConfigError("a replica is named twice", hint="name each engine once")
         self._present: dict[str, Mapping[str, ReplicaReport]] = {}
-        self.track = FleetTrack()
+        self.track, self.phases = FleetTrack(), PhaseTrack()
         self._stop = Event()
         self._run("chain", self._look, poll_s)
         for client in clients:
@@ -109,7 +113,8 @@ class Watcher(Closeable):
         """Return what is known now, without asking anybody."""
         now, view, reports = time.time(), self._index.view, self._every()
         newest = newest_seen(view, reports)
-        return Overview(now, view, reports, newest, alerts(view, reports, self._limits, now))
+        found = alerts(view, reports, self._limits, now)
+        return Overview(now, view, reports, newest, found, self.phases.revision)
 
     @override
     def close(self) -> None:
@@ -150,6 +155,7 @@ class Watcher(Closeable):
     def _ask(self, client: ReplicaClient) -> None:
         try:
             report = answered(client.url, client.status(), time.time())
+            self.phases.add(client.url, report.manifest, report.phases)
         except ControlPlaneError as exc:
             trouble = (
                 str(exc.args[0])

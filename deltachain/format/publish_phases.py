@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from deltachain.format.documents import Manifest
@@ -24,8 +24,13 @@ def phases_mark(seconds: Mapping[str, float]) -> dict[str, Any]:
 def phases_of(manifest: Manifest) -> dict[str, float]:
     """Return the seconds of each phase before the commit; without those that are invalid."""
     found = manifest.ext.get(_FIELD)
-    given = found if isinstance(found, dict) else {}
-    return {name: float(given[name]) for name in NAMES if _is_time(given.get(name))}
+    return valid_times(found, NAMES) if isinstance(found, dict) else {}
+
+
+def valid_times(given: Mapping[str, object], names: Iterable[str]) -> dict[str, float]:
+    """Return the times under some names, in seconds; without those that are invalid."""
+    found = {name: given.get(name) for name in names}
+    return {name: float(value) for name, value in found.items() if _is_time(value)}  # type: ignore[arg-type]
 
 
 def _is_time(value: object) -> bool:

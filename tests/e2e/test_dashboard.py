@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 
@@ -21,34 +21,14 @@ from deltachain.dashboard.watcher import Watcher
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.testing.sharding import Sharding
+from tests.e2e.pages import opened
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed, eventually, led
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
-FLAGS = [
-    "--no-sandbox",  # containers have no user namespaces
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 HOSTILE = '<img src="x" onerror="document.title=1">'
 TOKEN = "one that nobody guesses"  # noqa: S105
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(not CHROMIUM, reason="Chromium is not installed: apt-get install chromium"),
-]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415 - its group may be missing
-
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield started
-        started.close()
+pytestmark = pytest.mark.browser
 
 
 @dataclass(frozen=True)
@@ -72,20 +52,6 @@ def replica(folder: Path, chain: Followed | None = None) -> Iterator[Replica]:
         leader.start()
         yield Replica(here, leader, url)
     here.close()
-
-
-@contextmanager
-def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
-    """A page whose errors, and whose breaches of the policy, are failures."""
-    wrong: list[str] = []
-    context = browser.new_context(**settings)
-    page = context.new_page()
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
-    page.goto(url)
-    yield page
-    context.close()
-    assert wrong == []
 
 
 @pytest.fixture
@@ -116,6 +82,10 @@ def test_a_version_is_picked_and_a_replica_that_is_cut_off_is_an_alert(
     page.get_by_text("No alerts").wait_for()
     page.get_by_role("button", name="Pick version 2", exact=True).click()
     page.get_by_text("Held by 2 of 2 replicas").wait_for()
+    phases = page.locator("#phase-table")
+    phases.get_by_text("2 replicas").first.wait_for()
+    names = [text.partition(",")[0] for text in phases.locator("tbody th").all_inner_texts()]
+    assert names == ["diff", "encode", "upload", "look", "fetch", "stage", "pause", "swap"]
 
     first.here.faulty.down = True
     first.here.publish(3, 4)  # which the other one follows
@@ -194,3 +164,15 @@ def test_a_token_is_asked_for(browser: Any, first: Replica) -> None:
         page.keyboard.press("Enter")
         page.get_by_role("button", name="Pick version 2", exact=True).wait_for()
         context.close()
+
+
+def test_a_token_in_the_address_is_taken_and_hidden(browser: Any, first: Replica) -> None:
+    with (
+        Watcher(ChainIndex(first.here.store), [], poll_s=0.05) as watcher,
+        served(create_app(watcher, token=TOKEN)) as url,
+        opened(browser, f"{url}/#{urlencode({'token': TOKEN})}") as page,
+    ):
+        page.get_by_role("button", name="Pick version 2", exact=True).wait_for()
+        assert page.url == f"{url}/"
+        page.reload()
+        page.get_by_role("button", name="Pick version 2", exact=True).wait_for()

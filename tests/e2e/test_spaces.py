@@ -86,13 +86,14 @@ def rollouts(kind: EngineKind, folder: Path, hub: HubServer, url: str) -> Iterat
         "DELTACHAIN_URL": url,
         "DELTACHAIN_TOKEN": TOKEN,
         "DELTACHAIN_HF_CALLS": "1000000",
+        "ENGINE": kind,
         "HOST": ROLLOUTS,
         "OMP_NUM_THREADS": "1",
         "RETRY_S": "1",
         "ENGINE_ARGS": shlex.join(shlex.split(f"{ARGUMENTS[kind]} {SIZES[kind]}")),
     }
     with home_of(python) as home:
-        entrypoint = ROOT / "spaces" / f"{kind}-rollout" / "entrypoint.sh"
+        entrypoint = ROOT / "spaces" / "rollout" / "entrypoint.sh"
         command = as_user("bash", str(entrypoint))
         with contained(kind, command, folder, environment_in(home, python) | settings) as made:
             yield made

@@ -1,4 +1,4 @@
-"""The entrypoint of a Space with a real engine, an ordinary user, and a token that may only read.
+"""The entrypoint of a Space with a real engine, an ordinary user, and either kind of bucket.
 
 It has the images' own command line but for what the engine needs on a CPU.
 """
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -19,6 +20,7 @@ import httpx
 import pytest
 
 from deltachain.testing.hub.server import HubServer
+from deltachain.testing.seaweed import Seaweed
 from tests.containers import ARGUMENTS, USER, VARIABLES, as_user, environment_in, home_of
 from tests.engines.serving import ENGINE, HOST, ROOT, START_S, free_port
 from tests.engines.trainer import Trainer
@@ -51,6 +53,7 @@ class Space:
         port = free_port()
         self._environment = {
             **environment_in(home, Path(sys.executable)),
+            "ENGINE": ENGINE,
             "HOST": HOST,
             "PORT": str(port),
             "ENGINE_ARGS": f"{ARGUMENTS[ENGINE]} {SIZES[ENGINE]}",
@@ -75,7 +78,7 @@ class Space:
 
     def start(self) -> None:
         """Start it as user 1000, or as whoever runs the tests."""
-        entrypoint = ROOT / "spaces" / f"{ENGINE}-rollout" / "entrypoint.sh"
+        entrypoint = ROOT / "spaces" / "rollout" / "entrypoint.sh"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 as_user("bash", str(entrypoint)),
@@ -150,13 +153,34 @@ class Space:
         time.sleep(0.2)
 
 
-@pytest.fixture
-def url(hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A chain in a bucket; the trainer's token may write there."""
-    hub.configure(calls=1_000_000)
-    for name, value in hub.env().items():
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Where a chain is.
+
+    Attributes:
+        url: Of the chain.
+        reader: Variables of those who follow it.
+    """
+
+    url: str
+    reader: Mapping[str, str]
+
+
+@pytest.fixture(params=["hub", "s3"])
+def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """A chain in a bucket; the trainer may write there by variables of this process."""
+    if request.param == "s3":
+        seaweed: Seaweed = request.getfixturevalue("seaweed")
+        writer, found = seaweed.env(), Bucket(seaweed.url("space/run-1"), seaweed.env())
+    else:
+        hub: HubServer = request.getfixturevalue("hub")
+        hub.configure(calls=1_000_000)
+        url = f"hf://buckets/{request.getfixturevalue('bucket')}/run-1"
+        reader = {"HF_TOKEN": hub.read_token, "DELTACHAIN_HF_CALLS": "1000000"}
+        writer, found = hub.env(), Bucket(url, hub.env() | reader)
+    for name, value in writer.items():
         monkeypatch.setenv(name, value)
-    return f"hf://buckets/{bucket}/run-1"
+    return found
 
 
 @pytest.fixture
@@ -166,24 +190,19 @@ def home() -> Iterator[Path]:
 
 
 @pytest.fixture
-def space(hub: HubServer, url: str, home: Path, tmp_path: Path) -> Iterator[Space]:
-    """One whose token may only read."""
-    settings = {
-        **hub.env(),
-        "HF_TOKEN": hub.read_token,
-        "DELTACHAIN_URL": url,
-        "DELTACHAIN_POLL_S": "0.5",
-        "DELTACHAIN_HF_CALLS": "1000000",
-        "RETRY_S": "1",
-    }
-    with Space(home, tmp_path / "log", settings) as space:
+def space(chain: Bucket, home: Path, tmp_path: Path) -> Iterator[Space]:
+    """One that looks for versions often."""
+    often = {"DELTACHAIN_URL": chain.url, "DELTACHAIN_POLL_S": "0.5", "RETRY_S": "1"}
+    with Space(home, tmp_path / "log", {**chain.reader, **often}) as space:
         yield space
 
 
-def test_a_space_that_is_killed_is_back_at_the_head(space: Space, url: str, tmp_path: Path) -> None:
+def test_a_space_that_is_killed_is_back_at_the_head(
+    space: Space, chain: Bucket, tmp_path: Path
+) -> None:
     space.start()
     space.wait_for_log("no publisher has created a chain here yet")
-    with Trainer(tmp_path, url) as trainer:
+    with Trainer(tmp_path, chain.url) as trainer:
         trainer.step()
         space.wait_for(trainer.head)
         user, command = space.first_process()

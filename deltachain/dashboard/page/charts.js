@@ -1,14 +1,25 @@
 // Charts, by uPlot. Colours are those of the style sheet, in the light and the dark one.
 
 import uPlot from "./uPlot.esm.js";
-import { bytes, percent } from "./format.js";
+import { bytes, precise } from "./format.js";
 
 const HEIGHT = 230;
 const COLOURS = { selected: "blue", bad: "red", warn: "amber", good: "faint" }; // of replicas, by state
 
-const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+const palette = new Map(); // of the style sheet in use: a chart of many lines asks often
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => palette.clear());
+
+function colour(name) {
+  if (!palette.has(name)) palette.set(name, getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim());
+  return palette.get(name);
+}
+
+const WHOLE = [1, 2, 5].flatMap((step) => Array.from({ length: 16 }, (_, power) => step * 10 ** power)).sort((a, b) => a - b);
 
 const isDecade = (value) => Math.abs(Math.log10(value) % 1) < 1e-9;
+
+/** Axis of versions, which are whole numbers. */
+const versionAxis = (size) => ({ ...axis((version) => version.toLocaleString(), size), incrs: WHOLE });
 
 function axis(values, size, logarithmic = false) {
   const filter = (_, splits) => splits.map((split) => (!logarithmic || isDecade(split) ? split : null));
@@ -23,21 +34,29 @@ function axis(values, size, logarithmic = false) {
 
 /** Keep a chart as wide as its place, and draw it again when the colours change. */
 function fitted(chart, place) {
-  new ResizeObserver(() => chart.setSize({ width: place.clientWidth, height: HEIGHT })).observe(place);
+  const fit = () => chart.width !== place.clientWidth && chart.setSize({ width: place.clientWidth, height: HEIGHT });
+  new ResizeObserver(fit).observe(place);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => chart.redraw(false, true));
   return chart;
 }
 
-/** Chart of a value of each version; `pick` is called with a version, `zoom` with a range. */
-export function versionChart(place, { values, name, size, logarithmic, marks, pick, zoom }) {
+/** Chart of values of each version, on a logarithmic scale; `pick` is called with a version, `zoom` with a range. */
+export function versionChart(place, { values, size, lines = [{ colour: "blue" }], marks, pick, zoom }) {
+  const line = (one) => ({
+    stroke: () => colour(one.colour),
+    width: 1.5,
+    points: { size: 4 },
+    spanGaps: lines.length > 1, // of replicas, not every version is seen
+    ...(one.dash ? { dash: one.dash } : {}),
+  });
   const chart = new uPlot(
     {
       width: place.clientWidth,
       height: HEIGHT,
       legend: { show: false },
-      scales: { x: { time: false }, y: logarithmic ? { distr: 3 } : { range: (_, low, high) => [0, high || 1] } },
-      axes: [axis((version) => (Number.isInteger(version) ? version.toLocaleString() : "")), axis(values, size, logarithmic)],
-      series: [{}, { stroke: () => colour("blue"), width: 1.5, points: { size: 4 } }],
+      scales: { x: { time: false }, y: { distr: 3 } },
+      axes: [versionAxis(), axis(values, size, true)],
+      series: [{}, ...lines.map(line)],
       cursor: { y: false, drag: { x: true, y: false, setScale: false } },
       hooks: {
         draw: [(drawn) => drawMarks(drawn, marks())],
@@ -51,19 +70,31 @@ export function versionChart(place, { values, name, size, logarithmic, marks, pi
         ],
       },
     },
-    [[], []],
+    [[], ...lines.map(() => [])],
     place,
   );
   chart.over.addEventListener("click", () => {
     const version = chart.data[0][chart.cursor.idx];
     if (version !== undefined) pick(version);
   });
-  place.setAttribute("aria-label", name);
   return fitted(chart, place);
 }
 
-export const densityValues = { values: (share) => percent(share), size: 70 };
-export const bytesValues = { values: (size) => bytes(size), size: 80, logarithmic: true };
+export const densityValues = { values: (share) => `${Number((share * 100).toPrecision(3))} %`, size: 70 };
+export const bytesValues = { values: (size) => bytes(size), size: 80 };
+
+/** Phases of a version, in their order: dashed before the commit, solid in replicas. */
+export const PHASES = [
+  { name: "diff", colour: "blue", dash: [6, 3] },
+  { name: "encode", colour: "purple", dash: [6, 3] },
+  { name: "upload", colour: "amber", dash: [6, 3] },
+  { name: "look", colour: "quiet" },
+  { name: "fetch", colour: "green" },
+  { name: "stage", colour: "blue" },
+  { name: "pause", colour: "red" },
+  { name: "swap", colour: "amber" },
+];
+export const phaseValues = { values: (seconds) => precise(seconds), size: 80, lines: PHASES };
 
 function drawMarks(chart, marks) {
   const { ctx, bbox } = chart;
@@ -85,9 +116,10 @@ function drawMarks(chart, marks) {
   }
   for (const [kind, name, top] of [["anchors", "blue", true], ["skips", "green", false]]) {
     ctx.fillStyle = colour(name);
+    const width = (marks[kind] ?? []).length > bbox.width / 10 ? 1 : 3;
     for (const version of marks[kind] ?? []) {
       const x = position(version);
-      if (inside(x)) ctx.fillRect(x - 1, top ? bbox.top : bbox.top + bbox.height - 8, 3, 8);
+      if (inside(x)) ctx.fillRect(x - 1, top ? bbox.top : bbox.top + bbox.height - 8, width, 8);
     }
   }
   ctx.restore();
@@ -108,7 +140,8 @@ export function trackChart(place, engines, stateOf) {
       width: place.clientWidth,
       height: HEIGHT,
       legend: { show: false },
-      axes: [axis(), axis((version) => (Number.isInteger(version) ? version.toLocaleString() : ""), 70)],
+      scales: { y: { range: (_, low, high) => (low === high ? [Math.max(low - 1, 0), high + 1] : [low, high]) } },
+      axes: [axis(), versionAxis(70)],
       series: [{}, newest, ...engines.map(replica)],
       cursor: { show: false },
     },

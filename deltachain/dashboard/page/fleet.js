@@ -3,10 +3,10 @@
 import { get } from "./api.js";
 import { expanded, trackChart } from "./charts.js";
 import { byId, element, fill, say } from "./elements.js";
-import { duration, plural } from "./format.js";
+import { duration, plural, precise } from "./format.js";
 
 const URGENT = new Set(["store", "history", "another chain", "silent"]);
-const COLUMNS = 8;
+const COLUMNS = 9;
 
 export class Fleet {
   constructor() {
@@ -49,7 +49,7 @@ export class Fleet {
     const reason = one.trouble || one.reason || one.error;
     const texts = [null, kinds.length && reason ? `${state}: ${reason}` : state, one.version ?? "unknown", one.lag ?? "unknown",
       one.answered_at === null ? "never" : `${duration(now - one.answered_at)} ago`, duration(one.silence_s),
-      this.earlier.get(one.engine) ?? "", [one.software, one.deltachain && `deltachain ${one.deltachain}`].filter(Boolean).join(", ")];
+      lastUpdate(one.phases), this.earlier.get(one.engine) ?? "", [one.software, one.deltachain && `deltachain ${one.deltachain}`].filter(Boolean).join(", ")];
     texts.forEach((text, place) => text !== null && say(row.cells[place], String(text)));
     row.cells[1].className = `wide ${this.states.get(one.engine)}`;
     row.classList.toggle("selected", one.engine === this.selected);
@@ -83,11 +83,20 @@ export class Fleet {
     }
     const columns = engines.map((engine) => expanded(found.held[engine], found.times.length));
     this.chart.setData([found.times, found.newest, ...columns]);
-    const recent = (changes) => changes.map(([, version]) => version ?? "unknown").slice(0, -1).slice(-4).reverse();
+    const recent = (changes) => changes.slice(0, -1).map(([, version]) => version)
+      .filter((version, place) => version !== null || place > 0).slice(-4).map((version) => version ?? "unknown").reverse();
     this.earlier = new Map(engines.map((engine) => [engine, recent(found.held[engine]).join(", ")]));
     place.setAttribute("aria-label", `Versions of ${plural(engines.length, "replica")} over ` +
       `${duration(found.times.at(-1) - found.times[0])}; the table of replicas has the numbers`);
   }
+}
+
+/** How long the last update took, from its commit until it was served. */
+function lastUpdate(phases) {
+  const parts = ["look", "fetch", "stage", "pause"].filter((name) => name in phases);
+  if (!parts.length) return "";
+  const whole = precise(parts.reduce((sum, name) => sum + phases[name], 0));
+  return "pause" in phases ? `${whole}, pause ${precise(phases.pause)}` : whole;
 }
 
 function state(kinds) {

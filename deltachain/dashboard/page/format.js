@@ -33,6 +33,15 @@ export function duration(seconds) {
   return `${Math.round(whole / 86400)} days`;
 }
 
+/** A time that may be far below a second. */
+export function precise(seconds) {
+  if (seconds === null || seconds === undefined) return "unknown";
+  if (seconds === 0) return "0 s";
+  if (seconds < 0.001) return "<1 ms";
+  if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;
+  return seconds < 99.5 ? `${seconds.toPrecision(3)} s` : duration(seconds);
+}
+
 export function moment(seconds) {
   if (seconds === null || seconds === undefined) return "unknown";
   const date = new Date(seconds * 1000);

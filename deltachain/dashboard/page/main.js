@@ -1,10 +1,10 @@
 // The page: asks the server for what is new, and shows it.
 
-import { get, setToken, TokenNeeded } from "./api.js";
+import { forgetEarly, get, getEarly, setToken, takeToken, TokenNeeded } from "./api.js";
 import { byId, element, fact, fill, say } from "./elements.js";
 import { Fleet } from "./fleet.js";
 import { bytes, count, duration, moment, plural } from "./format.js";
-import { Versions } from "./versions.js";
+import { TABLE, Versions } from "./versions.js";
 
 const PAUSE_MS = 2000;
 const TRACK_EVERY = 3;
@@ -27,7 +27,7 @@ async function refresh() {
   showChain(overview);
   showPicked();
   const isDue = overview.replicas.length > 0 && round % TRACK_EVERY === 0;
-  await Promise.all([isDue ? fleet.loadTrack() : null, versions.update(overview.chain)]);
+  await Promise.all([isDue ? fleet.loadTrack() : null, versions.update(overview)]);
   showPicked();
   round += 1;
 }
@@ -76,11 +76,13 @@ function showRecords(chain) {
 async function run() {
   for (;;) {
     try {
+      if (!overview) getEarly("overview", "chain", "track", "chart", TABLE);
       if (!document.hidden) await refresh();
       say(byId("connection"), overview ? `Live, as of ${new Date(overview.time * 1000).toLocaleTimeString()}` : "");
       delete byId("connection").dataset.lost;
       byId("token-form").hidden = true;
     } catch (error) {
+      forgetEarly();
       if (error instanceof TokenNeeded) {
         await askToken(error.message);
         continue;
@@ -108,4 +110,5 @@ function askToken(refused) {
   });
 }
 
+takeToken();
 run();

@@ -1,11 +1,12 @@
 // Versions of the chain: charts, the table, and one version with the replicas that hold it.
 
 import { get } from "./api.js";
-import { bytesValues, densityValues, versionChart } from "./charts.js";
+import { bytesValues, densityValues, PHASES, phaseValues, versionChart } from "./charts.js";
 import { byId, element, fact, fill, say } from "./elements.js";
-import { bytes, count, moment, percent, plural } from "./format.js";
+import { bytes, count, moment, percent, plural, precise } from "./format.js";
 
 const ROWS = 20;
+export const TABLE = `versions?count=${ROWS}`; // its newest page
 const MARKS = { anchors: "anchor", skips: "skip", epochs: "new epoch", reverts: "revert", tags: "tag" };
 
 export class Versions {
@@ -17,8 +18,9 @@ export class Versions {
     this.marks = {};
     this.revision = null;
     const common = { marks: () => this.marks, pick: (v) => this.pick(v), zoom: (a, b) => this.zoom(a, b) };
-    this.density = versionChart(byId("density-chart"), { ...densityValues, name: "", ...common });
-    this.bytes = versionChart(byId("bytes-chart"), { ...bytesValues, name: "", ...common });
+    this.density = versionChart(byId("density-chart"), { ...densityValues, ...common });
+    this.bytes = versionChart(byId("bytes-chart"), { ...bytesValues, ...common });
+    this.phases = versionChart(byId("phases-chart"), { ...phaseValues, ...common });
     this.listen();
   }
 
@@ -39,12 +41,13 @@ export class Versions {
   }
 
   /** Show what is new; does nothing while the chain is as it was. */
-  async update(chain) {
+  async update({ chain, phases }) {
     this.length = chain.indexed;
-    if (chain.revision === this.revision) return;
-    await Promise.all([this.loadCharts(), this.loadTable()]);
+    const revision = `${chain.revision} ${phases}`;
+    if (revision === this.revision) return;
+    const [drawn] = await Promise.all([this.loadCharts(), this.loadTable()]);
     if (this.picked !== null) await this.loadPicked();
-    this.revision = chain.revision;
+    this.revision = `${drawn} ${phases}`;
   }
 
   async zoom(first, last) {
@@ -52,12 +55,13 @@ export class Versions {
     await this.loadCharts();
   }
 
+  /** Draw the charts; return the revision that they show. */
   async loadCharts() {
     const query = this.range ? `?first=${this.range[0]}&last=${this.range[1]}` : "";
     const found = await get(`chart${query}`);
     this.marks = found.marks;
-    this.density.setData([found.versions, found.density]);
-    this.bytes.setData([found.versions, found.nbytes.map((size) => size || null)]);
+    this.density.setData([found.versions, positive(found.density)]);
+    this.bytes.setData([found.versions, positive(found.nbytes)]);
     const span = found.versions.length ? `versions ${found.first} to ${found.last}` : "no version";
     const most = (values, say) => (values.length ? `, at most ${say(values.reduce((a, b) => Math.max(a, b)))}` : "");
     byId("density-chart").setAttribute("aria-label", `Changed elements of ${span}${most(found.density, percent)}; the table of versions has the numbers`);
@@ -65,6 +69,20 @@ export class Versions {
     const marks = Object.entries(MARKS).map(([kind, name]) =>
       element("li", {}, element("span", { className: `swatch ${kind}` }), plural((found.marks[kind] ?? []).length, name)));
     fill(byId("marks"), ...marks);
+    this.showPhases(found, span);
+    return found.revision;
+  }
+
+  showPhases(found, span) {
+    const known = PHASES.filter(({ name }) => found.phases[name].length);
+    byId("phases").hidden = known.length === 0;
+    const none = found.versions.map(() => null);
+    const column = (seconds) => (seconds.length ? positive(seconds) : none);
+    this.phases.setData([found.versions, ...PHASES.map(({ name }) => column(found.phases[name]))]);
+    byId("phases-chart").setAttribute("aria-label", `Times of ${known.map((one) => one.name).join(", ")} of ${span}; ` +
+      "the table of a picked version has the numbers");
+    fill(byId("phase-names"), ...known.map((one) => element("li", {},
+      element("span", { className: `stroke ${one.colour}${one.dash ? " dashed" : ""}` }), one.name)));
   }
 
   async turn(before) {
@@ -74,7 +92,7 @@ export class Versions {
 
   async loadTable() {
     const before = this.before === null ? "" : `&before=${this.before}`;
-    this.shown = await get(`versions?count=${ROWS}${before}`);
+    this.shown = await get(`${TABLE}${before}`);
     const focused = document.activeElement?.dataset?.version;
     fill(byId("version-table").tBodies[0], ...this.shown.versions.map((row) => this.row(row)));
     if (focused) document.querySelector(`button[data-version="${focused}"]`)?.focus();
@@ -132,6 +150,7 @@ export class Versions {
       element("h3", {}, `Version ${found.version}`),
       this.holders,
       element("dl", { className: "facts" }, ...facts.map(([name, value]) => fact(name, value))),
+      ...phaseTable(found.phases),
       element("h3", {}, "Ways to it"),
       element("ul", {}, ...ways));
   }
@@ -151,8 +170,33 @@ export class Versions {
     });
     const more = names.length > links.length ? [element("li", {}, `and ${names.length - links.length} more`)] : [];
     fill(this.holders, element("p", {}, `Held by ${names.length} of ${plural(replicas.length, "replica")}`),
-      element("ul", { className: "marks" }, ...links, ...more));
+      element("div", { className: "scroll holders", tabIndex: 0, role: "region", "aria-label": "Holders" },
+        element("ul", { className: "marks" }, ...links, ...more)));
   }
+}
+
+/** Values on a logarithmic scale, where 0 has no place. */
+const positive = (values) => values.map((value) => value || null);
+
+/** Table of the phases of a version, from the diff to the swap. */
+function phaseTable(phases) {
+  if (!phases.length) return [];
+  const row = (one) => {
+    const slowest = one.replicas > 1 ? `${precise(one.slowest_s)} in ${one.slowest}` : "";
+    const where = one.replicas ? plural(one.replicas, "replica") : "publisher";
+    const part = { upload: "upload, a part of encode", swap: "swap, a part of pause" }[one.name] ?? one.name;
+    return element("tr", {}, element("th", { scope: "row" }, part),
+      ...[precise(one.seconds), where, slowest].map((text) => element("td", {}, text)));
+  };
+  const heads = ["Phase", "Time", "Of", "Slowest"].map((name) => element("th", { scope: "col" }, name));
+  const whole = phases.filter((one) => !["upload", "swap"].includes(one.name)).reduce((sum, one) => sum + one.seconds, 0);
+  return [
+    element("h3", { id: "phase-table-title" }, "Phases"),
+    element("p", {}, `${precise(whole)} in all. Times of several replicas are medians. ` +
+      "Look, from the commit on, holds the difference of both clocks."),
+    element("div", { className: "scroll", tabIndex: 0, role: "region", "aria-labelledby": "phase-table-title" },
+      element("table", { id: "phase-table" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...phases.map(row)))),
+  ];
 }
 
 function signedBy(row) {

@@ -52,6 +52,7 @@ class RunOptions:
         steps: Number of optimizer steps.
         seed: Seed of initial policy and games.
         display: Console output.
+        dashboard: Serve a web page of the run, on this machine alone.
         at_step: Called after each step with the running processes, for fault injection.
     """
 
@@ -62,6 +63,7 @@ class RunOptions:
     seed: int
     display: Display
     at_step: Callable[[int, Running], None]
+    dashboard: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +122,8 @@ class _Run:
         say(f"  [cyan]environment[/] plays at {self.environment} ({up:.0f} s)")
         up = until(lambda: answers(f"{self.engine}/health"), replica, START_S)
         say(f"  [cyan]replica[/] a stock {plan.kind} serves at {self.engine} ({up:.0f} s)")
+        if plan.dashboard:
+            self._open_dashboard(stack)
         stack.enter_context(self._watching())
         trainer = self._service()
         self._running = Running(
@@ -143,6 +147,19 @@ class _Run:
         started = command(plan.kind, plan.python, self.base, port)
         environment = variables(plan.kind) | self.store.env() | given
         return Service("replica", started, plan.root / "logs", environment)
+
+    def _open_dashboard(self, stack: ExitStack) -> None:
+        """Serve the dashboard of the run in a process of its own, which ends with the run."""
+        url = f"http://{HOST}:{free_port()}"
+        page = Service(
+            "dashboard",
+            dashboard_command(self.url, self.engine, url),
+            self.plan.root / "logs",
+            self.store.env() | {"DELTACHAIN_TOKEN": self.token},
+        )
+        stack.enter_context(page)
+        until(lambda: answers(url), page, START_S)
+        self.plan.display.say(f"  [cyan]dashboard[/] of this run at {url}/#token={self.token}")
 
     def _service(self) -> Service:
         file = self.folder / "orders.json"
@@ -266,6 +283,13 @@ def _mismatching_bits(run: _Run) -> int:
 
 def _newcomer(run: _Run) -> Path:
     return run.plan.root / "newcomer"
+
+
+def dashboard_command(chain: str, engine: str, url: str) -> list[str]:
+    """Return the command that serves the dashboard of a chain and its replica at ``url``."""
+    listen = url.rpartition("/")[2]
+    words = ["dashboard", chain, "--engine", engine, "--listen", listen]
+    return [sys.executable, "-m", "deltachain", *words]
 
 
 def answers(url: str) -> bool:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -60,6 +62,9 @@ _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, 
 _STATS: Final = 512
 """Files whose sizes a listing holds at a time."""
 
+_SWEPT: Final = 256
+"""Folders written to last that are not swept again: every version has one of its own."""
+
 _MAX_PRUNE_RACES: Final = 32
 """Attempts of one write whose folder other processes remove; each failure needs a delete."""
 
@@ -96,7 +101,8 @@ class FileStore(SimpleStore):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
-        self._swept: set[tuple[str, ...]] = set()
+        self._swept: OrderedDict[tuple[str, ...], None] = OrderedDict()
+        self._sweeping = Lock()
 
     @property
     @override
@@ -179,8 +185,7 @@ class FileStore(SimpleStore):
                     with temporary_file(view, folder) as temporary:
                         commit(temporary, folder)
                     fsync_folder(folder)
-                    if folders not in self._swept:
-                        self._swept.add(folders)
+                    if self._must_sweep(folders):
                         sweep(folder)
             except FileNotFoundError:
                 continue  # a delete removed the empty folder after it was opened
@@ -203,6 +208,16 @@ class FileStore(SimpleStore):
             url=self.url,
             hint="something keeps deleting it; stop that, then try again",
         )
+
+    def _must_sweep(self, folders: tuple[str, ...]) -> bool:
+        """Return whether a folder was not written to before, or long ago."""
+        with self._sweeping:
+            is_new = folders not in self._swept
+            self._swept[folders] = None
+            self._swept.move_to_end(folders)
+            if len(self._swept) > _SWEPT:
+                self._swept.popitem(last=False)
+        return is_new
 
     def _link(self, key: str, temporary: str, folder: int) -> None:
         try:

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# A replica as a Job on the Hub, for one hour; spaces/vllm-rollout is one that stays.
+# A replica as a Job on the Hub, for one hour; spaces/rollout is one that stays.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+# shellcheck disable=SC2016  # the shell of the Job expands MODEL
 exec hf jobs run --detach \
   --name deltachain-replica \
   --flavor "${FLAVOR:-a10g-small}" \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +114,12 @@ def test_files_of_the_page_are_served_and_no_others(watcher: Watcher) -> None:
         assert page.get(f"/{path}").status_code == 404
     there = {path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*") if path.is_file()}
     assert there - {"vendor/uplot/LICENSE"} == set(FILES.values())
+
+
+def test_every_script_of_the_page_is_loaded_at_once() -> None:
+    page = (PAGES / "index.html").read_text(encoding="utf-8")
+    loaded = set(re.findall(r'(?:modulepreload" href|module" src)="(\w[\w.]*)"', page))
+    assert loaded == {path for path in FILES if path.endswith(".js")}
 
 
 def test_scripts_write_text_only() -> None:

@@ -23,8 +23,9 @@ from deltachain.demo.online import engine as engines
 from deltachain.demo.online.cpu import tree_attention
 from deltachain.demo.online.engine import UnlabelledError, sample
 from deltachain.demo.online.game_transcripts import read_words, transcripts
-from deltachain.demo.online.processes import Service, until
+from deltachain.demo.online.processes import Service, free_port, until
 from deltachain.demo.online.rollouts import Played
+from deltachain.demo.online.run import answers, dashboard_command
 from deltachain.demo.online.sample_log import rewards_of, staleness_of, unknown_in
 from deltachain.demo.online.trainer import TRAINER_STATE, last_checkpoint
 
@@ -246,6 +247,15 @@ def test_a_service_that_does_not_come_up_is_given_up_with_its_log(tmp_path: Path
     assert "no such file" in caught.value.hint
 
 
+def test_a_service_of_one_start_stays_dead(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with Service("once", command, tmp_path, {}, most_starts=1) as service:
+        service.kill()
+        with pytest.raises(DemoError, match="did not finish"):
+            service.wait(30)
+        assert (service.pid, service.deaths, service.restarts) == (0, 1, False)
+
+
 def test_a_service_that_does_its_work_ends(tmp_path: Path) -> None:
     heard: list[str] = []
     command = [sys.executable, "-c", "print('done')"]
@@ -256,3 +266,14 @@ def test_a_service_that_does_its_work_ends(tmp_path: Path) -> None:
             time.sleep(0.01)
     assert heard == ["done\n"]
     assert service.deaths == 0
+
+
+def test_the_dashboard_of_a_run_asks_for_the_token_of_its_replica(tmp_path: Path) -> None:
+    url, token = f"http://127.0.0.1:{free_port()}", "of this run"
+    words = dashboard_command(str(tmp_path / "chain"), "http://127.0.0.1:1", url)
+    with Service("dashboard", words, tmp_path, {"DELTACHAIN_TOKEN": token}) as page:
+        until(lambda: answers(url), page, 120)
+        assert httpx.get(f"{url}/api/overview").status_code == 401
+        headers = {"authorization": f"Bearer {token}"}
+        found = httpx.get(f"{url}/api/overview", headers=headers).json()
+        assert [one["engine"] for one in found["replicas"]] == ["http://127.0.0.1:1"]

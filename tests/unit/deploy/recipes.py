@@ -19,6 +19,8 @@ KUBERNETES: Final = sorted(
 SKYPILOT: Final = sorted((DEPLOY / "skypilot").glob("*.yaml"))
 JOBS: Final = sorted((DEPLOY / "hf-jobs").glob("*.sh"))
 ENVIRONMENTS: Final = sorted(DEPLOY.rglob("*.env"))
+TOOLS: Final = Path.home() / ".cache" / "deltachain" / "prometheus" / "usr" / "bin"
+"""Programs that ``make prometheus`` fetches."""
 
 
 def files() -> Iterator[Path]:

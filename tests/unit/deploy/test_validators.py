@@ -23,12 +23,12 @@ from tests.unit.deploy.recipes import (
     KUBERNETES,
     ROOT,
     SKYPILOT,
+    TOOLS,
     load,
     load_all,
 )
 
 SCRIPTS: Final = Path(sysconfig.get_path("scripts"))
-TOOLS: Final = Path.home() / ".cache" / "deltachain" / "prometheus" / "usr" / "bin"
 SKY: Final = ROOT / ".venv-sky" / "bin" / "python"
 
 PARSE_TASK: Final = """

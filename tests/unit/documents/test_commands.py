@@ -33,6 +33,7 @@ ENGINES: Final = "".join(
 """What starts real engines: an option that none of these gives was never tried."""
 
 OTHERS: Final = {
+    "ENGINE",  # the entrypoint of a Space
     *("AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOST", "PORT"),
     *("PIP_EXTRA_INDEX_URL", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_PLUGINS"),
     "VLLM_SERVER_DEV_MODE",
@@ -132,8 +133,7 @@ FAULTS: Final[dict[str, Callable[[tuple[str, ...]], str]]] = {
     "python": python_fault,
     "rm": lambda _: "",
     "sky": recipe_fault,
-    "spaces/sglang-rollout/entrypoint.sh": script_fault,
-    "spaces/vllm-rollout/entrypoint.sh": script_fault,
+    "spaces/rollout/entrypoint.sh": script_fault,
     "vllm": engine_fault,
 }
 """What is wrong with a command, by its program; a program that is not here may not be shown."""

@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
 PROGRAMS: Final = {str(block): block for block in blocks("python")}
 
-ENGINE: Final = {"vllm_ext/README.md:0": "tests/engines/vllm/offline.py"}
-"""Blocks that need an engine, and what runs the same calls in one."""
+ENGINE: Final = {
+    "vllm_ext/README.md:0": "tests/engines/vllm/offline.py",
+    "spaces/environment/README.md:0": "tests/unit/spaces/openenv_player.py",
+}
+"""Blocks that need an environment of their own, and what runs the same calls in one."""
 
 BASE: Final = "Qwen/Qwen3-0.6B"
 HIDDEN: Final = 32

@@ -5,21 +5,24 @@ import re
 import shutil
 import subprocess
 import sysconfig
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 from dockerfile_parse import DockerfileParser
+from huggingface_hub import SpaceCard, SpaceCardData
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from deltachain_sglang import start_check as sglang
 from deltachain_vllm import start_check as vllm
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 SPACES: Final = sorted(path.parent for path in (ROOT / "spaces").glob("*/Dockerfile"))
-ENGINES: Final = {
-    "vllm-rollout": ("vllm/vllm-openai", vllm.TESTED.first),
-    "sglang-rollout": ("lmsysorg/sglang", sglang.TESTED.first),
-}
+ROLLOUT: Final = ROOT / "spaces" / "rollout"
+GAME: Final = ROOT / "spaces" / "environment"
+LOCKS: Final = [ROOT / "tests" / "engines" / f"{engine}.txt" for engine in ("vllm", "sglang")]
 
 every_space = pytest.mark.parametrize("space", SPACES, ids=lambda space: str(space.name))
 
@@ -31,22 +34,40 @@ def instructions(space: Path) -> list[tuple[str, str]]:
     return [(i["instruction"], i["value"]) for i in structure if i["instruction"] != "COMMENT"]
 
 
-def only(space: Path, name: str) -> str:
-    """The value of an instruction that is there once."""
-    (value,) = [value for found, value in instructions(space) if found == name]
-    return value
+def values(space: Path, name: str) -> list[str]:
+    """The values of an instruction, in order."""
+    return [value for found, value in instructions(space) if found == name]
 
 
-def header(space: Path) -> dict[str, str]:
-    """What the README tells the Hub: YAML without any of its surprises."""
-    _, front, _ = (space / "README.md").read_text(encoding="utf-8").split("---\n", 2)
-    lines = [re.fullmatch(r"(\w+): ([^:#\"'{[]+)", line) for line in front.splitlines()]
-    assert all(lines), front
-    return {line[1]: line[2] for line in lines if line}
+def card(space: Path) -> SpaceCardData:
+    """What the README tells the Hub, as its client reads it."""
+    data: SpaceCardData = SpaceCard.load(space / "README.md").data
+    return data
 
 
-def test_there_are_three() -> None:
-    assert {space.name for space in SPACES} == {"environment", *ENGINES}
+def pins(file: Path) -> dict[str, str]:
+    """The version of each package, by its canonical name."""
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
+    found = dict(line.split("==") for line in lines)
+    return {canonicalize_name(name): version for name, version in found.items()}
+
+
+def needed(package: str, extras: frozenset[str], known: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The packages that one needs, and they in turn, with the extras that were seen."""
+    name = canonicalize_name(package)
+    if name in known and extras <= known[name]:
+        return known
+    known.setdefault(name, set()).update(extras)
+    for line in requires(package) or []:
+        one = Requirement(line)
+        wanted = [{"extra": extra} for extra in (*extras, "")]
+        if one.marker is None or any(one.marker.evaluate(asked) for asked in wanted):
+            needed(one.name, frozenset(one.extras), known)
+    return known
+
+
+def test_there_are_two() -> None:
+    assert {space.name for space in SPACES} == {"environment", "rollout"}
 
 
 @every_space
@@ -60,60 +81,86 @@ def test_hadolint_finds_nothing(space: Path) -> None:
 
 
 @every_space
-def test_the_image_is_pinned(space: Path) -> None:
-    tag = only(space, "FROM").rpartition(":")[2]
-    assert re.match(r"v?\d+\.\d+\.\d+(-|$)", tag), tag
+def test_every_image_is_pinned(space: Path) -> None:
+    tags = [
+        base.partition(" ")[0].rpartition(":")[2] for base in values(space, "FROM") if ":" in base
+    ]
+    assert tags
+    assert all(re.match(r"v?\d+\.\d+\.\d+(-|$)", tag) for tag in tags), tags
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_the_engine_is_a_release_that_is_tested(name: str) -> None:
-    image, tested = ENGINES[name]
-    version = ".".join(map(str, tested))
-    assert re.match(rf"{image}:v{version}(\.|-|$)", only(ROOT / "spaces" / name, "FROM"))
-
-
-def test_the_images_of_engines_differ_by_their_base_alone() -> None:
-    # A Space is built from its own folder alone, so each has a copy.
-    files = [(ROOT / "spaces" / name / "Dockerfile").read_text("utf-8") for name in ENGINES]
-    (_, *one), (_, *other) = (file.splitlines() for file in files)
-    assert one == other
+def test_an_argument_decides_the_engine_and_each_is_a_release_that_is_tested() -> None:
+    tested = {
+        engine: ".".join(map(str, check.TESTED.first))
+        for engine, check in (("vllm", vllm), ("sglang", sglang))
+    }
+    *bases, last = values(ROLLOUT, "FROM")
+    images = {"vllm": "vllm/vllm-openai", "sglang": "lmsysorg/sglang"}
+    for base, (engine, image) in zip(bases, images.items(), strict=True):
+        assert re.match(rf"{image}:v{tested[engine]}(\.\d+)? AS {engine}$", base)
+    assert last == "${ENGINE}"
+    assert values(ROLLOUT, "ARG")[:2] == ["ENGINE=vllm", "ENGINE"]
 
 
 @every_space
 def test_it_runs_as_user_1000(space: Path) -> None:
     names = [name for name, _ in instructions(space)]
-    assert only(space, "USER") == "1000"
+    assert values(space, "USER") == ["1000"]
     assert not {"RUN", "COPY", "ADD"} & set(names[names.index("USER") :])
 
 
 @every_space
 def test_it_listens_where_the_hub_asks(space: Path) -> None:
-    assert only(space, "EXPOSE") == "7860"
-    assert header(space)["app_port"] == "7860"
+    assert values(space, "EXPOSE") == ["7860"]
+    assert card(space).app_port == 7860
 
 
 @every_space
 def test_nothing_secret_is_built_in(space: Path) -> None:
-    named = [value for name, value in instructions(space) if name in ("ENV", "ARG")]
+    named = values(space, "ENV") + values(space, "ARG")
     assert not re.search(r"TOKEN|SECRET|KEY|PASSWORD|hf_", " ".join(named), re.IGNORECASE)
-    assert "ADD" not in [name for name, _ in instructions(space)]
+    assert values(space, "ADD") == []
 
 
 @every_space
 def test_what_is_copied_is_there(space: Path) -> None:
-    for name, value in instructions(space):
-        if name == "COPY":
-            *sources, _ = [word for word in value.split() if not word.startswith("--")]
-            assert all(source == "*.whl" or (space / source).is_file() for source in sources)
+    for value in values(space, "COPY"):
+        *sources, _ = [word for word in value.split() if not word.startswith("--")]
+        assert all(source.endswith("*.whl") or [*space.glob(source)] for source in sources)
 
 
 @every_space
 def test_the_header_is_one_that_the_hub_takes(space: Path) -> None:
-    found = header(space)
-    assert found["sdk"] == "docker"
-    assert len(found["short_description"]) <= 60
+    found = card(space)
+    assert found.sdk == "docker"
+    assert found.license == "apache-2.0"
+    assert found.tags
+    assert all(tag == tag.lower() for tag in found.tags)
+    rest: dict[str, Any] = found.to_dict()  # type: ignore[no-untyped-call]
+    assert len(rest["short_description"]) <= 60
     colours = {"red", "yellow", "green", "blue", "indigo", "purple", "pink", "gray"}
-    assert {found["colorFrom"], found["colorTo"]} <= colours
+    assert {rest["colorFrom"], rest["colorTo"]} <= colours
     known = {"title", "emoji", "pinned", "suggested_hardware", "startup_duration_timeout"}
-    rest = {"sdk", "app_port", "short_description", "colorFrom", "colorTo"}
-    assert found.keys() <= known | rest
+    more = {"sdk", "app_port", "short_description", "colorFrom", "colorTo", "license", "tags"}
+    assert rest.keys() <= known | more
+
+
+def test_everything_that_comes_with_deltachain_is_pinned_to_what_engines_are_tested_with() -> None:
+    (extras,) = [one.partition("=")[2] for one in values(ROLLOUT, "ARG") if "EXTRAS" in one]
+    pinned = pins(ROLLOUT / "constraints.txt")
+    wanted = needed("deltachain", frozenset(extras.split(",")), {}).keys() - {"deltachain"}
+    assert wanted <= pinned.keys()
+    locks = [pins(lock) for lock in LOCKS]
+    for name, version in pinned.items():
+        tested = {lock[name] for lock in locks if name in lock}
+        assert not tested or version in tested, name
+
+
+def test_everything_in_the_game_is_pinned() -> None:
+    pinned = pins(GAME / "constraints.txt")
+    found: dict[str, set[str]] = {}
+    for line in (GAME / "requirements.txt").read_text(encoding="utf-8").splitlines():
+        one = Requirement(line)
+        needed(one.name, frozenset(one.extras), found)
+        assert str(one.specifier) == f"=={pinned[canonicalize_name(one.name)]}"
+    assert found.keys() <= pinned.keys()

@@ -1,4 +1,4 @@
-"""The entrypoints with an engine and a ``deltachain`` that only write down how they were called."""
+"""The entrypoint with an engine and a ``deltachain`` that only write down how they were called."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,11 @@ from typing import Any, Final
 import pytest
 import yaml
 
-SPACES: Final = Path(__file__).resolve().parents[3] / "spaces"
+ROOT: Final = Path(__file__).resolve().parents[3]
+SCRIPT: Final = ROOT / "spaces" / "rollout" / "entrypoint.sh"
+SCRIPTS: Final = sorted(
+    path for folder in ("spaces", "examples") for path in (ROOT / folder).rglob("*.sh")
+)
 URL: Final = "hf://buckets/me/policy/run-1"
 TOKEN: Final = "only-for-this-test"  # noqa: S105
 PATIENCE_S: Final = 20.0
@@ -24,6 +29,8 @@ BASH: Final = "/usr/bin/bash"
 RECORD: Final = """\
 import json, os, signal, sys, time
 name = os.path.basename(sys.argv[0])
+if sys.argv[1:2] == ["-c"]:  # whether there is a module
+    sys.exit(int(os.environ.get("STUB_LACKS", "0")))
 def write(file, document):
     with open(os.path.join(os.environ["STUBS"], file), "a") as out:
         out.write(json.dumps(document) + "\\n")
@@ -54,14 +61,10 @@ sys.exit(int(code))
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """An entrypoint, and what stands in for everything that it calls."""
+    """The entrypoint for one engine, and what stands in for everything that it calls."""
 
     name: str
     root: Path
-
-    @property
-    def script(self) -> Path:
-        return SPACES / f"{self.name}-rollout" / "entrypoint.sh"
 
     @property
     def policy(self) -> Path:
@@ -75,6 +78,7 @@ class Space:
         """That of a container, and ``given``; ``None`` takes a variable away."""
         settings: dict[str, str | None] = {
             "PATH": f"{self.root / 'bin'}:/usr/bin:/bin",
+            "ENGINE": self.name,
             "HOME": str(self.root / "home"),
             "STUBS": str(self.root / "calls"),
             "DELTACHAIN_URL": URL,
@@ -91,7 +95,7 @@ class Space:
         """Run it to its end; ``codes`` are what ``deltachain pull`` returns, then 0."""
         self.plan(*codes)
         return subprocess.run(
-            [BASH, str(self.script)],
+            [BASH, str(SCRIPT)],
             capture_output=True,
             text=True,
             check=False,
@@ -104,9 +108,7 @@ class Space:
         """Start it."""
         self.plan(*codes)
         environment = self.environment(given)
-        return subprocess.Popen(
-            [BASH, str(self.script)], stderr=subprocess.DEVNULL, env=environment
-        )
+        return subprocess.Popen([BASH, str(SCRIPT)], stderr=subprocess.DEVNULL, env=environment)
 
     def plan(self, *codes: int | str) -> None:
         """Say what the next calls of ``deltachain`` return."""
@@ -145,31 +147,12 @@ def space(request: pytest.FixtureRequest, tmp_path: Path) -> Space:
     return found
 
 
-def test_the_scripts_differ_by_how_the_engine_is_started_alone() -> None:
-    # A Space is built from its own folder alone, so each has a copy.
-    shared = []
-    for engine in ("vLLM", "SGLang"):
-        script = (SPACES / f"{engine.lower()}-rollout" / "entrypoint.sh").read_text("utf-8")
-        before, _, start = script.partition(f"# {engine}. ")
-        assert "exec " in start
-        shared.append(before.replace(engine, "the engine"))
-    assert shared[0] == shared[1]
-
-
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
-def test_bash_can_read_it(name: str) -> None:
-    subprocess.run([BASH, "-n", str(SPACES / f"{name}-rollout" / "entrypoint.sh")], check=True)
-
-
-def test_both_do_the_same_until_the_engine() -> None:
-    texts = [
-        (SPACES / f"{name}-rollout" / "entrypoint.sh").read_text(encoding="utf-8")
-        for name in ("vllm", "sglang")
-    ]
-    common = [
-        text[text.index("set -euo") : text.index("export DELTACHAIN_FOLLOW")] for text in texts
-    ]
-    assert common[0] == common[1]
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: str(script.relative_to(ROOT)))
+def test_shellcheck_finds_nothing(script: Path) -> None:
+    program = Path(sysconfig.get_path("scripts")) / "shellcheck"
+    assert program.exists(), "pip install --group test"
+    done = subprocess.run([program, script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_engine_is_started_with_the_flags_of_a_follower(space: Space) -> None:
@@ -259,6 +242,9 @@ def test_engine_arguments_are_words_and_never_code(space: Space) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"ENGINE": None}, "ENGINE is ''"),
+        ({"ENGINE": "tgi"}, "ENGINE is 'tgi'"),
+        ({"ENGINE": "./vllm"}, "ENGINE is './vllm'"),
         ({"DELTACHAIN_URL": None}, "DELTACHAIN_URL is not set"),
         ({"DELTACHAIN_URL": ""}, "DELTACHAIN_URL is not set"),
         ({"DELTACHAIN_TOKEN": None}, "DELTACHAIN_TOKEN is not set"),
@@ -276,6 +262,22 @@ def test_a_setting_that_is_missing_or_wrong_is_named(
     assert f"error  {message}" in done.stderr
     assert "\nhint   " in done.stderr
     assert space.calls("deltachain") == space.calls(space.engine) == []
+
+
+def test_an_image_of_the_other_engine_is_refused(space: Space) -> None:
+    if space.name == "vllm":
+        (space.root / "bin" / "vllm").unlink()
+    done = space.run(STUB_LACKS="1")
+    assert done.returncode == 2
+    assert f"error  this image has no {space.name}\nhint   " in done.stderr
+    assert space.calls("deltachain") == []
+
+
+def test_a_chain_in_s3_needs_no_token_of_the_hub(space: Space) -> None:
+    done = space.run(DELTACHAIN_URL="s3://bucket/run-1", HF_TOKEN=None)
+    assert done.returncode == 0, done.stderr
+    assert "HF_TOKEN" not in done.stderr
+    assert space.calls("deltachain")[0]["argv"][:2] == ["pull", "s3://bucket/run-1"]
 
 
 def test_a_public_bucket_needs_no_token(space: Space) -> None:

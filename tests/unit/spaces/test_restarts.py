@@ -23,7 +23,7 @@ from tests.unit.cli.support import (
 )
 
 ROOT: Final = Path(__file__).resolve().parents[3]
-ENTRYPOINT: Final = ROOT / "spaces" / "vllm-rollout" / "entrypoint.sh"
+ENTRYPOINT: Final = ROOT / "spaces" / "rollout" / "entrypoint.sh"
 BASH: Final = "/usr/bin/bash"
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
@@ -40,6 +40,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{tmp_path / 'bin'}:{sysconfig.get_path('scripts')}:/usr/bin:/bin",
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"))),
+        "ENGINE": "vllm",
         "HOME": str(tmp_path / "home"),
         "DELTACHAIN_URL": str(tmp_path / "chain"),
         "DELTACHAIN_TOKEN": "only-for-this-test",

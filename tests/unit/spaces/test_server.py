@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Barrier
 from typing import Any, Protocol
@@ -17,18 +18,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from game import TURNS, secret_of
-from server import (
-    IDLE_S,
-    LARGEST,
-    LIMIT,
-    TOTAL,
-    WORDS,
-    Refusal,
-    Sessions,
-    main,
-    make_app,
-    read_words,
-)
+from server import LARGEST, WORDS, main, make_app, read_words
+from sessions import IDLE_S, LIMIT, TOTAL, Refusal, Sessions
 
 LIST = read_words(WORDS)
 SERVER = WORDS.with_name("server.py")
@@ -322,30 +313,41 @@ def test_nobody_is_dropped_while_there_is_place(client: TestClient, clock: Clock
     assert guess(client, session, "zzzzz")["turns_left"] == 3
 
 
-def test_the_script_serves_the_given_words_and_ends_when_told_to(tmp_path: Path) -> None:
-    words = tmp_path / "words"
-    words.write_text("abbey\n", encoding="utf-8")
+@contextmanager
+def serving(folder: Path, command: list[str]) -> Iterator[str]:
+    """The script as a process, which must end by itself when told to; its address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, SERVER, "--host", "127.0.0.1", "--port", str(port), "--words", words],
-        cwd=tmp_path,
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
     )
+    url = f"http://127.0.0.1:{port}"
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as http:
+        with httpx.Client(base_url=url, trust_env=False) as http:
             _wait_for(http, process)
-            session = http.post("/sessions", json={"seed": None}).json()["session"]
-            answer = http.post(f"/sessions/{session}/guess", json={"word": "abbey"}).json()
-            assert answer["reward"] == 1.0
+        yield url
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=20)
     finally:
         process.kill()
         process.wait()
+
+
+def test_the_script_serves_the_given_words_and_ends_when_told_to(tmp_path: Path) -> None:
+    words = tmp_path / "words"
+    words.write_text("abbey\n", encoding="utf-8")
+    with (
+        serving(tmp_path, [sys.executable, str(SERVER), "--words", str(words)]) as url,
+        httpx.Client(base_url=url, trust_env=False) as http,
+    ):
+        session = http.post("/sessions", json={"seed": None}).json()["session"]
+        answer = http.post(f"/sessions/{session}/guess", json={"word": "abbey"}).json()
+        assert answer["reward"] == 1.0
 
 
 def _wait_for(http: httpx.Client, process: subprocess.Popen[bytes]) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Serves a stock vLLM that follows the chain at DELTACHAIN_URL; README.md has the variables.
+# Serves a stock vLLM or SGLang that follows the chain at DELTACHAIN_URL; README.md has the variables.
 #
 # The checkpoint that it loads is brought to the head of the chain first. So a Space that was
 # started again, or has slept, is where the chain is, whatever its folder held.
@@ -13,8 +13,14 @@ refuse() { # message, hint
 
 say() { printf 'entrypoint  %s\n' "$1" >&2; }
 
+engine=${ENGINE:-}
+case $engine in
+  vllm) command -v vllm >/dev/null ;;
+  sglang) python3 -c 'import sys, importlib.util as u; sys.exit(u.find_spec("sglang") is None)' ;;
+  *) refuse "ENGINE is '$engine'" "vllm or sglang" ;;
+esac || refuse "this image has no $engine" "ENGINE also decides what is built: rebuild the Space"
 [[ ${DELTACHAIN_URL:-} ]] ||
-  refuse "DELTACHAIN_URL is not set" "the chain to follow, such as hf://buckets/me/policy/run-1"
+  refuse "DELTACHAIN_URL is not set" "the chain to follow, such as hf://buckets/me/policy/run-1 or s3://bucket/run-1"
 [[ ${DELTACHAIN_TOKEN:-}${DELTACHAIN_TOKEN_FILE:-} ]] ||
   refuse "DELTACHAIN_TOKEN is not set" "a secret, here or in DELTACHAIN_TOKEN_FILE, for those who may say which version is served"
 [[ $DELTACHAIN_URL != hf://* || ${HF_TOKEN:-} ]] ||
@@ -88,11 +94,33 @@ done
 
 export DELTACHAIN_FOLLOW=1
 
-# vLLM. The key is not in its arguments, where its log and other processes would show it.
-export VLLM_PLUGINS=${VLLM_PLUGINS:+$VLLM_PLUGINS,}deltachain,deltachain_http
-[[ -z ${API_KEY:-} ]] || export VLLM_API_KEY=$API_KEY
-exec vllm serve "$policy" --host "${HOST:-0.0.0.0}" --port "$PORT" \
-  --served-model-name "${MODEL_NAME:-policy}" \
-  --worker-extension-cls deltachain_vllm.WorkerExtension \
-  --weight-transfer-config '{"backend": "deltachain"}' \
-  "${engine_args[@]}"
+serve_vllm() {
+  # The key is not in its arguments, where its log and other processes would show it.
+  [[ -z ${API_KEY:-} ]] || export VLLM_API_KEY=$API_KEY
+  export VLLM_PLUGINS=${VLLM_PLUGINS:+$VLLM_PLUGINS,}deltachain,deltachain_http
+  exec vllm serve "$policy" "$@" \
+    --worker-extension-cls deltachain_vllm.WorkerExtension \
+    --weight-transfer-config '{"backend": "deltachain"}' \
+    "${engine_args[@]}"
+}
+
+serve_sglang() {
+  # An admin key of its own would guard nothing: /server_info shows it to whoever may ask.
+  # The key is in a file that only this user can read: other processes see arguments.
+  local key=()
+  if [[ ${API_KEY:-} ]]; then
+    [[ " ${engine_args[*]-}" != *" --config"* ]] ||
+      refuse "API_KEY is set, and ENGINE_ARGS has --config" "write api-key into that file, and unset API_KEY"
+    [[ $API_KEY != *$'\n'* ]] || refuse "API_KEY has several lines" "give one key"
+    local config
+    config=$(umask 077 && mktemp --suffix .yaml)
+    printf "api-key: '%s'\n" "${API_KEY//\'/\'\'}" >"$config"
+    key=(--config "$config")
+  else
+    say "API_KEY is not set: who reaches this server may write its weights; keep the Space private"
+  fi
+  [[ -z ${SGLANG_PLUGINS:-} ]] || export SGLANG_PLUGINS=$SGLANG_PLUGINS,deltachain
+  exec python3 -m sglang.launch_server --model-path "$policy" "$@" "${key[@]}" "${engine_args[@]}"
+}
+
+"serve_$engine" --host "${HOST:-0.0.0.0}" --port "$PORT" --served-model-name "${MODEL_NAME:-policy}"

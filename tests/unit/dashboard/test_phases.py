@@ -1,0 +1,123 @@
+"""Phase times of versions: of the publisher, and of replicas that say anything at all."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.dashboard.documents import PHASES, chart_document, version_document
+from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTrack, middle, replica_phases
+from deltachain.format.publish_phases import phases_mark
+from deltachain.store import MemoryStore
+from deltachain.subscribe import ApplyReceipt
+from deltachain.types import StateDigest
+from tests.unit.dashboard.reports import report, view_of
+from tests.unit.manifest_chains import create, manifest_after
+
+PUBLISHED = {"diff": 0.25, "encode": 1.5, "upload": 1.0}
+APPLIED = {"look": 0.5, "fetch": 0.125, "stage": 0.0625, "pause": 0.03125, "swap": 0.0}
+
+
+@pytest.fixture
+def chain() -> Chain:
+    """Two versions, of which the second says how long its phases took."""
+    made = create(MemoryStore())
+    first = made.commit(manifest_after(None))
+    made.commit(manifest_after(first, ext=phases_mark(PUBLISHED)))
+    made.write_head(1, ())
+    return made
+
+
+def test_all_phases_of_a_receipt_are_shown_in_their_order() -> None:
+    receipt = ApplyReceipt(
+        version=1,
+        previous=0,
+        step=None,
+        state=StateDigest(),
+        plan="",
+        nnz=1,
+        nbytes=1,
+        requests=1,
+        refetched=(),
+        lag_versions=0,
+        staleness_s=1.0,
+        fetch_s=1.0,
+        stage_s=1.0,
+        swap_s=1.0,
+        pause_s=1.0,
+        publish_phases=PUBLISHED,
+    )
+    assert tuple(receipt.phases) == PHASES
+
+
+@pytest.mark.parametrize("value", ["1", None, True, -1.0, inf, 1e300, [1.0], {}])
+def test_times_that_cannot_be_are_left_out(value: object) -> None:
+    assert replica_phases({"look": value, "fetch": 2, "other": 1.0}) == {"fetch": 2.0}
+
+
+@pytest.mark.parametrize("last", [None, {}, {"version": 0}, {"version": "1"}, {"version": None}])
+def test_times_of_another_version_are_not_those_of_the_held_one(
+    chain: Chain, last: dict[str, Any] | None
+) -> None:
+    assert report(chain, 1, last=last, phases=APPLIED).phases == {}
+    assert report(chain, 1, last={"version": 1}, phases=APPLIED).phases == APPLIED
+
+
+def test_a_version_has_the_times_of_its_publisher_and_of_its_replicas(chain: Chain) -> None:
+    view, track = view_of(chain), PhaseTrack()
+    manifest = chain.read(1).digest
+    track.add("http://a", manifest, APPLIED)
+    track.add("http://b", manifest, APPLIED | {"look": 2.5})
+    found = version_document(view, track.of, 1)
+    assert found is not None
+    rows = {row["name"]: row for row in found["phases"]}
+    assert tuple(rows) == PHASES
+    assert rows["encode"] == {"name": "encode", "seconds": 1.5}
+    expected = {"seconds": 1.5, "slowest_s": 2.5, "slowest": "http://b", "replicas": 2}
+    assert rows["look"] == {"name": "look", **expected}
+    older = version_document(view, track.of, 0)
+    assert older is not None
+    assert older["phases"] == []
+
+
+def test_a_chart_has_a_column_of_each_known_phase(chain: Chain) -> None:
+    view, track = view_of(chain), PhaseTrack()
+    columns = chart_document(view, track.middles(), 0, 9)["phases"]
+    assert tuple(columns) == PHASES
+    assert columns["diff"] == [None, 0.25]
+    assert columns["look"] == []
+    track.add("http://a", chain.read(0).digest, APPLIED)
+    assert chart_document(view, track.middles(), 0, 9)["phases"]["look"] == [0.5, None]
+
+
+def test_medians_follow_what_is_added() -> None:
+    track = PhaseTrack()
+    for number, seconds in enumerate([3.0, 1.0, 2.0]):
+        track.add(f"http://{number}", "m", {"look": seconds})
+    assert track.middles() == {"m": {"look": 2.0}}
+    revision = track.revision
+    track.add("http://0", "m", {"look": 3.0})  # asked again: nothing new
+    assert track.revision == revision
+    track.add("http://0", "m", {"look": 1.5})
+    assert track.middles() == {"m": {"look": 1.5}}
+    assert track.revision > revision
+    assert middle({}) == {}
+
+
+def test_without_a_manifest_or_times_nothing_is_kept() -> None:
+    track = PhaseTrack()
+    track.add("http://a", "", APPLIED)
+    track.add("http://a", "m", {})
+    assert (track.middles(), track.revision) == ({}, 0)
+
+
+def test_the_oldest_versions_are_forgotten_first() -> None:
+    track = PhaseTrack(kept=6)
+    for version in range(10):
+        for engine in ("a", "b"):
+            track.add(engine, f"m{version}", dict.fromkeys(REPLICA_PHASES, 1.0))
+    assert set(track.middles()) == {"m7", "m8", "m9"}
+    assert track.of("m0") == {}
