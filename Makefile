@@ -28,16 +28,17 @@ ENGINE ?= vllm
 demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a real S3 server
 	$(BIN)/deltachain demo-async --engine $(ENGINE) $(if $(DASHBOARD),--dashboard) $(DEMO)
 
-examples: venv venv-vllm venv-sglang  ## run every example
-	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+examples: venv venv-vllm venv-sglang  ## run every example, with a small model
+	$(BIN)/pytest -m slow tests/e2e/test_examples.py
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Three processes for two cores: most tests wait for a server or a child. Each has servers of its own.
 test: venv  ## the tests that need no GPU: nine minutes
 	$(BIN)/pytest -n 3 --dist worksteal
 
-test-long: examples  ## the tests that take minutes, and the examples
+test-long: venv venv-vllm venv-sglang  ## the tests that take minutes, each example among them
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"
+	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Minutes of all runs count: started again, it goes on. MINUTES=10 for a look.
 MINUTES ?= 120
