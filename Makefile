@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .DEFAULT_GOAL := help
 .PHONY: prometheus venv-sky venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
-.PHONY: docs package soak test-floors test-triton test-browser bench-browser
+.PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -43,6 +43,11 @@ test-long: examples  ## the tests that take minutes, and the examples
 MINUTES ?= 120
 soak: venv  ## publish, maintain, mirror and follow for two hours; memory and open files must not grow
 	$(BIN)/python -m tests.crash.soak --minutes $(MINUTES)
+
+# Minutes of all runs count here too. SEED=2 for other accidents; everything is kept in the folder chaos.
+SEED ?= 1
+chaos: venv venv-vllm venv-sglang  ## two hours of accidents to a trainer, an S3 server and two real engines
+	$(BIN)/python -m tests.crash.chaos --minutes $(MINUTES) --seed $(SEED)
 
 test-dist: venv  ## trainers of several ranks
 	$(BIN)/pytest tests/ranks -m "dist and not slow"

@@ -211,6 +211,9 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "ENGINES": Variable(
         "addresses of the replicas of a fleet: a list with commas, or a file with one a line", _line
     ),
+    "PRESENCE_URL": Variable(
+        "URL, apart from the chain, at which a replica writes its presence", _line
+    ),
     "ENGINE_KEY": Variable("API key of the engines, for fleet and agent", _line),
     "ENGINE_KEY_FILE": Variable(
         "file with such keys, one a line, read again when it changes", Path

@@ -24,6 +24,7 @@ GAUGES: Final[Mapping[str, str]] = {
     "phase_seconds": "Seconds of a phase of the newest version.",
     "epoch": "Epoch of the publisher.",
     "changed_ratio": "Changed share of all elements in the newest version.",
+    "presence_timestamp_seconds": "Time at which its presence was last written.",
     "left_out_payloads": "Payloads that the source of a mirror does not have any more.",
 }
 """Metrics that may fall: what they mean, by name without ``deltachain_``."""
@@ -46,6 +47,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "commit_seconds": "Seconds of commits.",
     "copied_objects": "Objects copied.",
     "copied_bytes": "Bytes copied.",
+    "presence_failures": "Failed writes of its presence.",
     "store_requests": "Requests to the store, as its provider counts them.",
 }
 """Metrics that only grow while a process lives, by name without ``deltachain_`` and ``_total``."""

@@ -37,16 +37,35 @@ def run_on_small_disk(
         code: What is run.
         arguments: Of the code, from ``sys.argv[1]`` on.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     python = [sys.executable, "-X", "faulthandler", "-c", code, *map(str, arguments)]
     return subprocess.run(
-        [*_way(kind), str(nbytes), str(folder), *python],
+        on_small_disk(kind, folder, nbytes, python),
         capture_output=True,
         text=True,
         check=False,
         timeout=120,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
+
+
+def on_small_disk(kind: str, folder: Path, nbytes: int, command: Sequence[str]) -> list[str]:
+    """A command whose view of a folder is an empty file system of so many bytes.
+
+    Its process id is that of the command; others reach the folder as ``/proc/PID/root/...``.
+
+    Args:
+        kind: ``tmpfs`` or ``ext4``; where that cannot be mounted, the next best is.
+        folder: Where it is mounted; made if it is not there.
+        nbytes: Its size.
+        command: What is run.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    return [*_way(kind), str(nbytes), str(folder), *command]
+
+
+def may_mount() -> bool:
+    """Whether a small disk is a real one here, rather than an ordinary folder."""
+    return _way("tmpfs")[0] == "unshare"
 
 
 @cache

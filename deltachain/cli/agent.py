@@ -22,7 +22,7 @@ from deltachain.cli.options import (
     TrustRemoteCode,
     secret,
 )
-from deltachain.cli.serving import follower_metrics
+from deltachain.cli.serving import shown_follower
 from deltachain.errors import ConfigError
 
 
@@ -88,7 +88,9 @@ def agent(  # noqa: PLR0913 - one argument an option
     )
     with (
         Agent(config, folder, server) as led,
-        follower_metrics(led.subscriber, metrics, engine="agent", follows=not once) as looked,
+        shown_follower(
+            led.subscriber, metrics, engine="agent", place=str(out.resolve()), follows=not once
+        ) as looked,
         stopping(stop, led.subscriber.notify) as by,
     ):
         if once:

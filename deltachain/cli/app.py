@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import deltachain
 from deltachain import environment
@@ -98,6 +98,22 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
+class Command(TyperCommand):
+    """Command whose usage names arguments as the documents do: ``URL``, ``[URL]`` if optional."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer's own
+        """Return the parts of the usage line."""
+        return [_plain(piece) for piece in super().collect_usage_pieces(ctx)]
+
+
+def _plain(piece: str) -> str:
+    """Return a part of typer's usage line without its braces and second brackets."""
+    name, repeated = piece.strip("[]{}."), "..." if "..." in piece else ""
+    if piece.startswith("{"):
+        return f"{name.upper()}{repeated}"
+    return f"[{name}{repeated}]" if piece.startswith("[[") else piece
+
+
 def explain(error: Exception) -> DeltaChainError | None:
     """Convert an exception to a library error; ``None`` for a bug."""
     if isinstance(error, DeltaChainError):
@@ -168,4 +184,4 @@ CLONE: Final = Path(deltachain.__file__).parents[1] / "spaces" / "environment"
 for panel, commands in PANELS.items():
     for command in commands:
         hidden = command is demo_async and not CLONE.is_dir()
-        app.command(rich_help_panel=panel, hidden=hidden)(command)
+        app.command(cls=Command, rich_help_panel=panel, hidden=hidden)(command)

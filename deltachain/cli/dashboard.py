@@ -12,7 +12,7 @@ import typer
 
 from deltachain import environment
 from deltachain.cli import console as c
-from deltachain.cli.options import KeyFile, Poll, TokenFile, Url, secret
+from deltachain.cli.options import BoardUrls, KeyFile, Poll, TokenFile, Url, secret
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
             help="Address of a replica; may be given several times. Default: DELTACHAIN_ENGINES.",
         ),
     ] = None,
+    presence: BoardUrls = None,
     listen: Annotated[
         str,
         typer.Option(
@@ -67,26 +68,32 @@ def dashboard(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain dashboard /mnt/policy`
 
+    Example: `deltachain dashboard s3://bucket/run-1 --presence s3://bucket/run-1-replicas`
+
     Example: `deltachain dashboard s3://bucket/run-1 --engine http://a:8000 --engine http://b:30000`
     """
     import uvicorn
 
-    from deltachain.control.client.inventory import engines_of
+    from deltachain.control.client.inventory import engines_of, parse_inventory, split_boards
     from deltachain.dashboard.alerts import AlertLimits
     from deltachain.dashboard.app import create_app
     from deltachain.dashboard.chain_index import ChainIndex
     from deltachain.dashboard.watcher import Watcher
+    from deltachain.presence.board import PresenceBoard
     from deltachain.store import open_store
 
     given = environment.read(os.environ)
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
     silence_s = max_silence or given.get("MAX_SILENCE_S", 60.0)
-    listed = given.get("ENGINES", "")
-    clients = _clients(engine or (listed and engines_of(listed)) or (), token, key)
+    listed = "" if engine or presence else given.get("ENGINES", "")
+    asked, stores = split_boards(parse_inventory(listed) if listed else engine or ())
+    clients = _clients(engines_of(asked) if listed else asked, token, key)
+    boards = [PresenceBoard(one) for one in (*stores, *(presence or ()))]
     with closing(open_store(url)) as store, closing(_bound(listen, token)) as server:
         poll_s = poll or store.capabilities.poll_s
         limits = AlertLimits(max_lag=max_lag, max_silence_s=silence_s)
-        with Watcher(ChainIndex(store), clients, poll_s=poll_s, limits=limits) as watcher:
+        index = ChainIndex(store)
+        with Watcher(index, clients, boards=boards, poll_s=poll_s, limits=limits) as watcher:
             c.say(f"dashboard of {store.url} at {_address(server)}")
             config = uvicorn.Config(
                 create_app(watcher, token=token),

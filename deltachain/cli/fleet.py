@@ -19,7 +19,7 @@ from rich.live import Live
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.follow import stopping
-from deltachain.cli.options import AsJson, KeyFile, TokenFile, secret
+from deltachain.cli.options import AsJson, BoardUrls, KeyFile, TokenFile, secret
 from deltachain.cli.replica_table import replica_json, replica_table
 from deltachain.errors import ConfigError, ControlPlaneError
 
@@ -57,8 +57,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Argument(
             metavar="[ENGINE...]",
-            help="Addresses of the replicas: http://HOST:PORT, or dns://NAME:PORT for all that a "
-            "name stands for. Default: the inventory.",
+            help="Addresses of the replicas: http://HOST:PORT, dns://NAME:PORT for all that a name "
+            "stands for, or the URL where they write their presence. Default: the inventory.",
         ),
     ] = None,
     *,
@@ -72,6 +72,7 @@ def fleet(  # noqa: PLR0913 - one argument an option
             "commas or such a file.",
         ),
     ] = None,
+    presence: BoardUrls = None,
     version: Annotated[
         int | None,
         typer.Option(
@@ -103,7 +104,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
         typer.Option(
             min=0,
             metavar="S",
-            help="Seconds without an answer of its store after which a replica is cut off.",
+            help="Seconds without an answer of its store after which a replica is cut off, and "
+            "without a new presence after which it is silent.",
         ),
     ] = 60.0,
     token_file: TokenFile = None,
@@ -113,13 +115,16 @@ def fleet(  # noqa: PLR0913 - one argument an option
     """Query or control replicas in parallel; the worst come first.
 
     All are asked at once, and compared: the lag is behind the newest version that any of them has
-    seen. Exits with 7 if one failed, is poisoned, in doubt, cut off from its store, or stale.
+    seen. Exits with 7 if one failed, is silent, poisoned, in doubt, cut off from its store, or
+    stale.
 
     Example: `deltachain fleet status http://a:8000 http://b:30000`
 
     Example: `deltachain fleet status --inventory replicas.txt --watch`
 
     Example: `deltachain fleet status dns://policy.default.svc:8000 --max-lag 3`
+
+    Example: `deltachain fleet status --presence s3://policies/run-1-replicas`
 
     Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
@@ -133,16 +138,25 @@ def fleet(  # noqa: PLR0913 - one argument an option
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
     seconds = timeout or (STATUS_S if verb is Verb.STATUS else ACTION_S)
     limits = HealthLimits(lag=max_lag, silence_s=max_silence)
-    entries = _entries(engines or [], inventory)
-    with Roster(entries, token=token, key=key, timeout_s=seconds) as roster:
+    entries, boards = _entries(engines or [], inventory, presence or []), presence or []
+    with Roster(entries, boards=boards, token=token, key=key, timeout_s=seconds) as roster:
+        if roster.boards and verb is not Verb.STATUS:
+            raise ConfigError(
+                f"{roster.boards[0]}: a presence is read, and takes no {verb}",
+                hint="give addresses of replicas",
+            )
         round_ = partial(_round, roster, partial(_ask, verb, version), limits, as_json=as_json)
         rows = _watch(round_, every, as_json=as_json) if watch else round_()
     if any(row.is_alarming for row in rows):
         raise typer.Exit(ControlPlaneError.exit_code)
 
 
-def _entries(engines: Sequence[str], inventory: Path | None) -> Sequence[str]:
+def _entries(
+    engines: Sequence[str], inventory: Path | None, presence: Sequence[str]
+) -> Sequence[str]:
     """Return the addresses: of the command line, else of a file, else of the environment.
+
+    Where URLs of presences are given, the environment is not asked.
 
     Raises:
         ConfigError: There are none, or both of the first two.
@@ -154,12 +168,15 @@ def _entries(engines: Sequence[str], inventory: Path | None) -> Sequence[str]:
     if inventory is not None:
         return read_inventory(inventory)
     given: str = environment.read(os.environ).get("ENGINES", "")
-    if not engines and not given:
+    if engines or presence:
+        return engines
+    if not given:
         raise ConfigError(
             "no replica is given",
-            hint="give addresses, --inventory FILE or the variable DELTACHAIN_ENGINES",
+            hint="give addresses, --inventory FILE, --presence URL or the variable "
+            "DELTACHAIN_ENGINES",
         )
-    return engines or parse_inventory(given)
+    return parse_inventory(given)
 
 
 def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> ReplicaStatus:

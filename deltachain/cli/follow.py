@@ -24,7 +24,7 @@ from deltachain.cli.options import (
     TrustRemoteCode,
     Url,
 )
-from deltachain.cli.serving import follower_metrics
+from deltachain.cli.serving import shown_follower
 
 if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt, Subscriber
@@ -59,7 +59,9 @@ def follow(  # noqa: PLR0913 - one argument an option
     config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
     stop = Event()
     with Subscriber(config, OwnFolder(out)) as subscriber, stopping(stop, subscriber.notify) as by:
-        with follower_metrics(subscriber, metrics, engine="follow", follows=not once) as looked:
+        with shown_follower(
+            subscriber, metrics, engine="follow", place=str(out.resolve()), follows=not once
+        ) as looked:
             receipts = (
                 _catch_up(subscriber, stop, every_version=every_version)
                 if once

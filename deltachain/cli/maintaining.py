@@ -99,7 +99,7 @@ def maintain(  # noqa: PLR0913 - one argument an option
     become expensive, and prunes: a record names the edges that are no longer used, and their
     objects are deleted when the grace is over. Runs anywhere, beside publishers, followers and
     other maintainers. It waits for a chain that nobody has made yet, needs the right to write, and
-    no torch.
+    no torch. With `--once` it fails if newcomers still cannot join.
 
     Example: `deltachain maintain s3://bucket/run-1 --every 5m --keep-last 500`
     """
@@ -119,9 +119,9 @@ def maintain(  # noqa: PLR0913 - one argument an option
                 c.say_error(error)  # the next round tries again
             else:
                 if found is not None:
-                    _tell(found, as_json=as_json)
-                elif once:
-                    raise ChainError(f"{url} has no version yet")
+                    _tell(found, as_json=as_json, but_no_way=once)
+                if once:
+                    _check_joinable(found, url)
             if once or stop.wait(pause):
                 return
 
@@ -269,8 +269,14 @@ def _until_interrupted(stop: Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell(found: Maintained, *, as_json: bool) -> None:
-    """Print what a round did; nothing for a round without work."""
+def _tell(found: Maintained, *, as_json: bool, but_no_way: bool) -> None:
+    """Print what a round did; nothing for a round without work.
+
+    Args:
+        found: The round.
+        as_json: Whether to print a JSON object.
+        but_no_way: Whether to leave out that newcomers cannot join, which ends the command.
+    """
     if as_json:
         c.write_json(
             {
@@ -292,8 +298,22 @@ def _tell(found: Maintained, *, as_json: bool) -> None:
         words += _prune_words(_pruned(pruned))
     if words:
         c.out().print(f"version {found.head:>5}  " + "; ".join(words), soft_wrap=True)
-    for failure in found.failed:
+    is_first_said = but_no_way and found.no_way is not None
+    for failure in found.failed[is_first_said:]:
         c.say(f"warning  {failure}", "yellow")
+
+
+def _check_joinable(found: Maintained | None, url: str) -> None:
+    """Check that newcomers can join after a single round.
+
+    Raises:
+        ChainError: The chain has no version.
+        DeltaChainError: They cannot, as the round found.
+    """
+    if found is None:
+        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+    if found.no_way is not None:
+        raise found.no_way
 
 
 def _edge(edge: EdgeSummary) -> dict[str, Any]:

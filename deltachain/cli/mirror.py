@@ -16,7 +16,7 @@ import deltachain
 from deltachain.cli import console as c
 from deltachain.cli.follow import stopping
 from deltachain.cli.options import AsJsonLines, MetricsAddress, Poll
-from deltachain.cli.serving import served_metrics
+from deltachain.cli.serving import shown
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def _copy(  # noqa: PLR0913 - one argument an option
     from deltachain.mirror import Mirror
     from deltachain.mirror import follow as keep
     from deltachain.mirror.figures import MirrorTotals
+    from deltachain.presence.statuses import mirror_status
     from deltachain.store import open_store
 
     there, totals = open_store(source), MirrorTotals()
@@ -130,7 +131,14 @@ def _copy(  # noqa: PLR0913 - one argument an option
             if follow
             else copy.catch_up(stop)
         )
-        with served_metrics(metrics, partial(totals.figures, copy), follows=follow):
+        with shown(
+            metrics,
+            partial(totals.figures, copy),
+            partial(mirror_status, copy, totals, url=there.url),
+            place=store.url,
+            chains=[source, destination],
+            follows=follow,
+        ):
             for receipt in receipts:
                 totals.count(receipt)
                 objects, nbytes = objects + receipt.objects, nbytes + receipt.nbytes

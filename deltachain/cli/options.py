@@ -95,6 +95,15 @@ KeyFile: TypeAlias = Annotated[
         "DELTACHAIN_ENGINE_KEY.",
     ),
 ]
+BoardUrls: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--presence",
+        metavar="URL",
+        help="Where replicas write their presence (their DELTACHAIN_PRESENCE_URL), for those that "
+        "cannot be asked; may be given several times.",
+    ),
+]
 Out: TypeAlias = Annotated[
     Path,
     typer.Option("--out", "-o", metavar="DIR", help="A new folder, or one that this chain fills."),

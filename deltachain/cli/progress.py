@@ -162,6 +162,10 @@ class MeteredStore(Store):
         self._store.delete(key)
 
     @override
+    def clock(self) -> float | None:
+        return self._store.clock()
+
+    @override
     def feed(self, prefix: str, on_change: OnChange) -> Feed | None:
         return self._store.feed(prefix, on_change)
 

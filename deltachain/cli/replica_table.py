@@ -75,6 +75,8 @@ def _wide(row: ReplicaRow) -> tuple[str, str, str, str]:
 def _named(row: ReplicaRow) -> Text:
     """Return address and reasons of a replica, one below the other."""
     text = Text(c.clean(row.engine))
+    if row.written_s is not None:
+        text.append(f"  presence, {_ago(row.written_s)} old", "dim")
     for why in (*row.why, *([row.hint] if row.hint else [])):
         text.append(f"\n  {c.clean(why)}", _style(row))
     return text
@@ -128,6 +130,7 @@ def replica_json(row: ReplicaRow) -> dict[str, Any]:
         "age_s": status.age_s,
         "software": status.engine,
         "deltachain": status.deltachain,
+        "written_s": row.written_s,
     }
 
 

@@ -1,106 +1,124 @@
-"""Metrics of commands that follow a chain: ``--metrics``."""
+"""What commands that follow a chain show of themselves: ``--metrics``, and their presence."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.errors import ConfigError, DeltaChainError
 
 if TYPE_CHECKING:
-    from deltachain.figures import FigureSource
+    from deltachain.figures import Figure, FigureSource
+    from deltachain.replica.status import ReplicaStatus
     from deltachain.subscribe import Subscriber
 
 
-def follower_metrics(
-    subscriber: Subscriber, address: str | None, *, engine: str, follows: bool
-) -> AbstractContextManager[Callable[[DeltaChainError | None], None]]:
-    """Serve the metrics of a subscriber in a context.
+@contextmanager
+def shown_follower(
+    subscriber: Subscriber, address: str | None, *, engine: str, place: str, follows: bool
+) -> Iterator[Callable[[DeltaChainError | None], None]]:
+    """Show a subscriber in a context: its metrics at an address, and its presence.
 
     Args:
         subscriber: The subscriber.
         address: Where, as ``--metrics`` gives it; ``None`` for nowhere.
         engine: What the subscriber writes into; see :func:`deltachain.figures.info`.
-        follows: Whether the command goes on after one update.
+        place: What it has for itself on this machine; see :class:`PresenceWriter`.
+        follows: Whether the command goes on after one update; only then is it shown.
 
-    Returns:
-        The context, whose value must be called after each iteration of following.
+    Yields:
+        What must be called after each iteration of following.
 
     Raises:
-        ConfigError: The address is invalid or cannot be bound, or the command does not go on.
+        ConfigError: As :func:`shown`.
     """
-    if address is None:
-        return nullcontext(lambda _: None)
-    _check_follows(follows=follows)
+    from deltachain.presence.statuses import follower_status
     from deltachain.subscribe.figures import subscriber_figures
     from deltachain.subscribe.totals import Tally
 
-    tally = Tally()
+    tally, given = Tally(), environment.read(os.environ)
+    trouble: DeltaChainError | None = None
 
-    def looked(trouble: DeltaChainError | None) -> None:
-        if trouble is None:
+    def looked(exc: DeltaChainError | None) -> None:
+        nonlocal trouble
+        trouble = exc
+        if exc is None:
             tally.count(subscriber.last)
         else:
             tally.failures += 1
 
-    figures = partial(subscriber_figures, subscriber, tally, engine=engine)
-    given = environment.read(os.environ)
-    return _served(address, figures, partial(_unready, subscriber, given), looked)
+    def status() -> ReplicaStatus:
+        return follower_status(subscriber, given, engine=engine, trouble=trouble)
 
-
-def served_metrics(
-    address: str | None, source: FigureSource, *, follows: bool
-) -> AbstractContextManager[object]:
-    """Serve figures in a context, if an address is given; see :func:`follower_metrics`."""
-    if address is None:
-        return nullcontext()
-    _check_follows(follows=follows)
-    return _served(address, source, lambda: "", None)
-
-
-def _check_follows(*, follows: bool) -> None:
-    if not follows:
-        raise ConfigError("--metrics is for a command that follows, and this one ends by itself")
+    with shown(
+        address,
+        partial(subscriber_figures, subscriber, tally, engine=engine),
+        status,
+        place=place,
+        chains=[subscriber.config.url],
+        follows=follows,
+    ):
+        yield looked
 
 
 @contextmanager
-def _served(
-    address: str,
+def shown(
+    address: str | None,
     source: FigureSource,
-    unready: Callable[[], str],
-    value: Any,  # noqa: ANN401 - passed on
-) -> Iterator[Any]:
-    from deltachain.metrics import MetricsServer
+    status: Callable[[], ReplicaStatus],
+    *,
+    place: str,
+    chains: Sequence[str],
+    follows: bool,
+) -> Iterator[None]:
+    """Serve figures in a context, and write a presence, as far as either is asked for.
 
-    with MetricsServer(address, source, unready) as server:
-        c.say(f"metrics at {server.url}/metrics", "dim")
-        yield value
+    Args:
+        address: Where to serve metrics, as ``--metrics`` gives it; ``None`` for nowhere.
+        source: The figures.
+        status: Returns the status: for the presence, and for what is asked whether it is ready.
+        place: What the process has for itself on this machine; see :class:`PresenceWriter`.
+        chains: URLs of the chains that are read and written.
+        follows: Whether the command goes on by itself; only then is it shown.
+
+    Raises:
+        ConfigError: The address is invalid or cannot be bound, or the command does not go on; or
+            the URL of presences is invalid or not apart from the chains.
+    """
+    if address is not None and not follows:
+        raise ConfigError("--metrics is for a command that follows, and this one ends by itself")
+    board = environment.read_one(os.environ, "PRESENCE_URL") if follows else None
+    with ExitStack() as stack:
+        sources: list[FigureSource] = [source]
+        if board is not None:
+            from deltachain.presence.writer import PresenceWriter
+
+            writer = PresenceWriter(
+                board, status, engine=status().engine, place=place, apart_from=chains
+            )
+            stack.enter_context(writer)
+            sources.append(writer.figures)
+        if address is not None:
+            from deltachain.metrics import MetricsServer
+
+            server = stack.enter_context(
+                MetricsServer(address, _joined(sources), lambda: status().reason)
+            )
+            c.say(f"metrics at {server.url}/metrics", "dim")
+        yield
 
 
-def _unready(subscriber: Subscriber, given: dict[str, Any]) -> str:
-    """Return why a follower does not do its work; empty if it does."""
-    from deltachain.replica.readiness import Condition, why_unready
+def _joined(sources: Sequence[FigureSource]) -> FigureSource:
+    """Return a source of the figures of several."""
 
-    chain, doubt = subscriber.opened, subscriber.watch.doubt
-    condition = Condition(
-        version=subscriber.version,
-        newest=chain.latest if chain else None,
-        poisoned=subscriber.poisoned,
-        released=(),
-        paused=False,
-        doubt=str(doubt.args[0]) if doubt else "",
-        ended="",
-        pinned=subscriber.pinned,
-        caught_up=True,
-        follows=True,
-        silence_s=subscriber.times.silence_s,
-        max_lag=given.get("MAX_LAG"),
-        max_silence_s=given.get("MAX_SILENCE_S"),
-    )
-    return why_unready(condition)
+    def every() -> Iterator[Figure]:
+        for source in sources:
+            yield from source()
+
+    return every

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from deltachain.dashboard.phases import replica_phases
 from deltachain.dashboard.version_summary import shown
+from deltachain.errors import DeltaChainError
+from deltachain.presence.board import Presence
 from deltachain.replica.status import ReplicaStatus
 from deltachain.types import Version
 
@@ -20,9 +22,9 @@ class ReplicaReport:
     """What is known of one replica. Its texts are cut; numbers out of range count as unknown.
 
     Attributes:
-        engine: Its address.
-        answered_at: Time of its last answer, in seconds since 1970 on the dashboard's clock;
-            ``None`` before the first.
+        engine: Its address, or the URL of its record on a board.
+        answered_at: Time of its last answer, or at which it wrote its record, in seconds since 1970
+            on the dashboard's clock; ``None`` before the first.
         trouble: Why it did not answer the last time; empty if it did.
         url: URL of the chain it follows; this and all that follows as of its last answer.
         chain: Id of the chain.
@@ -77,6 +79,14 @@ def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
         software=shown(status.engine),
         phases=replica_phases(status.phases) if applied == status.version else {},
     )
+
+
+def seen(engine: str, found: Presence, now: float) -> ReplicaReport:
+    """Return the report of a replica whose presence was read."""
+    if isinstance(found, DeltaChainError):
+        return ReplicaReport(engine=engine, trouble=shown(str(found.args[0])))
+    report = answered(engine, found.status, now - found.age_s)
+    return replace(report, trouble=shown(f"it ended: {found.ended}")) if found.ended else report
 
 
 def _number(value: int | None) -> Version | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event, Thread
@@ -18,10 +18,11 @@ from deltachain.dashboard.alerts import Alert, AlertLimits, alerts, newest_seen
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.chain_view import ChainView
 from deltachain.dashboard.phases import PhaseTrack
-from deltachain.dashboard.replica_report import ReplicaReport, answered
+from deltachain.dashboard.replica_report import ReplicaReport, answered, seen
 from deltachain.dashboard.track import FleetTrack, Moment
 from deltachain.dashboard.version_summary import shown
-from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
+from deltachain.presence.board import Presence, PresenceBoard
 from deltachain.threads import started
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Watcher(Closeable):
     Args:
         index: Index of the chain.
         clients: Clients of the replicas, which the watcher closes.
+        boards: Boards of further replicas, which can be read only; the watcher closes them too.
         poll_s: Seconds between two looks at the chain.
         asked_s: Seconds between two questions to a replica.
         limits: Limits of alerts.
@@ -74,22 +76,27 @@ class Watcher(Closeable):
         index: ChainIndex,
         clients: Sequence[ReplicaClient] = (),
         *,
+        boards: Sequence[PresenceBoard] = (),
         poll_s: float,
         asked_s: float = ASKED_S,
         limits: AlertLimits | None = None,
     ) -> None:
         self._index = index
         self._clients = tuple(clients)
+        self._boards = tuple(boards)
         self._limits = limits or AlertLimits()
         self._reports = {client.url: ReplicaReport(engine=client.url) for client in clients}
         if len(self._reports) < len(clients):
             raise ConfigError("a replica is named twice", hint="name each engine once")
+        self._present: dict[str, Mapping[str, ReplicaReport]] = {}
         self.track, self.phases = FleetTrack(), PhaseTrack()
         self._stop = Event()
         self._run("chain", self._look, poll_s)
         for client in clients:
             self._run(client.url, partial(self._ask, client), asked_s)
-        if clients:
+        for board in boards:
+            self._run(board.url, partial(self._read, board), asked_s)
+        if clients or boards:
             self._run("track", self._note, asked_s)
 
     @property
@@ -99,12 +106,12 @@ class Watcher(Closeable):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Addresses of the replicas."""
-        return tuple(self._reports)
+        """Addresses of the replicas, and URLs of their records on boards."""
+        return tuple(report.engine for report in self._every())
 
     def overview(self) -> Overview:
         """Return what is known now, without asking anybody."""
-        now, view, reports = time.time(), self._index.view, tuple(self._reports.values())
+        now, view, reports = time.time(), self._index.view, self._every()
         newest = newest_seen(view, reports)
         found = alerts(view, reports, self._limits, now)
         return Overview(now, view, reports, newest, found, self.phases.revision)
@@ -115,6 +122,12 @@ class Watcher(Closeable):
         self._stop.set()
         for client in self._clients:
             client.close()
+        for board in self._boards:
+            board.close()
+
+    def _every(self) -> tuple[ReplicaReport, ...]:
+        present = [report for found in self._present.values() for report in found.values()]
+        return (*self._reports.values(), *present)
 
     def _run(self, name: str, work: Callable[[], object], pause_s: float) -> None:
         """Repeat work in a thread until the watcher is closed."""
@@ -153,9 +166,21 @@ class Watcher(Closeable):
             report = replace(self._reports[client.url], trouble=shown(trouble))
         self._reports[client.url] = report
 
+    def _read(self, board: PresenceBoard) -> None:
+        try:
+            found: Mapping[str, Presence] = board.look()
+        except DeltaChainError as exc:
+            found = {board.url: exc}
+        now = time.time()
+        self._present[board.url] = {name: seen(name, one, now) for name, one in found.items()}
+
     def _note(self) -> None:
         found = self.overview()
+        oldest = found.time - self._limits.max_silence_s
         held = {
-            report.engine: None if report.trouble else report.version for report in found.reports
+            report.engine: None
+            if report.trouble or (report.answered_at or 0.0) < oldest
+            else report.version
+            for report in found.reports
         }
         self.track.add(Moment(found.time, found.newest, held))

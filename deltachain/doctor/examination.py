@@ -10,6 +10,7 @@ from typing import Any, Final
 from deltachain.doctor.engines import check_engines
 from deltachain.doctor.finding import Finding, Grade, Role, failed, note
 from deltachain.doctor.packages import check_packages
+from deltachain.doctor.presence import check_presence
 from deltachain.doctor.probe import STORE, probe_latency, probe_writes
 from deltachain.doctor.settings import check_files, check_names, check_transport
 from deltachain.doctor.start import check_chain, check_server
@@ -29,7 +30,8 @@ def examine(
 ) -> Iterator[Finding]:
     """Examine this machine for one role; yield findings as they are made.
 
-    Only a publisher's store is written to, under keys of its own that are removed.
+    Only a publisher's store is written to, and the place for presences, under keys of their own
+    that are removed.
 
     Args:
         url: URL of the chain; empty for ``DELTACHAIN_URL``.
@@ -47,6 +49,8 @@ def examine(
         yield from check_engines(environment)
         yield from check_server(environment)
     url = url or environment.get("DELTACHAIN_URL", "")
+    if role is Role.FOLLOWER:
+        yield from check_presence(environment, url)
     if not url:
         yield note(STORE, "no store was examined", "give its URL, or set DELTACHAIN_URL")
     elif all(finding.grade is not Grade.FAULT for finding in transport):

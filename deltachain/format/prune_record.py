@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Literal
 
 from deltachain.format.documents import Count, Document, EdgeSummary, Struct
@@ -43,6 +44,30 @@ class PrunedRange(Struct, frozen=True, kw_only=True):
         return (kind, span) == (self.kind, self.span) and self.first <= version <= self.last
 
 
+def range_of(
+    rows: Sequence[PrunedRange], kind: str, base: Version | None, version: Version
+) -> PrunedRange | None:
+    """Return the range that an edge is in, in O(log n); ``None`` if there is none.
+
+    Args:
+        rows: Ranges sorted by kind, span and first version, which do not overlap.
+        kind: Kind of the edge.
+        base: Base of the edge; ``None`` if it has none.
+        version: The version that the edge leads to.
+    """
+    span = 0 if base is None else version - base
+    place = bisect_right(
+        rows, (kind, span, version), key=lambda row: (row.kind, row.span, row.first)
+    )
+    row = rows[place - 1] if place else None
+    return row if row is not None and row.covers(kind, base, version) else None
+
+
+def closes(rows: Sequence[PrunedRange], version: Version) -> bool:
+    """Return whether ranges contain the delta to a version; for ``rows`` see :func:`range_of`."""
+    return range_of(rows, "delta", version - 1, version) is not None
+
+
 class PruneRecord(Document, frozen=True, kw_only=True):
     """All edges pruned so far: a later record replaces an earlier one.
 
@@ -72,12 +97,7 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
     def range_of(self, kind: str, base: Version | None, version: Version) -> PrunedRange | None:
         """Return the range that an edge is in, in O(log n); ``None`` if it is not pruned."""
-        span = 0 if base is None else version - base
-        place = bisect_right(
-            self.pruned, (kind, span, version), key=lambda row: (row.kind, row.span, row.first)
-        )
-        row = self.pruned[place - 1] if place else None
-        return row if row is not None and row.covers(kind, base, version) else None
+        return range_of(self.pruned, kind, base, version)
 
     def covers(self, edge: EdgeSummary) -> bool:
         """Return whether an edge is pruned."""
@@ -88,4 +108,4 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
         Parts of a skip or an anchor that come late would be taken for orphans.
         """
-        return self.range_of("delta", version - 1, version) is not None
+        return closes(self.pruned, version)

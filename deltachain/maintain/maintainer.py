@@ -16,6 +16,7 @@ from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
+    DeltaChainError,
     FormatError,
     ObjectNotFoundError,
     TensorMismatchError,
@@ -45,7 +46,8 @@ class Maintained:
         skips: Skips added.
         anchors: Anchors added.
         pruned: What was pruned; ``None`` without pruning.
-        failed: What could not be done, a message each.
+        failed: What could not be done, a message each; that newcomers cannot join comes first.
+        no_way: Why newcomers cannot join; ``None`` if they can.
     """
 
     head: int
@@ -53,6 +55,7 @@ class Maintained:
     anchors: tuple[EdgeSummary, ...] = ()
     pruned: PrunePlan | None = None
     failed: tuple[str, ...] = ()
+    no_way: DeltaChainError | None = None
 
 
 class Maintainer:
@@ -104,28 +107,34 @@ class Maintainer:
             return None
         self.chain.prunes.refresh()
         failed: list[str] = []
-        healed = self._heal(head, done, failed)
+        healed, no_way = self._heal(head, done)
+        failed += [] if no_way is None else [f"{no_way.args[0]}; {no_way.hint}"]
         self._note_lost(head, failed)
         skips = tuple(self._add_skips(head, done, failed))
         anchors = (*healed, *self._add_anchor(head, done, failed))
         self.hint(head)
         pruned = self._prune(failed)
         return Maintained(
-            head=head.version, skips=skips, anchors=anchors, pruned=pruned, failed=tuple(failed)
+            head=head.version,
+            skips=skips,
+            anchors=anchors,
+            pruned=pruned,
+            failed=tuple(failed),
+            no_way=no_way,
         )
 
     def _heal(
-        self, head: Committed, done: Callable[[EdgeSummary], None], failed: list[str]
-    ) -> tuple[EdgeSummary, ...]:
+        self, head: Committed, done: Callable[[EdgeSummary], None]
+    ) -> tuple[tuple[EdgeSummary, ...], DeltaChainError | None]:
+        """Add an anchor if newcomers cannot join; return it, or why they still cannot."""
         try:
             summary = heal(self.chain, head, self.copy)
         except (BrokenChainError, TensorMismatchError) as error:
-            failed.append(f"{error.args[0]}; {error.hint}")
-            return ()
+            return (), error
         if summary is None:
-            return ()
+            return (), None
         done(summary)
-        return (summary,)
+        return (summary,), None
 
     def _prune(self, failed: list[str]) -> PrunePlan | None:
         try:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from deltachain.chain.chain import Committed
 from deltachain.chain.skips import SPANS
 from deltachain.format.documents import EdgeSummary
+from deltachain.format.prune_record import closes
 from deltachain.maintain.survey import Survey, by_version
 from deltachain.store import ObjectInfo
 
@@ -48,7 +49,8 @@ def orphans(
             continue
         mine = [own[version]] if folder == "deltas" and version in own else []
         mine += known.get((folder, version), [])
-        if not (_is_settled(folder, version, mine) or own.get(version) in gone):
+        is_gone = own.get(version) in gone or closes(survey.forgotten, version)
+        if not (_is_settled(folder, version, mine) or is_gone):
             continue
         named = [parts[edge] for edge in mine]
         if all(one is not None for one in named):

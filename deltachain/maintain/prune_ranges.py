@@ -6,8 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import cast
 
+from msgspec.structs import replace
+
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.prune_record import PrunedKind, PrunedRange, PruneRecord
+from deltachain.types import Version
 
 
 def span_of(edge: EdgeSummary) -> int:
@@ -38,46 +41,44 @@ def times_of(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> dict[E
 
 
 def ranges(
-    edges: Iterable[EdgeSummary], after: Mapping[EdgeSummary, float], now: float
+    edges: Iterable[EdgeSummary],
+    after: Mapping[EdgeSummary, float],
+    now: float,
+    forgotten: Iterable[PrunedRange] = (),
 ) -> tuple[PrunedRange, ...]:
     """Return pruned edges as ranges that contain no other edge.
 
     Args:
-        edges: All edges.
+        edges: All edges that are not forgotten.
         after: Earliest time of deletion of each pruned one.
         now: Time of the store; times up to it need not be told apart.
+        forgotten: Ranges of pruned edges that are not among ``edges``.
     """
-    lines: dict[tuple[str, int], list[EdgeSummary]] = defaultdict(list)
+    lines: dict[tuple[str, int], list[tuple[Version, PrunedRange | None]]] = defaultdict(list)
+    for row in forgotten:
+        lines[row.kind, row.span].append((row.first, row))
     for edge in edges:
         if edge.kind != "base":
-            lines[edge.kind, span_of(edge)].append(edge)
+            own = _range(edge, after[edge]) if edge in after else None
+            lines[edge.kind, span_of(edge)].append((edge.version, own))
     found: list[PrunedRange] = []
-    for (kind, span), line in sorted(lines.items()):
-        runs: list[list[EdgeSummary]] = []
-        previous: EdgeSummary | None = None
-        for edge in sorted(line, key=lambda edge: edge.version):
-            if edge in after:
-                if previous in after and _alike(after[runs[-1][-1]], after[edge], now):
-                    runs[-1].append(edge)
-                else:
-                    runs.append([edge])
-            previous = edge
-        found += [_range(kind, span, run, after) for run in runs]
+    for _, line in sorted(lines.items()):
+        previous: PrunedRange | None = None
+        for _, one in sorted(line, key=lambda place: place[0]):
+            if one is not None and previous is not None and _alike(previous, one, now):
+                found.pop()
+                last, late = max(previous.last, one.last), max(previous.after, one.after)
+                one = replace(previous, last=last, after=late)  # noqa: PLW2901 - both in one
+            if one is not None:
+                found.append(one)
+            previous = one
     return tuple(found)
 
 
-def _alike(one: float, other: float, now: float) -> bool:
-    return one == other or max(one, other) <= now
+def _alike(one: PrunedRange, other: PrunedRange, now: float) -> bool:
+    return one.after == other.after or max(one.after, other.after) <= now
 
 
-def _range(
-    kind: str, span: int, run: Collection[EdgeSummary], after: Mapping[EdgeSummary, float]
-) -> PrunedRange:
-    versions = [edge.version for edge in run]
-    return PrunedRange(
-        kind=cast("PrunedKind", kind),
-        span=span,
-        first=min(versions),
-        last=max(versions),
-        after=max(after[edge] for edge in run),
-    )
+def _range(edge: EdgeSummary, after: float) -> PrunedRange:
+    kind, version = cast("PrunedKind", edge.kind), edge.version
+    return PrunedRange(kind=kind, span=span_of(edge), first=version, last=version, after=after)

@@ -24,7 +24,7 @@ from deltachain.format.prune_record import PruneRecord
 from deltachain.maintain.keep import KeepRule, newest_edges
 from deltachain.maintain.orphans import orphans
 from deltachain.maintain.prune_ranges import prunable, ranges, times_of
-from deltachain.maintain.survey import Survey, by_version
+from deltachain.maintain.survey import Survey, by_version, without_objects
 from deltachain.maintain.ways import ways_between, ways_to
 from deltachain.store import ObjectInfo
 from deltachain.threads import Pool
@@ -50,8 +50,9 @@ class PrunePlan:
         head: The newest version.
         time: Time of the store, in seconds since 1970.
         retired: Edges that the next record adds.
-        after: Earliest time of deletion of every pruned edge.
-        edges: All edges of the chain.
+        after: Earliest time of deletion of every pruned edge that is not forgotten.
+        edges: All edges of the chain that are not forgotten.
+        ended: Pruned edges whose objects are deleted.
         due: Objects of pruned edges whose grace is over.
         waiting: Objects of pruned edges whose grace is not over.
         orphans: Objects that no document names.
@@ -62,6 +63,7 @@ class PrunePlan:
     retired: tuple[EdgeSummary, ...]
     after: Mapping[EdgeSummary, float]
     edges: tuple[EdgeSummary, ...]
+    ended: tuple[EdgeSummary, ...]
     due: tuple[ObjectInfo, ...]
     waiting: tuple[ObjectInfo, ...]
     orphans: tuple[ObjectInfo, ...]
@@ -120,14 +122,12 @@ class Pruner:
         head = chain.head()
         if head is None:
             return None
-        edges = self.survey.edges(head)
         now = time.time() if dry else store_time(chain, head)
+        first = self._first(head)
+        edges, objects, ways = self._look(head, first)
         past = times_of(record, edges)
         gone = {edge for edge, after in past.items() if after <= now}
-        objects = self.survey.objects()
-        first = self._first(head)
         stay = newest_edges(edges, first=first)
-        ways = self._ways(head, first, edges)
         gone -= ways | self._whole(gone & stay, objects)  # taken back, since it is there
         wanted = prunable(edges, ways | stay)
         retired = tuple(sorted(wanted - past.keys() - gone, key=_order))
@@ -139,10 +139,25 @@ class Pruner:
             retired=retired,
             after=after,
             edges=edges,
+            ended=without_objects(gone, objects),
             due=self._objects(gone, objects),
             waiting=self._objects(after.keys() - gone, objects),
             orphans=orphans(self.survey, head, objects, gone),
         )
+
+    def _look(
+        self, head: Committed, first: Version
+    ) -> tuple[tuple[EdgeSummary, ...], dict[str, ObjectInfo], set[EdgeSummary]]:
+        """Return edges, payload objects, and the edges of the ways to kept versions.
+
+        Reads all edges again if some that are forgotten came back.
+        """
+        while True:
+            edges, objects = self.survey.edges(head), self.survey.objects()
+            ways = self._ways(head, first, edges)
+            if not self.survey.must_recall(ways, objects):
+                return edges, objects, ways
+            self.survey.recall()
 
     def record(self, plan: PrunePlan) -> PruneRecord | None:
         """Write the record of a plan; ``None`` if the newest one says the same.
@@ -152,7 +167,7 @@ class Pruner:
             AlreadyExistsError: Another maintainer wrote a record meanwhile; plan again.
         """
         chain, newest = self._chain, self._newest()
-        rows = ranges(plan.edges, plan.after, plan.time)
+        rows = ranges(plan.edges, plan.after, plan.time, self.survey.forgotten)
         if rows == (newest.pruned if newest else ()):
             return None
         self._say_taken_back(plan, newest)
@@ -206,6 +221,7 @@ class Pruner:
                 return None
             try:
                 self.record(plan)
+                self.survey.forget(plan.ended, plan.time)
                 break
             except AlreadyExistsError:
                 if attempt == TRIES - 1:

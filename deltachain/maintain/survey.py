@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeAlias
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.edge_record import read_summary
 from deltachain.errors import FormatError, ObjectNotFoundError
 from deltachain.format.documents import EdgeSummary
-from deltachain.format.keys import PAYLOADS, version_of
+from deltachain.format.keys import EDGE_PREFIX, PAYLOADS, edge_of, version_of
+from deltachain.format.prune_record import PrunedRange, range_of
+from deltachain.maintain.prune_ranges import ranges
 from deltachain.store import ObjectInfo
 from deltachain.threads import Pool
 from deltachain.types import Version
+
+_Place: TypeAlias = tuple[str, Version]
 
 READS: Final = 16
 """Documents read at a time."""
@@ -26,9 +30,14 @@ class Survey:
 
     Args:
         chain: The chain.
+
+    Attributes:
+        forgotten: Pruned edges that are kept as ranges only, so that memory does not grow with the
+            chain; see :meth:`forget`.
     """
 
     chain: Chain
+    forgotten: tuple[PrunedRange, ...] = field(default=(), init=False)
     _edges: dict[tuple[Version, str, Version | None], EdgeSummary] = field(default_factory=dict)
     _records: dict[str, EdgeSummary | None] = field(default_factory=dict)
     _parts: dict[EdgeSummary, dict[str, int]] = field(default_factory=dict)
@@ -37,15 +46,17 @@ class Survey:
     def edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
         """Return all edges up to the head, by version; reads what is new since the last call.
 
-        Edge records that are damaged, or that no trusted key signed, are left out.
+        Edges that are forgotten are left out, and edge records that are damaged or that no trusted
+        key signed.
         """
         for committed in self.chain.windows(head):
             self._add((*committed.manifest.recent, committed.manifest.summary()))
             if committed.manifest.window_from <= self._seen:
                 break
         self._seen = head.version
-        keys = [info.key for info in self.chain.store.list("edges/")]
-        self._forget(set(self._records) - set(keys))
+        listed = (info.key for info in self.chain.store.list(EDGE_PREFIX))
+        keys = {key for key in listed if not self._is_forgotten(key)}
+        self._drop(set(self._records) - keys)
         new = [key for key in keys if self._records.get(key) is None]
         with Pool(READS) as pool:
             self._records |= dict(zip(new, pool.map(self._read, new), strict=True))
@@ -53,17 +64,82 @@ class Survey:
         edges = (edge for edge in self._edges.values() if edge.version <= head.version)
         return tuple(sorted(edges, key=lambda edge: (edge.version, edge.kind, edge.base or 0)))
 
-    def _forget(self, keys: Set[str]) -> None:
-        """Forget records that are gone."""
+    def forget(self, edges: Collection[EdgeSummary], time: float) -> None:
+        """Keep edges as ranges only.
+
+        Args:
+            edges: Pruned edges whose time has come, and without an object where their parts were.
+            time: Time of the store, in seconds since 1970.
+        """
+        gone = set(edges)
+        if not gone:
+            return
+        after = dict.fromkeys(gone, time)
+        self.forgotten = ranges(self._edges.values(), after, time, self.forgotten)
+        self._edges = {place: edge for place, edge in self._edges.items() if edge not in gone}
+        for edge in gone:
+            self._records.pop(edge.record, None)
+
+    def must_recall(self, edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]) -> bool:
+        """Return whether edges that are forgotten are needed again.
+
+        Args:
+            edges: Edges that stay.
+            objects: Payload objects, by key.
+        """
+        if not self.forgotten:
+            return False
+        return any(self._covers(edge) for edge in edges) or self._came_back(by_version(objects))
+
+    def _came_back(self, there: Mapping[_Place, Iterable[ObjectInfo]]) -> bool:
+        """Return whether there are objects of forgotten edges, or of unknown ones in their place.
+
+        Leaves out objects that an unreadable record may name: others decide about them.
+        """
+        rows: dict[str, list[PrunedRange]] = defaultdict(list)
+        for row in self.forgotten:
+            rows[f"{row.kind}s"].append(row)
+        places = {
+            place
+            for place in there.keys() - self.unreadable()
+            for row in rows[place[0]]
+            if row.first <= place[1] <= row.last and place[1] % max(row.span, 1) == 0
+        }
+        known: dict[_Place, set[str] | None] = {place: set() for place in places}
+        others = [edge for edge in self._edges.values() if _place(edge) in places]
+        for edge, parts in self.parts_of(others).items():
+            keys = known[_place(edge)]
+            known[_place(edge)] = None if parts is None or keys is None else keys | parts.keys()
+        return any(
+            info.key not in keys
+            for place, keys in known.items()
+            if keys is not None
+            for info in there[place]
+        )
+
+    def recall(self) -> None:
+        """Forget nothing any more: the next call reads all edges again."""
+        self.forgotten, self._seen = (), -1
+        self._edges, self._records = {}, {}
+
+    def has_record(self, key: str) -> bool:
+        """Return whether an edge has a record, which may be damaged or forgotten."""
+        return key in self._records or self._is_forgotten(key)
+
+    def _covers(self, edge: EdgeSummary) -> bool:
+        return range_of(self.forgotten, edge.kind, edge.base, edge.version) is not None
+
+    def _is_forgotten(self, key: str) -> bool:
+        place = edge_of(key) if self.forgotten else None
+        return place is not None and range_of(self.forgotten, *place) is not None
+
+    def _drop(self, keys: Set[str]) -> None:
+        """Leave out records that are gone."""
         for key in keys:
             del self._records[key]
         self._edges = {
             place: edge for place, edge in self._edges.items() if edge.record not in keys
         }
-
-    def has_record(self, key: str) -> bool:
-        """Return whether the last listing showed an edge record, damaged or not."""
-        return key in self._records
 
     def unreadable(self) -> frozenset[tuple[str, Version]]:
         """Return folder and version of the parts that unreadable edge records may name.
@@ -115,23 +191,31 @@ class Survey:
 
     def _add(self, edges: Iterable[EdgeSummary]) -> None:
         for edge in edges:
-            place = (edge.version, edge.record, edge.base)
-            self._edges[place] = edge
+            if not self._covers(edge):
+                self._edges[edge.version, edge.record, edge.base] = edge
 
     def _read(self, key: str) -> EdgeSummary | None:
         chain = self.chain
         return read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
 
 
-def _place(edge: EdgeSummary) -> tuple[str, Version]:
+def _place(edge: EdgeSummary) -> _Place:
     return f"{edge.kind}s", edge.version
 
 
-def by_version(objects: Mapping[str, ObjectInfo]) -> dict[tuple[str, Version], list[ObjectInfo]]:
+def by_version(objects: Mapping[str, ObjectInfo]) -> dict[_Place, list[ObjectInfo]]:
     """Group payload objects by folder and version."""
-    found: dict[tuple[str, Version], list[ObjectInfo]] = defaultdict(list)
+    found: dict[_Place, list[ObjectInfo]] = defaultdict(list)
     for key, info in objects.items():
         version = version_of(key)
         if version is not None:
             found[key.partition("/")[0], version].append(info)
     return found
+
+
+def without_objects(
+    edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]
+) -> tuple[EdgeSummary, ...]:
+    """Return the edges without any object where their parts would be."""
+    there = by_version(objects)
+    return tuple(edge for edge in edges if _place(edge) not in there)

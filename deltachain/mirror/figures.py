@@ -9,36 +9,58 @@ from deltachain.errors import DeltaChainError
 from deltachain.figures import Figure, figures, info
 from deltachain.mirror.mirror import Mirror
 from deltachain.mirror.receipt import MirrorReceipt
+from deltachain.types import Version
 
 
 class MirrorTotals:
-    """Sums over all rounds of this process."""
+    """Sums over all rounds of this process.
+
+    Attributes:
+        looked_at: Time at which the source last answered, in seconds since 1970; ``None`` before.
+        applied_at: Time at which a version was last copied, likewise.
+        trouble: Error of the last round; ``None`` for none.
+    """
 
     def __init__(self) -> None:
         self._versions = self._objects = self._nbytes = self._failures = 0
-        self._head: int | None = None
-        self._looked_at: float | None = None
-        self._applied_at: float | None = None
+        self._head: Version | None = None
+        self.looked_at: float | None = None
+        self.applied_at: float | None = None
+        self.trouble: DeltaChainError | None = None
         self._since = time.monotonic()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last round without an error, or since the start."""
+        return time.monotonic() - self._since
 
     def count(self, receipt: MirrorReceipt) -> None:
         """Add a copied version."""
         self._versions += 1
         self._objects += receipt.objects
         self._nbytes += receipt.nbytes
-        self._head, self._applied_at = receipt.head, time.time()
+        self._head, self.applied_at = receipt.head, time.time()
 
     def looked(self, trouble: DeltaChainError | None) -> None:
         """Record the end of a round."""
+        self.trouble = trouble
         if trouble is not None:
             self._failures += 1
             return
-        self._looked_at, self._since = time.time(), time.monotonic()
+        self.looked_at, self._since = time.time(), time.monotonic()
+
+    def version_of(self, mirror: Mirror) -> Version | None:
+        """Return the newest version of a mirror; ``None`` for none."""
+        return mirror.version if mirror.version >= 0 else None
+
+    def head_of(self, mirror: Mirror) -> Version | None:
+        """Return the newest version that was seen in the source of a mirror; ``None`` for none."""
+        version = self.version_of(mirror)
+        return self._head if version is None else max(version, self._head or 0)
 
     def figures(self, mirror: Mirror) -> Iterator[Figure]:
         """Yield the figures of the mirror that was copied, from memory."""
-        version = mirror.version if mirror.version >= 0 else None
-        head = self._head if version is None else max(version, self._head or 0)
+        version, head = self.version_of(mirror), self.head_of(mirror)
         yield info(engine="mirror", chain=mirror.chain)
         yield from figures(
             {
@@ -46,9 +68,9 @@ class MirrorTotals:
                 "head_version": head,
                 "lag_versions": None if head is None or version is None else head - version,
                 "left_out_payloads": len(mirror.left_out),
-                "last_look_timestamp_seconds": self._looked_at,
-                "last_apply_timestamp_seconds": self._applied_at,
-                "silence_seconds": time.monotonic() - self._since,
+                "last_look_timestamp_seconds": self.looked_at,
+                "last_apply_timestamp_seconds": self.applied_at,
+                "silence_seconds": self.silence_s,
                 "applies": self._versions,
                 "failures": self._failures,
                 "copied_objects": self._objects,

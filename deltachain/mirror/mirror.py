@@ -36,15 +36,10 @@ from deltachain.format.keys import (
     version_of,
 )
 from deltachain.format.prune_record import PruneRecord
+from deltachain.mirror.contents import MirrorContents
 from deltachain.mirror.pipeline import CopyPipeline
 from deltachain.mirror.plan import (
     ObjectCopy,
-    identity_copies,
-    is_payload,
-    missing_objects,
-    missing_versions,
-    newest_whole,
-    unproven,
     version_copies,
 )
 from deltachain.mirror.pruned import delete_pruned, is_pruned
@@ -57,10 +52,10 @@ from deltachain.types import Version
 logger = logging.getLogger(__name__)
 
 SURVEY: Final = 64
-"""Rounds between two listings of both stores, for edges added late and for pruned payloads."""
+"""Polls between two listings of both stores, for edges added late and for pruned payloads."""
 
 LOOK_BACK: Final = 8
-"""Rounds between two checks that the source still has the newest version of the mirror."""
+"""Polls between two checks that the source still has the newest version of the mirror."""
 
 NAMED: Final = 4
 """Payloads named one by one as they are left out."""
@@ -83,6 +78,8 @@ class Mirror:
         trust: Keys that check documents; those of a reader's environment if ``None``.
 
     Attributes:
+        source: Store of the chain.
+        rounds: Polls so far, those that were left out included; surveys are due by it.
         version: The newest version of the mirror; -1 for none.
         chain: Id of the chain; ``None`` before the first round.
         left_out: Keys of payloads that the source does not have any more.
@@ -101,15 +98,17 @@ class Mirror:
         self.version: Version = -1
         self.chain: str | None = None
         self.left_out: set[str] = set()
-        self._source, self._destination = source, destination
+        self.source, self._destination, self.rounds = source, destination, 0
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
-        self._there: dict[str, int] = {}
-        self._unproven, self._sent = set[str](), set[str]()
-        self._listed = self._in_source = frozenset[str]()
+        self._contents = MirrorContents(destination)
+        self._unproven: Set[str] = frozenset()
+        self._listed: Set[str] = frozenset()
+        self._in_source: Set[str] = frozenset()
+        self._sent = set[str]()
         self._pruned: PruneRecord | None = None
         self._hinted: bytes | None = None
-        self._rounds, self._is_whole, self._is_checked = 0, False, False
+        self._is_whole = self._is_checked = False
         self._opened: tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords] | None = None
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
@@ -142,13 +141,13 @@ class Mirror:
             )
         hint = self._read_hint(documents)
         head = self._newest(chain)
-        before = identity_copies(chain.identity, chain.documents)  # of which a mirror lacks none
+        before = documents.identity  # of which a mirror lacks none
         versions: Sequence[Version] = range(self.version + 1, head + 1)
-        is_survey = not self._is_whole or not self._rounds % SURVEY
+        is_survey = not self._is_whole or not self.rounds % SURVEY
         if is_survey:
             versions = self._list(documents, head, record.first)
         copies = self._copies(documents, versions, record.first, stop)
-        if versions or is_survey or not self._rounds % LOOK_BACK:
+        if versions or is_survey or not self.rounds % LOOK_BACK:
             records.put_signatures(self._destination)
             self._pruned = records.newest_prune()
             tags = records.tags(documents.committed)
@@ -156,7 +155,7 @@ class Mirror:
         yield from self._run(self._lacking(copies), head, stop)
         if stop.is_set():
             return
-        self._is_whole = True
+        self._is_whole, self.version = True, self._contents.newest
         self._put_hint(*hint)
         self._check_newcomers()
         if is_survey:
@@ -164,7 +163,7 @@ class Mirror:
 
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords]:
         """Open the source; create the record of the mirror, or check that it is of this chain."""
-        chain, there, start = Chain.open(self._source, self._trust), self._destination, self._start
+        chain, there, start = Chain.open(self.source, self._trust), self._destination, self._start
         record = read_mirror(there)
         if record is None:
             if there.find(CHAIN_KEY) is not None or has_versions(there):
@@ -174,7 +173,7 @@ class Mirror:
                 )
             record = MirrorRecord(
                 chain=chain.identity.chain,
-                source=self._source.url,
+                source=self.source.url,
                 first=oldest_copied(chain, start),
                 writer=self._writer,
             )
@@ -190,7 +189,7 @@ class Mirror:
             )
         if record.chain != chain.identity.chain:
             raise ChainMismatchError(
-                f"{there.url} mirrors chain {record.chain}, {self._source.url} has "
+                f"{there.url} mirrors chain {record.chain}, {self.source.url} has "
                 f"{chain.identity.chain}",
                 hint="give every mirror a URL of its own",
             )
@@ -206,18 +205,21 @@ class Mirror:
         self, documents: SourceDocuments, head: Version, first: Version
     ) -> tuple[Version, ...]:
         """List both stores; return the versions to copy."""
-        there = {info.key: info.nbytes for info in self._destination.list()}
-        source = {info.key: info.nbytes for info in self._source.list()}
-        documents.note_records(source)
-        missing = missing_objects(source, there, first=first)
-        self._planned(sum(source[key] for key in missing if key not in self._listed))
-        self._listed = frozenset(missing)
-        self._in_source = frozenset(filter(is_payload, source))
-        self._unproven = unproven(there)
-        self._there = {key: n for key, n in there.items() if key not in self._unproven}
-        self.version = newest_whole(there)
+        identity = [copy.key for copy in documents.identity]
+        found = self._contents.compare(
+            self.source,
+            first=first,
+            head=head,
+            identity=identity,
+            is_first=not self._is_whole,
+        )
+        documents.note_due(found.records)
+        self._planned(sum(n for key, n in found.missing.items() if key not in self._listed))
+        self._listed = found.missing.keys()
+        self._in_source, self._unproven = found.payloads, found.unproven
+        self.version = self._contents.newest
         self._check_same(head)
-        return missing_versions(missing, there, head)
+        return found.versions
 
     def _check_same(self, head: Version) -> None:
         """Check that the source has the newest version of the mirror."""
@@ -226,9 +228,9 @@ class Mirror:
         if head < self.version:
             raise self._went_back(head)
         known, key = self._known(self.version), manifest_key(self.version)
-        if known and object_digest(self._source.get(key)) != known.digest:
+        if known and object_digest(self.source.get(key)) != known.digest:
             raise ForkedChainError(
-                f"version {self.version} of {self._source.url} differs from that of its mirror "
+                f"version {self.version} of {self.source.url} differs from that of its mirror "
                 f"{self._destination.url}",
                 version=self.version,
                 hint="two histories exist: find out which is right, and mirror to another URL",
@@ -236,8 +238,8 @@ class Mirror:
 
     def _newest(self, chain: Chain) -> Version:
         """Return the newest version of the source."""
-        self._rounds += 1
-        if self.version >= 0 and self._rounds % LOOK_BACK:
+        self.rounds += 1
+        if self.version >= 0 and self.rounds % LOOK_BACK:
             return chain.newest(self.version)
         head = chain.head()
         newest = head.version if head else -1
@@ -248,15 +250,15 @@ class Mirror:
     def _went_back(self, newest: Version) -> StoreWentBackError:
         return StoreWentBackError(
             f"the source went back: its mirror {self._destination.url} has version {self.version}, "
-            f"the newest of {self._source.url} is {newest}",
+            f"the newest of {self.source.url} is {newest}",
             version=self.version,
         )
 
     def _known(self, version: Version) -> Committed | None:
         """Read a manifest of the mirror."""
-        key = manifest_key(version)
-        if key not in self._there:
+        if not self._contents.has_version(version):
             return None
+        key = manifest_key(version)
         data = self._destination.get(key)
         return Committed(unseal(data, Manifest, key=key), object_digest(data))
 
@@ -264,22 +266,22 @@ class Mirror:
         self, documents: SourceDocuments, versions: Sequence[Version], first: Version, stop: Event
     ) -> Iterator[ObjectCopy]:
         """Yield the copies of versions, then of edge records that none of them lists."""
-        healed = {version for version in versions if manifest_key(version) in self._there}
+        healed = {version for version in versions if self._contents.has_version(version)}
         for found in documents.read(versions):
             if stop.is_set():
                 return
             yield from version_copies(found, first=first)
-        rest = (key for key in sorted(documents.records) if self._is_due(key, healed))
+        rest = (key for key in sorted(documents.due) if self._is_due(key, healed))
         for found in documents.read_records(rest):
             yield from version_copies(found, first=first)
 
     def _has(self, key: str) -> bool:
         """Return whether an object is in the mirror, or on its way there."""
-        return key in self._there or key in self._sent
+        return key in self._sent or self._contents.has(key)
 
     def _is_due(self, key: str, healed: Set[Version]) -> bool:
         """Return whether an edge record, or a payload that it may name, is not in the mirror."""
-        return key not in self._sent and (key not in self._there or version_of(key) in healed)
+        return key not in self._sent and (version_of(key) in healed or not self._has(key))
 
     def _lacking(self, copies: Iterable[ObjectCopy]) -> Iterator[ObjectCopy]:
         """Yield the copies that the mirror lacks, each once."""
@@ -287,7 +289,7 @@ class Mirror:
         for copy in copies:
             if copy.key not in self._in_source and is_pruned(copy, self._pruned):
                 continue
-            if self._there.get(copy.key) != copy.nbytes and copy.key not in self._sent:
+            if copy.key not in self._sent and self._contents.lacks(copy.key, copy.nbytes):
                 self._sent.add(copy.key)
                 if copy.key not in self._listed:
                     self._planned(copy.nbytes)
@@ -300,7 +302,7 @@ class Mirror:
         objects = nbytes = 0
         start = time.perf_counter()
         pipeline = CopyPipeline(
-            self._source, self._destination, may_be_there=lambda copy: copy.key in self._unproven
+            self.source, self._destination, may_be_there=lambda copy: copy.key in self._unproven
         )
 
         def receipt() -> MirrorReceipt:
@@ -320,7 +322,7 @@ class Mirror:
                     continue
                 self._leave_out(copy.key)
                 continue
-            self._there[copy.key] = copy.nbytes
+            self._contents.add(copy.key, copy.nbytes)
             objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
             if copy.version is not None and copy.key == manifest_key(copy.version):
                 self.version = max(self.version, copy.version)
@@ -335,12 +337,12 @@ class Mirror:
         self._is_checked = False
         if len(self.left_out) <= NAMED:
             more = "; more are counted at the end" if len(self.left_out) == NAMED else ""
-            logger.warning("%s is gone from %s, and is left out%s", key, self._source.url, more)
+            logger.warning("%s is gone from %s, and is left out%s", key, self.source.url, more)
 
     def _read_hint(self, documents: SourceDocuments) -> tuple[bytes, Head | None]:
         """Read the head hint of the source, and note the edge records that it lists."""
         try:
-            data = self._source.get(HEAD_KEY, limit=MAX_HINT)
+            data = self.source.get(HEAD_KEY, limit=MAX_HINT)
             hint = parse(data, Head, key=HEAD_KEY)
         except (ObjectNotFoundError, FormatError):
             return b"", None
@@ -363,17 +365,17 @@ class Mirror:
     def _follow_prunes(self, records: SourceRecords) -> None:
         """Delete pruned payloads of the mirror that the source deleted."""
         record = records.newest_prune()
-        gone = [key for key in self._there if is_payload(key) and key not in self._in_source]
+        gone = [key for key in self._contents.payloads if key not in self._in_source]
         if record is None or not gone or self.version < 0:
             return
         chain = Chain.open(self._destination, self._trust)
         try:
-            deleted = delete_pruned(chain, self._source, self.version, record, frozenset(gone))
+            deleted = delete_pruned(chain, self.source, self.version, record, frozenset(gone))
         except BrokenChainError as exc:
             logger.warning("nothing pruned is deleted from %s: %s", self._destination.url, exc)
             return
         for key in deleted:
-            del self._there[key]
+            self._contents.remove(key)
 
     def _check_newcomers(self) -> None:
         """Check that newcomers can join the mirror, if payloads were left out since the last check.

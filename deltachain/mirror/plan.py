@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from deltachain.chain.log import Committed
 from deltachain.errors import ForkedChainError, MalformedError
 from deltachain.format import keys
 from deltachain.format.documents import Edge, EdgeRecord, Identity, ObjectRef
 from deltachain.types import Version
-
-StoredSizes: TypeAlias = Mapping[str, int]
-"""Objects of a store: size in bytes by key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,65 +101,9 @@ def version_copies(found: VersionDocuments, *, first: Version) -> tuple[ObjectCo
     return tuple(copies)
 
 
-def missing_versions(
-    missing: Iterable[str], there: StoredSizes, head: Version
-) -> tuple[Version, ...]:
-    """Return the versions that the mirror does not have, or not whole, in order.
-
-    Args:
-        missing: Objects that the mirror lacks, as far as a listing tells.
-        there: Objects of the mirror.
-        head: The newest version of the source.
-    """
-    found = {v for v in range(head + 1) if keys.manifest_key(v) not in there}
-    versions = (keys.version_of(key) for key in missing if is_payload(key))
-    return tuple(sorted(found | {v for v in versions if v is not None and v <= head}))
-
-
-def missing_objects(source: StoredSizes, there: StoredSizes, *, first: Version) -> tuple[str, ...]:
-    """Return the keys of objects of the source that the mirror should have, and lacks.
-
-    Args:
-        source: Objects of the source; some may be named by no document.
-        there: Objects of the mirror.
-        first: The oldest version whose payloads are copied.
-    """
-    return tuple(
-        key
-        for key, nbytes in source.items()
-        if there.get(key) != nbytes
-        and not (is_payload(key) and (keys.version_of(key) or 0) < first)
-    )
-
-
-def unproven(there: StoredSizes) -> set[str]:
-    """Return the payloads of a mirror that no document of it may name yet.
-
-    Their digests are not known to be right.
-    """
-    recorded = {keys.version_of(key) for key in there if key.startswith("edges/")}
-    return {
-        key
-        for key in there
-        if is_payload(key)
-        and (
-            keys.manifest_key(keys.version_of(key) or 0) not in there
-            or not (key.startswith("deltas/") or keys.version_of(key) in recorded)
-        )
-    }
-
-
 def is_payload(key: str) -> bool:
     """Return whether an object is a part of an edge."""
     return key.startswith(keys.PAYLOADS)
-
-
-def newest_whole(there: StoredSizes) -> Version:
-    """Return the newest version of a mirror without gaps below it; -1 for none."""
-    version = -1
-    while keys.manifest_key(version + 1) in there:
-        version += 1
-    return version
 
 
 def check_link(found: Committed, before: Committed | None, chain: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Final, Literal
 
 from deltachain.chain.chain import Chain
@@ -26,10 +26,12 @@ from deltachain.format.documents import EdgeRecord, EdgeSummary, read_state, uns
 from deltachain.format.keys import edge_key, manifest_key, version_of
 from deltachain.mirror.acceptance import Acceptance
 from deltachain.mirror.plan import (
+    ObjectCopy,
     ProvenDocument,
     VersionDocuments,
     check_link,
     check_record_place,
+    identity_copies,
 )
 from deltachain.threads import Pool
 from deltachain.types import Version
@@ -40,7 +42,7 @@ READ_AHEAD: Final = 32
 """Manifests that are read before those before them are proven."""
 
 REMEMBERED: Final = 1024
-"""Manifests that are remembered, for edge records that later ones list."""
+"""Manifests that are remembered, and edge records that they list."""
 
 
 def oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Version:
@@ -81,27 +83,31 @@ class SourceDocuments:
         self._store, self._chain, self._trust = chain.store, chain.identity.chain, chain.trust
         self._known, self._has, self._acceptance = known, has, Acceptance(chain)
         self._proven: OrderedDict[Version, Committed] = OrderedDict()
-        self._records: dict[str, str] = {}
-        self._gone: set[str] = set()
+        self._identity, self._documents = chain.identity, chain.documents
+        self._digests: OrderedDict[str, str] = OrderedDict()
+        self._due, self._gone = set[str](), set[str]()
 
-    def note_records(self, found: Iterable[str]) -> None:
-        """Note edge records that a listing shows."""
-        for key in found:
-            if key.startswith("edges/") and version_of(key) is not None:
-                self._records.setdefault(key, "")
+    def note_due(self, keys: Iterable[str]) -> None:
+        """Note the edge records that a comparison of both stores found due, in place of others."""
+        self._due = {key for key in keys if version_of(key) is not None}
 
     def note_edges(self, edges: Iterable[EdgeSummary]) -> None:
         """Note edge records that the head hint lists, which proves nothing."""
-        self.note_records(
+        self._due.update(
             edge.record
             for edge in edges
             if edge.record == edge_key(edge.version, edge.kind, edge.base)
         )
 
     @property
-    def records(self) -> Collection[str]:
-        """Keys of all known edge records that the source has."""
-        return self._records.keys() - self._gone
+    def identity(self) -> tuple[ObjectCopy, ...]:
+        """Copies of table, assets and identity."""
+        return identity_copies(self._identity, self._documents)
+
+    @property
+    def due(self) -> Set[str]:
+        """Keys of edge records that the mirror may lack, and that the source has."""
+        return self._due - self._gone
 
     def read(self, versions: Iterable[Version]) -> Iterator[VersionDocuments]:
         """Yield the documents of versions: edge records that it is the first to list, the manifest.
@@ -141,7 +147,7 @@ class SourceDocuments:
             version = version_of(key)
             committed = None if version is None else self.committed(version)
             try:
-                record = committed and self._record(committed, key, self._records.get(key, ""))
+                record = committed and self._record(committed, key, self._digests.get(key, ""))
             except SignatureError as exc:
                 logger.warning("%s, and is left out", exc)
                 self._gone.add(key)
@@ -179,11 +185,13 @@ class SourceDocuments:
     def _listed(self, edge: EdgeSummary) -> Iterator[ProvenDocument]:
         """Yield the edge record that a manifest lists, unless it was proven and copied before."""
         key = edge.record
-        if (self._records.get(key) == edge.digest and self._has(key)) or key in self._gone:
+        if (self._digests.get(key) == edge.digest and self._has(key)) or key in self._gone:
             return
         if key != edge_key(edge.version, edge.kind, edge.base):
             raise MalformedError(f"{key}: listed as {edge.kind} to {edge.version}", key=key)
-        self._records[key] = edge.digest
+        self._digests[key] = edge.digest
+        while len(self._digests) > REMEMBERED:
+            self._digests.popitem(last=False)
         committed = self.committed(edge.version)
         record = committed and self._record(committed, key, edge.digest)
         if record:

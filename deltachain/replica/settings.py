@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deltachain.environment import is_strict, read, read_secret
+from deltachain.store.apart import check_apart
 from deltachain.subscribe.config import SubscribeConfig
 
 
@@ -68,6 +69,7 @@ class ReplicaSettings:
         max_silence_s: ``MAX_SILENCE_S``: largest time without an answer of the store of a ready
             replica that follows, in seconds.
         spool: ``SPOOL``: folder of fetched objects, shared by the processes of a host.
+        presence: ``PRESENCE_URL``: where the replica writes its presence; empty for nowhere.
     """
 
     subscribe: SubscribeConfig
@@ -79,17 +81,21 @@ class ReplicaSettings:
     max_lag: int | None = None
     max_silence_s: float | None = None
     spool: Path = field(default_factory=default_spool)
+    presence: str = ""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ReplicaSettings | None:
         """Read the settings from environment variables; ``None`` without ``DELTACHAIN_URL``.
 
         Raises:
-            ConfigError: A ``DELTACHAIN_*`` variable is unknown, or its value is invalid.
+            ConfigError: A ``DELTACHAIN_*`` variable is unknown, or its value is invalid; or the
+                presence would be written into the chain.
         """
         given = read(environment)
         if "URL" not in given:
             return None
+        if "PRESENCE_URL" in given:
+            check_apart(given["PRESENCE_URL"], given["URL"])
         subscribe = SubscribeConfig(
             url=given["URL"],
             base=given.get("BASE"),
@@ -109,4 +115,5 @@ class ReplicaSettings:
             max_lag=given.get("MAX_LAG"),
             max_silence_s=given.get("MAX_SILENCE_S"),
             spool=spool_folder(environment),
+            presence=given.get("PRESENCE_URL", ""),
         )

@@ -215,6 +215,14 @@ class Store(Protocol):
         """
         return None
 
+    def clock(self) -> float | None:
+        """Return the time by the store's clock, in Unix seconds, without a request.
+
+        It is the clock that ``ObjectInfo.modified`` is of, to about a second, as far as the last
+        answer of the store told it. ``None`` before the first answer, and if the store tells none.
+        """
+        return None
+
     def close(self) -> None:
         """Close connections. Closing twice is allowed; other calls afterwards are not."""
 

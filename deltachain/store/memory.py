@@ -120,6 +120,10 @@ class MemoryStore(SimpleStore):
         with self._lock:
             self._objects.pop(key, None)
 
+    @override
+    def clock(self) -> float:
+        return time.time()
+
 
 def open_memory(url: str, options: Mapping[str, Any], *, writer: bool) -> MemoryStore:  # noqa: ARG001
     """Open ``memory://name``: the store of that name in this process.

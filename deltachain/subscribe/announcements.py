@@ -79,6 +79,11 @@ class Announcements(Closeable):
         self._feed = store.feed(_PREFIX, self._changed)
 
     @property
+    def has_feed(self) -> bool:
+        """Whether the store has a feed."""
+        return self._feed is not None
+
+    @property
     def is_relied_upon(self) -> bool:
         """Whether the feed is live and agrees with the polls."""
         return self._feed is not None and self._feed.is_live and self._agreement.holds

@@ -222,6 +222,10 @@ class FaultyStore(Store):
         self.inner.delete(key)
 
     @override
+    def clock(self) -> float | None:
+        return self.inner.clock()
+
+    @override
     def feed(self, prefix: str, on_change: OnChange) -> Feed | None:
         return self.inner.feed(prefix, on_change)
 

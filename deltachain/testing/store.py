@@ -277,6 +277,14 @@ class StoreContract(RaceContract):
         assert (found.key, found.nbytes) == ("folder/object", 1234)
         assert found.modified is None or found.modified > 1e9
 
+    def test_its_clock_is_that_of_its_writes(self, store: Store) -> None:
+        """``clock`` returns the time by the clock that tells when objects were written, if any."""
+        store.put("folder/object", b"data")
+        found, now = store.find("folder/object"), store.clock()
+        assert found is not None
+        if now is not None and found.modified is not None:
+            assert -2 < now - found.modified < 60
+
     def test_find_all_tells_those_that_exist(self, store: Store) -> None:
         """``find_all`` returns existing objects by key, within the declared number of requests."""
         keys = [f"folder/{number:02}" for number in range(40)]

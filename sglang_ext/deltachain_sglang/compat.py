@@ -184,11 +184,12 @@ def manager() -> Any:  # noqa: ANN401
     return get_global_state().tokenizer_manager
 
 
-def exposure() -> tuple[str, str]:
-    """Return the host on which this server listens, and the key required by its write routes."""
+def exposure() -> tuple[str, int, str]:
+    """Return host and port at which this server listens, and the key of its write routes."""
     from sglang.srt.runtime_context import get_serving
 
-    return get_serving().host, get_serving().admin_api_key or get_serving().api_key or ""
+    found = get_serving()
+    return found.host, found.port, found.admin_api_key or found.api_key or ""
 
 
 def serve(router: APIRouter, prefix: str) -> None:

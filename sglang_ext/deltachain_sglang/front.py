@@ -17,7 +17,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from deltachain.control.server.auth import Control
-from deltachain.control.server.bootstrap import LedEngine, lead
+from deltachain.control.server.bootstrap import LedEngine, lead, leave_at_end
 from deltachain.control.server.origin import LOOPBACK
 from deltachain.control.server.refusal import refused
 from deltachain.control.server.routes import probes, router
@@ -38,6 +38,7 @@ def hook_server() -> None:
         return  # SGLang may load plugins again
     compat.serve(router, PREFIX)
     compat.serve(probes, "")
+    leave_at_end(app)
     app.router.lifespan_context = _leading(app.router.lifespan_context)
     compat.hook(compat.TOLD, on_update)
     compat.hook(compat.CHECKED, on_check)
@@ -52,7 +53,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
         loop = asyncio.get_running_loop()
-        host, key = compat.exposure()
+        host, port, key = compat.exposure()
         try:
             control = await lead(
                 lambda settings: _engine(loop, settings),
@@ -60,6 +61,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
                 key=key,
                 is_open=host in LOOPBACK,
                 is_guarded=bool(key),
+                address=f"{host}:{port}",
             )
         except SystemExit as exc:
             compat.end(exc)

@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
 from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.presence.writer import replica_presence
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm.beside import BesideEngine
@@ -64,8 +66,10 @@ def _lead(server: str, version: int | None) -> None:
             leader.update(version)
             typer.echo(f"version {leader.subscriber.version}")
             return
-        for receipt in leader.follow():
-            typer.echo(f"{time.strftime('%H:%M:%S')} {receipt}")
+        presence = replica_presence(settings, leader.status, engine=engine.software, place=server)
+        with presence or nullcontext():
+            for receipt in leader.follow():
+                typer.echo(f"{time.strftime('%H:%M:%S')} {receipt}")
     except KeyboardInterrupt:
         sys.stderr.write("stopped in the middle of an update; the next leader finishes it\n")
     finally:

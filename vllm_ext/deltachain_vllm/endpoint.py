@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
-from deltachain.control.server.bootstrap import LedEngine, join_registry, lead
+from deltachain.control.server.bootstrap import (
+    LedEngine,
+    join_registry,
+    lead,
+    leave_at_end,
+)
 from deltachain.control.server.origin import LOOPBACK
 from deltachain.control.server.routes import probes, router
 from deltachain.errors import ConfigError
@@ -35,6 +40,7 @@ class EndpointPlugin:
         app.include_router(router, prefix=PREFIX)
         app.include_router(probes)
         attach_sleep(app)
+        leave_at_end(app, lambda: _trouble(app))
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
         """Catch up before the server accepts requests; called once, when the engine is up."""
@@ -47,8 +53,15 @@ class EndpointPlugin:
             os.environ,
             is_open=getattr(args, "host", None) in LOOPBACK,
             is_guarded=has_key,
+            address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
         )
         join_registry(state.deltachain)
+
+
+def _trouble(app: FastAPI) -> str:
+    """Return why the server ends by itself; empty if it was told to."""
+    client = getattr(app.state, "engine_client", None)
+    return "the engine died" if getattr(client, "errored", False) else ""
 
 
 def _engine(

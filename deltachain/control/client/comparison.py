@@ -5,23 +5,33 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from deltachain.control.client.roster import ReplicaAnswer
 from deltachain.errors import DeltaChainError
+from deltachain.presence.record import PresenceFound
 from deltachain.replica.status import ReplicaStatus
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version
 
 Health: TypeAlias = Literal[
-    "failed", "poisoned", "in doubt", "cut off", "stale", "not ready", "behind", "pinned", "ready"
+    "failed",
+    "silent",
+    "poisoned",
+    "in doubt",
+    "cut off",
+    "stale",
+    "not ready",
+    "behind",
+    "pinned",
+    "ready",
 ]
 """Health of a replica among all others, worst first."""
 
 ALARMING: Final[frozenset[Health]] = frozenset(
-    ("failed", "poisoned", "in doubt", "cut off", "stale")
+    ("failed", "silent", "poisoned", "in doubt", "cut off", "stale")
 )
 """What a fleet's exit code tells."""
 
@@ -43,6 +53,8 @@ class ReplicaRow:
         doubt: Why what it holds may not be the chain's; empty if there is no doubt.
         status: Its answer; ``None`` if it failed.
         hint: What resolves its failure; empty if unknown.
+        written_s: Seconds since it wrote its presence, by the store's clock; ``None`` if it was
+            asked.
     """
 
     engine: str
@@ -52,6 +64,7 @@ class ReplicaRow:
     status: ReplicaStatus | None
     doubt: str = ""
     hint: str = ""
+    written_s: float | None = None
 
     @property
     def is_alarming(self) -> bool:
@@ -65,7 +78,8 @@ class HealthLimits:
 
     Attributes:
         lag: Largest lag, in versions; ``None`` for any.
-        silence_s: Largest time without an answer of the store, in seconds.
+        silence_s: Largest time without an answer of the store, or since a presence was written, in
+            seconds.
     """
 
     lag: int | None = None
@@ -79,20 +93,40 @@ def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[
         answers: Answers, by address.
         limits: HealthLimits of a healthy replica.
     """
-    there = {url: one for url, one in answers.items() if isinstance(one, ReplicaStatus)}
+    there = {url: status for url, one in answers.items() if (status := _status(one)) is not None}
     newest = {
         chain: newest_seen([one for one in there.values() if one.chain == chain])
         for chain in {one.chain for one in there.values()}
     }
     doubts = _doubts(there, newest)
-    rows = [
-        _failed(url, answer)
-        if isinstance(answer, DeltaChainError)
-        else _row(url, answer, newest[answer.chain], doubts[url], limits)
-        for url, answer in answers.items()
-    ]
+    rows = []
+    for url, answer in answers.items():
+        if isinstance(answer, DeltaChainError):
+            rows.append(_failed(url, answer))
+            continue
+        status = there[url]
+        row = _row(url, status, newest[status.chain], doubts[url], limits)
+        rows.append(_present(row, answer, limits) if isinstance(answer, PresenceFound) else row)
     order = get_args(Health)
     return sorted(rows, key=lambda row: (order.index(row.health), -(row.lag or 0), _natural(row)))
+
+
+def _status(answer: ReplicaAnswer) -> ReplicaStatus | None:
+    if isinstance(answer, PresenceFound):
+        return answer.status
+    return answer if isinstance(answer, ReplicaStatus) else None
+
+
+def _present(row: ReplicaRow, found: PresenceFound, limits: HealthLimits) -> ReplicaRow:
+    """Return the row of a replica that wrote of itself, and may have ended since."""
+    row = replace(row, written_s=found.age_s)
+    if found.ended:
+        return replace(row, health="failed", why=(f"it ended: {found.ended}", *row.why))
+    if found.age_s > limits.silence_s:
+        gone = f"it has not written its presence for {found.age_s:.0f} s"
+        hint = "start it again; if it is gone for good, remove its record"
+        return replace(row, health="silent", why=(gone, *row.why), hint=hint)
+    return row
 
 
 def _natural(row: ReplicaRow) -> list[tuple[int, str]]:

@@ -12,7 +12,13 @@ from deltachain.errors import ConfigError, ControlPlaneError
 DNS: Final = "dns://"
 """Scheme of a name that stands for all replicas at its addresses: ``dns://policy.default:8000``."""
 
-_HINT: Final = "one address a line: http://HOST:PORT, or dns://NAME:PORT; # begins a comment"
+_CLOUDS: Final = ("gs", "az", "abfs", "abfss")
+"""Schemes of stores that fsspec opens."""
+
+_HINT: Final = (
+    "one address a line: http://HOST:PORT, dns://NAME:PORT, or the URL where replicas write their "
+    "presence; # begins a comment"
+)
 
 
 def parse_inventory(text: str) -> tuple[str, ...]:
@@ -42,14 +48,14 @@ def read_inventory(file: Path) -> tuple[str, ...]:
     return _checked(tuple(entry for entry in entries if entry), str(file))
 
 
-def engines_of(text: str) -> tuple[str, ...]:
-    """Return the addresses that an inventory stands for now; see :func:`parse_inventory`.
+def engines_of(entries: Iterable[str]) -> tuple[str, ...]:
+    """Return the addresses that entries stand for now.
 
     Raises:
-        ConfigError: The inventory is invalid.
+        ConfigError: A DNS name is invalid.
         ControlPlaneError: A DNS name cannot be resolved.
     """
-    addresses, names = split_entries(parse_inventory(text))
+    addresses, names = split_entries(entries)
     return (*addresses, *(address for name in names for address in resolve(name)))
 
 
@@ -67,6 +73,25 @@ def split_entries(entries: Iterable[str]) -> tuple[list[str], list[str]]:
     unique = dict.fromkeys(entry.rstrip("/") for entry in entries)
     names = [entry for entry in unique if entry.startswith(DNS)]
     return [entry for entry in unique if entry not in names], names
+
+
+def split_boards(entries: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split entries into those of replicas, and URLs of stores where replicas write their presence.
+
+    An entry is the latter if its scheme is that of a store.
+    """
+    every = list(entries)
+    boards = [entry for entry in every if _is_board(entry)]
+    return [entry for entry in every if entry not in boards], boards
+
+
+def _is_board(entry: str) -> bool:
+    scheme = entry.partition("://")[0].lower()
+    if "://" not in entry or scheme in ("http", "https", "dns"):
+        return False
+    from deltachain.store.registry import schemes  # noqa: PLC0415 - imports numpy
+
+    return scheme in {*schemes(), *_CLOUDS}
 
 
 def parse_name(entry: str) -> tuple[str, int]:

@@ -8,22 +8,31 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from typing_extensions import override
 
 from deltachain.closeable import Closeable
-from deltachain.control.client.inventory import parse_name, resolve, split_entries
+from deltachain.control.client.inventory import (
+    parse_name,
+    resolve,
+    split_boards,
+    split_entries,
+)
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ControlPlaneError, DeltaChainError
+from deltachain.presence.record import PresenceFound
 from deltachain.replica.status import ReplicaStatus
 from deltachain.threads import started
+
+if TYPE_CHECKING:
+    from deltachain.presence.board import Presence, PresenceBoard
 
 STATUS_S: Final = 5.0
 """Seconds for which the answer to a question for the status is waited for."""
 
-ReplicaAnswer: TypeAlias = ReplicaStatus | DeltaChainError
-"""What a replica answered, or why it did not."""
+ReplicaAnswer: TypeAlias = ReplicaStatus | PresenceFound | DeltaChainError
+"""What a replica answered or wrote of itself, or why there is nothing."""
 
 _T = TypeVar("_T")
 
@@ -32,37 +41,47 @@ class Roster(Closeable):
     """The replicas of a fleet, each asked in a thread of its own, so that none delays the others.
 
     Args:
-        entries: Addresses of replicas; an entry ``dns://NAME:PORT`` is looked up in each round.
+        entries: Addresses of replicas; an entry ``dns://NAME:PORT`` is looked up in each round, and
+            the URL of a store is a board, where the presence of replicas is read instead.
+        boards: Further boards, of any scheme.
         token: The ``DELTACHAIN_TOKEN`` of the servers, or a file of tokens; empty for none.
         key: The engines' own API key, or a file in the same way; empty for none.
         timeout_s: Seconds after which a round ends; who has not answered by then has failed.
 
     Raises:
-        ConfigError: An address is invalid.
+        ConfigError: An address or a URL is invalid.
     """
 
     def __init__(
         self,
         entries: Iterable[str],
         *,
+        boards: Iterable[str] = (),
         token: str | Path = "",
         key: str | Path = "",
         timeout_s: float = STATUS_S,
     ) -> None:
-        addresses, self._names = split_entries(entries)
+        asked, stores = split_boards(entries)
+        addresses, self._names = split_entries(asked)
         for name in self._names:
             parse_name(name)
         self._connect = partial(ReplicaClient, token=token, key=key, timeout_s=timeout_s)
         self._timeout_s = timeout_s
         self._clients = {url: self._connect(url) for url in addresses}
         self._resolved: dict[str, ReplicaClient] = {}
+        self._boards = _boards((*stores, *boards))
         self._busy: set[str] = set()
         self._lock = Lock()
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Addresses and DNS names of the replicas."""
-        return (*self._clients, *self._names)
+        """Addresses, DNS names and boards of the replicas."""
+        return (*self._clients, *self._names, *self._boards)
+
+    @property
+    def boards(self) -> tuple[str, ...]:
+        """URLs where the presence of replicas is read."""
+        return tuple(self._boards)
 
     def ask(
         self, question: Callable[[ReplicaClient], ReplicaStatus]
@@ -70,7 +89,8 @@ class Roster(Closeable):
         """Ask every replica a question; yield address and answer, each as soon as it is there.
 
         The round ends after the timeout, whatever replicas do. A replica that has not answered the
-        question of an earlier round is not asked again before it did.
+        question of an earlier round is not asked again before it did. Boards are read whatever the
+        question is.
 
         Args:
             question: Called with the client of each replica, in its thread.
@@ -85,13 +105,23 @@ class Roster(Closeable):
                 if url not in found:
                     self._resolved[url] = self._resolved.get(url) or self._connect(url)
                     found[url] = self._resolved[url]
-        yield from self._at_once({url: partial(question, one) for url, one in found.items()})
+        calls: dict[str, Callable[[], ReplicaStatus | Mapping[str, Presence]]] = {}
+        calls.update({url: partial(question, one) for url, one in found.items()})
+        calls.update({url: board.look for url, board in self._boards.items()})
+        for url, answer in self._at_once(calls):
+            if isinstance(answer, Mapping):
+                yield from answer.items()
+            else:
+                yield url, answer
 
     @override
     def close(self) -> None:
         """Close connections; idempotent."""
         for client in (*self._clients.values(), *self._resolved.values()):
             client.close()
+        for url, board in self._boards.items():
+            if url not in self._busy:  # else a thread still reads it
+                board.close()
 
     def _at_once(
         self, calls: Mapping[str, Callable[[], _T]]
@@ -139,3 +169,12 @@ class Roster(Closeable):
             with self._lock:
                 self._busy.discard(name)
             answers.put((name, ControlPlaneError(f"{name}: not asked: no thread can be started")))
+
+
+def _boards(urls: Iterable[str]) -> dict[str, PresenceBoard]:
+    if not urls:
+        return {}
+    from deltachain.presence.board import PresenceBoard  # noqa: PLC0415 - imports numpy
+
+    found = [PresenceBoard(url) for url in urls]
+    return {board.url: board for board in found}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,10 @@ from starlette.requests import ClientDisconnect
 from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
 from deltachain.control.server.origin import LOOPBACK, host_of, is_page
 from deltachain.errors import ControlPlaneError
+from deltachain.figures import Figure
 from deltachain.format.json_guards import decode
+from deltachain.presence.writer import PresenceWriter
+from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader
 from deltachain.threads import started
 from deltachain.tokens import Tokens
@@ -47,6 +50,7 @@ class Control:
         leader: ``None`` if the server follows no chain.
         refusal: The reason for that; empty otherwise.
         is_guarded: Whether the engine checks an API key of its own before these routes.
+        presence: Writer of the replica's presence; ``None`` for none.
 
     Args:
         token: Required bearer token, or a file of tokens that are accepted; empty for none.
@@ -64,13 +68,22 @@ class Control:
         token: str | Path,
         is_open: bool,
         is_guarded: bool = False,
+        presence: PresenceWriter | None = None,
     ) -> None:
         self.leader = leader
+        self.presence = presence
         self.refusal = refusal
         self.is_guarded = is_guarded
         self._tokens = Tokens(token)
         self._is_open = is_open
         self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(RequestKind)}
+
+    def figures(self) -> Iterator[Figure]:
+        """Yield the figures of the replica, from memory; none if the server follows no chain."""
+        if self.leader is not None:
+            yield from replica_figures(self.leader)
+        if self.presence is not None:
+            yield from self.presence.figures()
 
     def authorise(self, request: Request) -> None:
         """Check the token of a request.

@@ -6,7 +6,6 @@ A request names versions of the chain the server was started with; it cannot cha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -39,7 +38,6 @@ from deltachain.errors import (
     FormatError,
     StoreError,
 )
-from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader
 from deltachain.replica.status import ReplicaStatus
 
@@ -110,8 +108,7 @@ async def metrics(control: Allowed, _: NothingAsked) -> Response:
         from deltachain.metrics import exposition  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as exc:
         raise HTTPException(503, "metrics need: pip install 'deltachain[server]'") from exc
-    figures = partial(replica_figures, control.leader)
-    return Response(exposition(figures), media_type=METRICS)
+    return Response(exposition(control.figures), media_type=METRICS)
 
 
 @router.post("/stage", responses=_FAILS, openapi_extra=_VERSION)

@@ -30,13 +30,14 @@ class Service:
         folder: Folder of its log.
         environment: Environment variables, added to this process's.
         forever: Restart after any exit; otherwise exit code 0 ends it.
+        most_starts: Largest number of starts.
         heard: Called with each output line, in a thread; if not given, output goes to the log.
 
     Attributes:
         deaths: Number of early exits.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings of one process
         self,
         name: str,
         command: Sequence[str],
@@ -44,12 +45,14 @@ class Service:
         environment: Mapping[str, str],
         *,
         forever: bool = True,
+        most_starts: int = MOST_STARTS,
         heard: Callable[[str], None] | None = None,
     ) -> None:
         self.name, self.deaths = name, 0
         self._command, self._folder = list(command), folder
         self._environment = {**os.environ, **environment}
         self._forever, self._heard = forever, heard
+        self._most_starts = most_starts
         self._process: subprocess.Popen[str] | None = None
         self._ending, self._ended = Event(), Event()
         self._thread = Thread(target=self._watch, name=f"watch-{name}", daemon=True)
@@ -58,6 +61,11 @@ class Service:
     def log(self) -> Path:
         """Log file of the process."""
         return self._folder / f"{self.name}.log"
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it is restarted after another early exit."""
+        return self.deaths < self._most_starts
 
     @property
     def pid(self) -> int:
@@ -125,7 +133,7 @@ class Service:
                 break
             self.deaths += 1
             self._end(signal.SIGKILL)  # child processes, which engines have
-            if self.deaths >= MOST_STARTS:
+            if not self.restarts:
                 break
             self._start()
         self._ended.set()
@@ -152,7 +160,7 @@ def until(ready: Callable[[], bool], service: Service, seconds: float) -> float:
     """
     start = time.monotonic()
     while not ready():
-        if time.monotonic() - start > seconds or service.deaths >= MOST_STARTS:
+        if time.monotonic() - start > seconds or not service.restarts:
             raise service.failure(f"was not ready in {seconds:.0f} s")
         time.sleep(LOOK_S)
     return time.monotonic() - start

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any, Final, TypeAlias, TypeVar
 from urllib.parse import unquote
 
@@ -57,6 +59,12 @@ _T = TypeVar("_T")
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, cheap_ranges=True)
 
+_STATS: Final = 512
+"""Files whose sizes a listing holds at a time."""
+
+_SWEPT: Final = 256
+"""Folders written to last that are not swept again: every version has one of its own."""
+
 _MAX_PRUNE_RACES: Final = 32
 """Attempts of one write whose folder other processes remove; each failure needs a delete."""
 
@@ -93,7 +101,8 @@ class FileStore(SimpleStore):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
-        self._swept: set[tuple[str, ...]] = set()
+        self._swept: OrderedDict[tuple[str, ...], None] = OrderedDict()
+        self._sweeping = Lock()
 
     @property
     @override
@@ -144,7 +153,12 @@ class FileStore(SimpleStore):
 
     @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._walk(_split(check_prefix(prefix))[0], prefix)
+        return self._walk(*_split(check_prefix(prefix)))
+
+    @override
+    def clock(self) -> float:
+        """Return the time by this machine's clock, which that of a file server may differ from."""
+        return time.time()
 
     @override
     def delete(self, key: str) -> None:
@@ -171,8 +185,7 @@ class FileStore(SimpleStore):
                     with temporary_file(view, folder) as temporary:
                         commit(temporary, folder)
                     fsync_folder(folder)
-                    if folders not in self._swept:
-                        self._swept.add(folders)
+                    if self._must_sweep(folders):
                         sweep(folder)
             except FileNotFoundError:
                 continue  # a delete removed the empty folder after it was opened
@@ -195,6 +208,16 @@ class FileStore(SimpleStore):
             url=self.url,
             hint="something keeps deleting it; stop that, then try again",
         )
+
+    def _must_sweep(self, folders: tuple[str, ...]) -> bool:
+        """Return whether a folder was not written to before, or long ago."""
+        with self._sweeping:
+            is_new = folders not in self._swept
+            self._swept[folders] = None
+            self._swept.move_to_end(folders)
+            if len(self._swept) > _SWEPT:
+                self._swept.popitem(last=False)
+        return is_new
 
     def _link(self, key: str, temporary: str, folder: int) -> None:
         try:
@@ -285,20 +308,36 @@ class FileStore(SimpleStore):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _walk(self, folders: Sequence[str], prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the objects of a folder whose names begin with a prefix, and all of subfolders."""
         with self._errors_named("/".join(folders)):
             try:
                 with open_folder(self._root, folders) as folder:
-                    entries = scan(folder)
+                    names = scan(folder, prefix)
             except (FileNotFoundError, NotADirectoryError):
                 return
-        for name, status in entries:
-            key = "/".join((*folders, name))
-            if not key.startswith(prefix):
-                continue
-            if stat.S_ISDIR(status.st_mode):
-                yield from self._walk((*folders, name), prefix)
-            else:
-                yield ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
+        for start in range(0, len(names), _STATS):
+            some = names[start : start + _STATS]
+            found = self._stat_all(folders, (name for name in some if not name.endswith("/")))
+            for name in some:
+                if name.endswith("/"):
+                    yield from self._walk((*folders, name[:-1]), "")
+                elif name in found:
+                    yield found[name]
+
+    def _stat_all(self, folders: Sequence[str], names: Iterable[str]) -> dict[str, ObjectInfo]:
+        """Return the objects of a folder, by name; those that were deleted meanwhile are absent."""
+        found = {}
+        with (
+            self._errors_named("/".join(folders)),
+            suppress(FileNotFoundError, NotADirectoryError),
+            open_folder(self._root, folders) as folder,
+        ):
+            for name in names:
+                with suppress(FileNotFoundError):
+                    status, key = stat_file(name, folder), "/".join((*folders, name))
+                    size, at = status.st_size, status.st_mtime
+                    found[name] = ObjectInfo(key=key, nbytes=size, modified=at)
+        return found
 
     def _prune(self, folders: Sequence[str]) -> None:
         """Remove a folder and its parents while they are empty."""

@@ -21,6 +21,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.retry import Backoff, Deadline, shortly_after
+from deltachain.store.clock import ServerClock
 from deltachain.store.hf.rate_limit import Budget
 from deltachain.store.hf.reply import (
     RedirectedError,
@@ -86,7 +87,11 @@ class _Trouble:
 
 
 class Hub:
-    """Client of the API of one bucket; thread-safe."""
+    """Client of the API of one bucket; thread-safe.
+
+    Attributes:
+        clock: Clock of the Hub.
+    """
 
     def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
         try:
@@ -99,6 +104,7 @@ class Hub:
         self.place = place
         self.deadline_s = deadline_s
         self._budget = budget
+        self.clock: Final = ServerClock()
         self._lock = threading.Lock()
         self._requests = 0
 
@@ -173,6 +179,7 @@ class Hub:
             self.admit(deadline, key)
             reply, trouble = self._try(method, url, body, media, deadline)
             if reply is not None and not trouble.said:
+                self.clock.hear(reply.headers.get("date"))
                 trouble = self._judge(reply, wanted, key)
                 if not trouble.said:
                     return reply

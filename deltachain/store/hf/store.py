@@ -207,6 +207,10 @@ class HfStore(Store):
         return self._list(check_prefix(prefix))
 
     @override
+    def clock(self) -> float | None:
+        return self._hub.clock.now()
+
+    @override
     def delete(self, key: str) -> None:
         """Delete an object if it exists; see ``Store``. Its content stays in the storage."""
         check_key(key)

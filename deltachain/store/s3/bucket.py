@@ -59,6 +59,10 @@ class Bucket:
         """Number of HTTP requests so far, retries included."""
         return self._calls.requests
 
+    def now(self) -> float | None:
+        """Return the time by the server's clock; ``None`` before its first answer."""
+        return self._calls.clock.now()
+
     def deadline(self, key: str, nbytes: int = 0) -> Deadline:
         """Return the deadline of a call on an object, starting now."""
         return Deadline(key, self.url, self._stall_s, nbytes)

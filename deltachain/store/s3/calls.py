@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 from deltachain.errors import DeltaChainError
 from deltachain.retry import Deadline
 from deltachain.store.bounds import bounded
+from deltachain.store.clock import ServerClock
 from deltachain.store.s3.client import Client
 from deltachain.store.s3.errors import code_of, is_answer, is_transient, status_of, typed
 from deltachain.store.s3.replies import AnswerError, redirects, target_of
@@ -45,6 +46,9 @@ class Calls:
     Args:
         client: Client without retries of its own.
         url: URL of the store, for errors.
+
+    Attributes:
+        clock: Clock of the server.
     """
 
     def __init__(self, client: Client, url: str) -> None:
@@ -52,7 +56,9 @@ class Calls:
         self._lock = threading.Lock()
         self._requests = 0
         self._is_reported = False
+        self.clock: Final = ServerClock()
         client.meta.events.register("before-send.s3", self._count)
+        client.meta.events.register("before-parse.s3", self._hear)
         refuse_redirects(client)
 
     @property
@@ -108,6 +114,9 @@ class Calls:
     def _count(self, **_: object) -> None:
         with self._lock:
             self._requests += 1
+
+    def _hear(self, *, response_dict: dict[str, Any], **_: object) -> None:
+        self.clock.hear(response_dict["headers"].get("date"))
 
 
 def once(call: Callable[[], _T], deadline: Deadline, *, nbytes: int = 0) -> _T:

@@ -190,6 +190,10 @@ class S3Store(Store):
         self._bucket.delete(key, self._bucket.deadline(check_key(key)))
 
     @override
+    def clock(self) -> float | None:
+        return self._bucket.now()
+
+    @override
     def close(self) -> None:
         """Close connections."""
         self._bucket.close()

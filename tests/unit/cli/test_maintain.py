@@ -121,6 +121,20 @@ def test_stats_show_a_chain_that_newcomers_cannot_join(url: Path) -> None:
     assert report["dollars"][0]["newcomer"] is None
 
 
+@pytest.mark.parametrize("options", [(), ("--json",), ("--no-prune",)])
+def test_a_single_round_fails_where_newcomers_cannot_join(
+    url: Path, options: tuple[str, ...]
+) -> None:
+    for part in url.glob("anchors/*/*"):
+        part.unlink()
+    done = invoke("maintain", url, "--once", *options)
+    assert done.code == 4
+    assert "newcomers" in done.stderr
+    assert done.stderr.count("--copy") == 1
+    if "--json" in options:
+        assert done.document["failed"]
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [

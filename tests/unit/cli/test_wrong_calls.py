@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from deltachain.cli.app import PANELS
-from deltachain.cli.fleet import fleet
 from deltachain.errors import StoreUnavailableError
 from deltachain.store import open_store
 from deltachain.store.s3 import calls
@@ -178,9 +176,28 @@ def test_the_library_refuses_a_mistake_in_the_environment_too(
         subscriber.update()
 
 
-@pytest.mark.parametrize("command", [c for row in PANELS.values() for c in row if c is not fleet])
+@pytest.mark.parametrize("command", [c for row in PANELS.values() for c in row])
 def test_names_of_arguments_are_upper_case(command: Callable[..., None]) -> None:
     name = command.__name__.replace("_", "-")
     usage = next(line for line in ok(name, "--help").stdout.splitlines() if "Usage" in line)
-    named = re.findall(r"[{\[]+([^{}\[\]]+)[}\]]+", usage)
+    named = usage.split(f" {name} ")[1].split()
     assert named == [one.upper() for one in named]
+    assert not {"{", "}"} & set(usage)
+
+
+@pytest.mark.parametrize(
+    ("name", "usage"),
+    [
+        ("fleet", "fleet [OPTIONS] VERB [ENGINE...]"),
+        ("mirror", "mirror [OPTIONS] SRC [DST]"),
+        ("inspect", "inspect [OPTIONS] FILE|URL"),
+        ("tag", "tag [OPTIONS] URL [NAME]"),
+        ("agent", "agent [OPTIONS] [URL]"),
+    ],
+)
+def test_usage_names_arguments_as_the_documents_do(
+    name: str, usage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = next(line for line in ok(name, "--help").stdout.splitlines() if "Usage" in line)
+    assert shown.split(" deltachain ")[1].strip() == usage

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from deltachain.control.server.auth import Control
-from deltachain.control.server.bootstrap import LedEngine, lead
+from deltachain.control.server.bootstrap import LedEngine, lead, leave_at_end
 from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
+from deltachain.presence.record import parse_record
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.testing.sharding import Sharding
 from tests.unit.control.replicas import followed
@@ -160,3 +162,73 @@ def test_a_chain_that_is_not_there_yet_is_waited_for(
     assert control.leader is not None
     assert not control.leader.status().ready
     control.leader.stop()
+
+
+def test_a_server_shows_its_presence_and_takes_it_away(
+    here: Followed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store_of(here, monkeypatch)
+    board = tmp_path / "replicas"
+    control = started(here, monkeypatch, URL=here.store.url, PRESENCE_URL=str(board))
+    assert control.leader is not None
+    assert control.presence is not None
+    assert {"presence_failures", "version"} <= {figure.name for figure in control.figures()}
+    app = FastAPI()
+    app.state.deltachain = control
+    while not (board / control_key(control)).exists():
+        pass
+    leave_at_end(app)
+
+    async def live() -> None:
+        async with app.router.lifespan_context(app):
+            pass
+
+    asyncio.run(live())
+    control.leader.stop()
+    assert [*board.iterdir()] == []
+
+
+def control_key(control: Control) -> str:
+    assert control.presence is not None
+    return control.presence.key
+
+
+def test_a_server_whose_engine_died_leaves_the_reason(
+    here: Followed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store_of(here, monkeypatch)
+    board = tmp_path / "replicas"
+    control = started(here, monkeypatch, URL=here.store.url, PRESENCE_URL=str(board))
+    assert control.leader is not None
+    app = FastAPI()
+    app.state.deltachain = control
+    leave_at_end(app, lambda: "the engine died")
+
+    async def live() -> None:
+        async with app.router.lifespan_context(app):
+            pass
+
+    asyncio.run(live())
+    control.leader.stop()
+    record = parse_record((board / control_key(control)).read_bytes(), "x")
+    assert record.ended == "the engine died"
+
+
+def test_a_presence_inside_the_chain_ends_the_server(
+    here: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{here.store.url}/replicas"
+    with pytest.raises(SystemExit) as ended:
+        started(here, monkeypatch, URL=here.store.url, PRESENCE_URL=url)
+    assert ended.value.code == 2
+
+
+def test_a_refused_server_leaves_the_reason(
+    stuck: Followed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store_of(stuck, monkeypatch)
+    board = tmp_path / "replicas"
+    with pytest.raises(SystemExit):
+        started(stuck, monkeypatch, URL=stuck.store.url, PRESENCE_URL=str(board))
+    (file,) = board.iterdir()
+    assert "stuck" in (parse_record(file.read_bytes(), "x").ended or "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +17,9 @@ from deltachain.dashboard.app import FILES, PAGES, create_app
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher
 from deltachain.errors import ConfigError
-from tests.unit.dashboard.reports import chain_of
+from deltachain.presence.board import PresenceBoard
+from deltachain.presence.record import PresenceRecord, encode_record
+from tests.unit.dashboard.reports import chain_of, status
 from tests.unit.replica.replicas import eventually
 
 TOKEN = "one that nobody guesses"  # noqa: S105
@@ -165,3 +169,50 @@ def test_an_engine_is_named_once(chain: Chain) -> None:
     clients = [ReplicaClient(HERE), ReplicaClient(f"{HERE}/")]
     with pytest.raises(ConfigError, match="twice"):
         Watcher(ChainIndex(chain.store), clients, poll_s=1.0)
+
+
+def test_replicas_of_a_board_are_shown_beside_those_that_are_asked(
+    chain: Chain, tmp_path: Path
+) -> None:
+    def put(name: str, version: int, seconds_ago: float, **fields: object) -> None:
+        data = encode_record(PresenceRecord(time=0.0, status=status(chain, version, **fields)))
+        file = tmp_path / f"{name}.json"
+        file.write_bytes(data)
+        at = time.time() - seconds_ago
+        os.utime(file, (at, at))
+
+    put("here", 29, 0)
+    put("dead", 20, 3600)
+    put("stranger", 29, 0, chain="another")
+    put("html", 29, 0, ready=False, reason="<script>alert(1)</script>\x1b[2J")
+    (tmp_path / "hostile.json").write_bytes(b"[" * 9999)
+    board = PresenceBoard(str(tmp_path))
+    with Watcher(ChainIndex(chain.store), boards=[board], poll_s=0.01, asked_s=0.01) as watcher:
+        eventually(lambda: watcher.view.edges and len(watcher.engines) == 5)
+        eventually(lambda: any("dead" in name for name in watcher.track.moments(9)[-1].held))
+        found = browser(watcher).get("/api/overview").json()
+        moment = watcher.track.moments(9)[-1]
+    rows = {row["engine"].removeprefix(f"{board.url}/"): row for row in found["replicas"]}
+    assert rows.keys() == {"here", "dead", "stranger", "html", "hostile"}
+    assert (rows["here"]["version"], rows["here"]["trouble"]) == (29, "")
+    assert "no presence record" in rows["hostile"]["trouble"]
+    assert "\x1b" not in rows["html"]["reason"]
+    kinds = {
+        alert["engine"].removeprefix(f"{board.url}/"): alert["kind"] for alert in found["alerts"]
+    }
+    assert kinds["dead"] in ("silent", "behind")
+    assert "silent" in {a["kind"] for a in found["alerts"] if a["engine"].endswith("dead")}
+    assert kinds["stranger"] == "another chain"
+    assert kinds["html"] == "not ready"
+    assert kinds["hostile"] == "silent"
+    assert "here" not in kinds
+    assert moment.held[f"{board.url}/dead"] is None
+
+
+def test_a_board_that_cannot_be_read_is_an_alert(chain: Chain, tmp_path: Path) -> None:
+    board = PresenceBoard(str(tmp_path / "nobody"))
+    with Watcher(ChainIndex(chain.store), boards=[board], poll_s=0.01, asked_s=0.01) as watcher:
+        eventually(lambda: watcher.overview().alerts)
+        (alert,) = watcher.overview().alerts
+    assert (alert.engine, alert.kind) == (board.url, "silent")
+    assert "no presence of a replica" in alert.message

@@ -247,6 +247,15 @@ def test_a_service_that_does_not_come_up_is_given_up_with_its_log(tmp_path: Path
     assert "no such file" in caught.value.hint
 
 
+def test_a_service_of_one_start_stays_dead(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with Service("once", command, tmp_path, {}, most_starts=1) as service:
+        service.kill()
+        with pytest.raises(DemoError, match="did not finish"):
+            service.wait(30)
+        assert (service.pid, service.deaths, service.restarts) == (0, 1, False)
+
+
 def test_a_service_that_does_its_work_ends(tmp_path: Path) -> None:
     heard: list[str] = []
     command = [sys.executable, "-c", "print('done')"]

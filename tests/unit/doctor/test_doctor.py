@@ -319,3 +319,32 @@ def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     (found,) = faults("s3://bucket/run")
     assert "http://127.0.0.1:9" in found.said
+
+
+def test_a_place_for_presences_is_tried(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = tmp_path / "replicas"
+    monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", str(board))
+    (found,) = [found for found in examined(chain) if found.check == "presence"]
+    assert (found.grade, "every 10 s" in found.said) == (Grade.OK, True)
+    assert [path for path in board.rglob("*") if path.is_file()] == []
+
+
+def test_a_presence_inside_the_chain_is_named(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", f"{chain}/replicas")
+    (found,) = [found for found in examined(chain) if found.check == "presence"]
+    assert found.grade is Grade.FAULT
+    assert "is inside the chain" in found.said
+    monkeypatch.setenv("DELTACHAIN_URL", str(chain))
+    assert {found.check for found in faults("")} == {"start", "presence"}
+
+
+def test_a_place_for_presences_that_is_not_writable_is_named(
+    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", str(tmp_path / "file"))
+    (found,) = faults(chain)
+    assert found.check == "presence"
+    assert found.hint

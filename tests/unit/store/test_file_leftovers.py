@@ -51,6 +51,22 @@ def test_leftovers_are_swept_in_that_folder_alone_and_once(root: Path) -> None:
     assert OLD in names(root / "a")
 
 
+def test_few_folders_are_remembered_as_swept(root: Path) -> None:
+    """Every version has a folder of its own; a store that lives for months forgets the old ones."""
+    store = FileStore(root)
+    store.put("a/next", b"data")
+    store.put("b/next", b"data")
+    for folder in ("a", "b"):
+        (root / folder / OLD).write_bytes(b"left")
+        os.utime(root / folder / OLD, (0, 0))
+    for number in range(300):
+        store.put(f"{number}/next", b"data")
+        store.put("a/next", b"data")
+    store.put("b/next", b"data")
+    assert OLD in names(root / "a")
+    assert OLD not in names(root / "b")
+
+
 def test_age_is_told_by_the_clock_of_the_file_system(root: Path) -> None:
     with clock_jump(30 * DAY):
         FileStore(root).put("a/next", b"data")

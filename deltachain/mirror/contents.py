@@ -1,0 +1,243 @@
+"""Contents of a mirror, compared with the source as the listings of both go by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Final
+
+from deltachain.format.keys import (
+    EDGE_PREFIX,
+    MANIFEST_PREFIX,
+    PAYLOADS,
+    PRUNE_PREFIX,
+    TAG_PREFIX,
+    manifest_key,
+    manifest_prefix,
+    version_of,
+)
+from deltachain.mirror.plan import is_payload
+from deltachain.store import ObjectInfo, Store
+from deltachain.types import Version
+
+DIGITS: Final = 3
+"""Manifests are checked for existence a thousand versions at a time."""
+
+RECENT: Final = 1024
+"""Newest versions whose edge records are held in memory; others are looked up when needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorDifference:
+    """What a mirror lacks, as far as listings tell.
+
+    Attributes:
+        missing: Objects of the source that the mirror lacks: size in bytes by key.
+        versions: Versions that the mirror does not have, or not whole, in order.
+        records: Edge records that the mirror lacks, or that may name payloads that it lacks.
+        payloads: Payloads of the source.
+        unproven: Payloads of the mirror that no document of it may name yet; their digests are not
+            known to be right.
+    """
+
+    missing: Mapping[str, int]
+    versions: tuple[Version, ...]
+    records: Set[str]
+    payloads: Set[str]
+    unproven: Set[str]
+
+
+@dataclass(slots=True)
+class MirrorContents:
+    """What a mirror has, in memory that does not grow with the number of its versions.
+
+    Only keys of payloads, which pruning bounds, and of recent records are held; manifests are held
+    as the versions that lack one.
+
+    Args:
+        store: Store of the mirror.
+    """
+
+    store: Store
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _end: Version = 0
+    _gaps: set[Version] = field(default_factory=set)
+    _checked: Version = 0
+
+    @property
+    def newest(self) -> Version:
+        """The newest version without gaps below it; -1 for none."""
+        return min(self._gaps, default=self._end) - 1
+
+    @property
+    def payloads(self) -> Iterator[str]:
+        """Keys of payloads."""
+        return filter(is_payload, self._sizes)
+
+    def has_version(self, version: Version) -> bool:
+        """Return whether the mirror has the manifest of a version."""
+        return version < self._end and version not in self._gaps
+
+    def has(self, key: str) -> bool:
+        """Return whether the mirror has an object; an old edge record is looked up."""
+        if key.startswith(EDGE_PREFIX) and key not in self._sizes:
+            info = self.store.find(key)
+            if info is not None:
+                self._sizes[key] = info.nbytes
+        return key in self._sizes
+
+    def lacks(self, key: str, nbytes: int) -> bool:
+        """Return whether the mirror lacks an object, or may lack it."""
+        version = version_of(key)
+        if version is not None and key == manifest_key(version):
+            return not self.has_version(version)
+        return self._sizes.get(key) != nbytes
+
+    def add(self, key: str, nbytes: int) -> None:
+        """Note an object that was written."""
+        version = version_of(key)
+        if version is None or key != manifest_key(version):
+            self._sizes[key] = nbytes
+            return
+        self._gaps.update(range(self._end, version))
+        self._end = max(self._end, version + 1)
+        self._gaps.discard(version)
+
+    def remove(self, key: str) -> None:
+        """Note that a payload was deleted."""
+        self._sizes.pop(key, None)
+
+    def compare(
+        self,
+        source: Store,
+        *,
+        first: Version,
+        head: Version,
+        identity: Collection[str],
+        is_first: bool,
+    ) -> MirrorDifference:
+        """List both stores.
+
+        The first time, the manifests of all versions are listed; later those of a thousand versions
+        of the mirror, which are others each time.
+
+        Args:
+            source: Store of the source; some of its objects may be named by no document.
+            first: The oldest version whose payloads are copied.
+            head: The newest version of the source.
+            identity: Keys of table, assets and identity.
+            is_first: Whether this is the first time.
+        """
+        found = self.store.find_all(identity).values()
+        self._sizes = {info.key: info.nbytes for info in (*found, *_listed(self.store))}
+        payloads, missing = self._compare_payloads(source, first)
+        if is_first:
+            missing |= self._compare_manifests(source)
+        else:
+            self._check_manifests()
+        torn = {version_of(key) or 0 for key in missing if is_payload(key)}
+        healed = {version for version in torn if self.has_version(version)}
+        unproven = self._unproven()
+        recorded = {version: False for _, version in unproven}
+        records = set()
+        there = self._noted(self.store.list(EDGE_PREFIX), recorded)
+        for info, is_there in compared(source.list(EDGE_PREFIX), there):
+            if not is_there:
+                missing[info.key] = info.nbytes
+            if not is_there or version_of(info.key) in healed:
+                records.add(info.key)
+        lost = {version for version in (*self._gaps, *torn) if version <= head}
+        doubtful = {key for key, version in unproven if not recorded[version]}
+        for key in doubtful:
+            del self._sizes[key]
+        return MirrorDifference(
+            missing=missing,
+            versions=tuple(sorted(lost.union(range(self._end, head + 1)))),
+            records=records,
+            payloads=payloads,
+            unproven=doubtful,
+        )
+
+    def _compare_payloads(self, source: Store, first: Version) -> tuple[set[str], dict[str, int]]:
+        """List payloads and numbered records of the source; return the payloads, and what lacks."""
+        payloads, missing = set[str](), dict[str, int]()
+        for info in _listed(source):
+            is_wanted = True
+            if is_payload(info.key):
+                payloads.add(info.key)
+                is_wanted = (version_of(info.key) or 0) >= first
+            if is_wanted and self._sizes.get(info.key) != info.nbytes:
+                missing[info.key] = info.nbytes
+        return payloads, missing
+
+    def _compare_manifests(self, source: Store) -> dict[str, int]:
+        """List all manifests of both stores; return those that the mirror lacks."""
+        self._end, self._gaps = 0, set()
+        missing = {}
+
+        def noted() -> Iterator[ObjectInfo]:
+            for info in self.store.list(MANIFEST_PREFIX):
+                self.add(info.key, 0)
+                yield info
+
+        for info, is_there in compared(source.list(MANIFEST_PREFIX), noted()):
+            if not is_there:
+                missing[info.key] = info.nbytes
+        return missing
+
+    def _check_manifests(self) -> None:
+        """List the manifests of some versions of the mirror, to find those that were lost."""
+        start = self._checked if self._checked < self._end else 0
+        versions = range(start, min(start + 10**DIGITS, self._end))
+        self._checked = start + 10**DIGITS
+        there = {version_of(info.key) for info in self.store.list(manifest_prefix(start, DIGITS))}
+        self._gaps.difference_update(versions)
+        self._gaps.update(version for version in versions if version not in there)
+
+    def _unproven(self) -> list[tuple[str, Version]]:
+        """Return the payloads that only an edge record may name, or none, and their versions.
+
+        The version is -1 if it has no manifest: then no edge record names them either.
+        """
+        placed = ((key, version_of(key) or 0) for key in self.payloads)
+        return [
+            (key, version if self.has_version(version) else -1)
+            for key, version in placed
+            if not (key.startswith("deltas/") and self.has_version(version))
+        ]
+
+    def _noted(
+        self, infos: Iterable[ObjectInfo], recorded: dict[Version, bool]
+    ) -> Iterator[ObjectInfo]:
+        """Pass on edge records of the mirror; note the recent ones, and which versions have one."""
+        for info in infos:
+            version = version_of(info.key) or 0
+            if version in recorded:
+                recorded[version] = True
+            if version >= self._end - RECENT:
+                self._sizes[info.key] = info.nbytes
+            yield info
+
+
+def compared(
+    source: Iterable[ObjectInfo], there: Iterator[ObjectInfo]
+) -> Iterator[tuple[ObjectInfo, bool]]:
+    """Yield the objects of a listing, and whether another has each, of the same size.
+
+    Args:
+        source: The one listing, ascending by key.
+        there: The other listing, ascending by key; read to its end.
+    """
+    other = next(there, None)
+    for info in source:
+        while other is not None and other.key < info.key:
+            other = next(there, None)
+        yield info, (other is not None and (other.key, other.nbytes) == (info.key, info.nbytes))
+    for _ in there:
+        pass
+
+
+def _listed(store: Store) -> Iterator[ObjectInfo]:
+    """List payloads, prune records and tag records."""
+    for prefix in (*PAYLOADS, PRUNE_PREFIX, TAG_PREFIX):
+        yield from store.list(prefix)

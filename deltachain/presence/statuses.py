@@ -1,0 +1,128 @@
+"""Statuses of those that follow a chain without an engine: a follower, an agent, a mirror."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deltachain.replica.readiness import Condition, why_unready
+from deltachain.replica.status import ReplicaStatus
+from deltachain.subscribe.status import lag
+from deltachain.version import __version__
+
+if TYPE_CHECKING:
+    from deltachain.errors import DeltaChainError
+    from deltachain.mirror.figures import MirrorTotals
+    from deltachain.mirror.mirror import Mirror
+    from deltachain.subscribe import Subscriber
+
+
+def follower_status(
+    subscriber: Subscriber,
+    given: Mapping[str, Any],
+    *,
+    engine: str,
+    trouble: DeltaChainError | None,
+) -> ReplicaStatus:
+    """Return the status of a follower, from memory.
+
+    Args:
+        subscriber: The subscriber.
+        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
+        engine: What it writes into; see :func:`deltachain.figures.info`.
+        trouble: Error of its last look; ``None`` for none.
+    """
+    chain, held, times = subscriber.opened, subscriber.held, subscriber.times
+    version, newest = held.version if held else None, chain.latest if chain else None
+    doubt, reason = subscriber.watch.doubt, _reason(subscriber, given)
+    committed_at = times.commit_of(held.manifest) if held else None
+    return _status(
+        url=chain.store.url if chain else subscriber.config.url,
+        chain=chain.identity.chain if chain else None,
+        version=version,
+        manifest=held.manifest if held else None,
+        state=held.state if held else None,
+        head=newest,
+        lag_versions=lag(newest, version),
+        ready=not reason,
+        reason=reason,
+        pinned=subscriber.pinned,
+        poisoned=subscriber.poisoned,
+        trouble=str(trouble) if trouble else "",
+        doubt=str(doubt.args[0]) if doubt else "",
+        engine=engine,
+        phases=subscriber.last.phases if subscriber.last else {},
+        looked_at=times.looked_at,
+        applied_at=times.applied_at,
+        committed_at=committed_at,
+        silence_s=times.silence_s,
+        age_s=None if committed_at is None else max(0.0, time.time() - committed_at),
+    )
+
+
+def mirror_status(mirror: Mirror, totals: MirrorTotals, *, url: str) -> ReplicaStatus:
+    """Return the status of a mirror, from memory.
+
+    Args:
+        mirror: The mirror.
+        totals: Its totals.
+        url: URL of its source.
+    """
+    version = totals.version_of(mirror)
+    head = totals.head_of(mirror)
+    reason = "" if version is not None else "it holds no version of the chain"
+    return _status(
+        url=url,
+        chain=mirror.chain,
+        version=version,
+        head=head,
+        lag_versions=lag(head, version),
+        ready=not reason,
+        reason=reason,
+        trouble=str(totals.trouble) if totals.trouble else "",
+        engine="mirror",
+        looked_at=totals.looked_at,
+        applied_at=totals.applied_at,
+        silence_s=totals.silence_s,
+    )
+
+
+def _reason(subscriber: Subscriber, given: Mapping[str, Any]) -> str:
+    """Return why a follower does not do its work; empty if it does."""
+    chain, doubt = subscriber.opened, subscriber.watch.doubt
+    condition = Condition(
+        version=subscriber.version,
+        newest=chain.latest if chain else None,
+        poisoned=subscriber.poisoned,
+        released=(),
+        paused=False,
+        doubt=str(doubt.args[0]) if doubt else "",
+        ended="",
+        pinned=subscriber.pinned,
+        caught_up=True,
+        follows=True,
+        silence_s=subscriber.times.silence_s,
+        max_lag=given.get("MAX_LAG"),
+        max_silence_s=given.get("MAX_SILENCE_S"),
+    )
+    return why_unready(condition)
+
+
+def _status(**fields: Any) -> ReplicaStatus:  # noqa: ANN401 - as the status takes them
+    """Return a status of something without an engine."""
+    usual: dict[str, Any] = {
+        "manifest": None,
+        "state": None,
+        "staged": None,
+        "following": True,
+        "paused": False,
+        "pinned": False,
+        "poisoned": False,
+        "classes": {},
+        "on_host": {},
+        "ranks": [],
+        "last": None,
+        "deltachain": __version__,
+    }
+    return ReplicaStatus(**usual | fields)

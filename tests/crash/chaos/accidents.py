@@ -1,0 +1,388 @@
+"""Accidents: what happens to a run, drawn from a seed, and what the dashboard must show of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from random import Random
+from threading import Event
+from typing import Final
+
+from deltachain.chain.chain import Chain
+from deltachain.dashboard.alerts import AlertKind
+from deltachain.errors import DeltaChainError
+from deltachain.store import Store
+from tests.crash.chaos.scene import ALERT_LAG, MAX_SILENCE_S, Party, Scene
+from tests.small_disk import may_mount
+
+NOTICED_S: Final = 10.0
+"""Seconds within which the dashboard has asked every replica again, on a busy machine too."""
+
+AWAIT_S: Final = 60.0
+"""Seconds within which the trainer must have committed another version."""
+
+START_S: Final = 300.0
+"""Seconds within which a second trainer must have taken over."""
+
+TWICE: Final = 0.3
+"""Share of draws of which two may happen at once."""
+
+EVERYTHING: Final = frozenset({"store", "trainer", "maintainer", "dashboard", "vllm", "sglang"})
+
+
+class VoidError(Exception):
+    """An accident that could not be brought about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accident:
+    """One thing that happens, and is put right again.
+
+    Attributes:
+        kind: What it is.
+        parties: Whom it touches: two accidents at once touch different ones.
+        detail: What else was drawn.
+        seconds: Time from its beginning to its end.
+        begin: Brings it about.
+        end: Puts it right.
+        alerts: Any of these must be on the dashboard while it lasts or soon after; none if empty.
+        engine: Address of the replica that the alert is about; empty for the chain.
+        versions: How many versions must be committed meanwhile before the alert is a must.
+    """
+
+    kind: str
+    parties: frozenset[str]
+    detail: str = ""
+    seconds: float = 0.0
+    begin: Callable[[], None]
+    end: Callable[[], None] = lambda: None
+    alerts: tuple[AlertKind, ...] = ()
+    engine: str = ""
+    versions: int = 0
+
+
+def kill_engine(scene: Scene, dice: Random) -> Accident:
+    one = _engine(scene, dice)
+    return Accident(
+        kind="kill engine",
+        parties=frozenset({one.kind}),
+        detail=one.kind,
+        begin=one.service.kill,
+        alerts=(AlertKind.SILENT,),
+        engine=one.url,
+    )
+
+
+def kill_trainer(scene: Scene, _: Random) -> Accident:
+    begin = scene.trainer.kill
+    return Accident(kind="kill publisher", parties=frozenset({"trainer"}), begin=begin)
+
+
+def kill_maintainer(scene: Scene, _: Random) -> Accident:
+    begin = scene.maintainer.kill
+    return Accident(kind="kill maintainer", parties=frozenset({"maintainer"}), begin=begin)
+
+
+def kill_dashboard(scene: Scene, _: Random) -> Accident:
+    begin = scene.dashboard.kill
+    return Accident(kind="kill dashboard", parties=frozenset({"dashboard"}), begin=begin)
+
+
+def kill_store(scene: Scene, dice: Random) -> Accident:
+    one, seconds = _engine(scene, dice), dice.uniform(1, 40)
+    return Accident(
+        kind="kill store",
+        parties=EVERYTHING,
+        seconds=seconds,
+        begin=scene.store.kill,
+        end=scene.store.restart,
+        alerts=(AlertKind.CUT_OFF,) if seconds > MAX_SILENCE_S + NOTICED_S else (),
+        engine=one.url,
+    )
+
+
+def cut_off(scene: Scene, dice: Random) -> Accident:
+    one, seconds = _engine(scene, dice), dice.uniform(5, 60)
+    noticed = seconds > MAX_SILENCE_S + NOTICED_S
+    return Accident(
+        kind="cut off engine",
+        parties=frozenset({one.kind}),
+        detail=one.kind,
+        seconds=seconds,
+        begin=one.proxy.refuse,
+        end=one.proxy.reset,
+        alerts=(AlertKind.CUT_OFF,) if noticed else (),
+        engine=one.url,
+    )
+
+
+def cut_off_trainer(scene: Scene, dice: Random) -> Accident:
+    return Accident(
+        kind="cut off publisher",
+        parties=frozenset({"trainer"}),
+        seconds=dice.uniform(5, 40),
+        begin=scene.trainer_proxy.refuse,
+        end=scene.trainer_proxy.reset,
+    )
+
+
+def bad_network(scene: Scene, dice: Random) -> Accident:
+    """Replies that come late, cut or not at all."""
+    who = dice.choice(["trainer", *scene.engines])
+    proxy = scene.trainer_proxy if who == "trainer" else scene.engines[who].proxy
+    how = dice.choice(["delay", "throttle", "cut", "reset", "drop"])
+    nbytes, times, late_s = dice.randrange(20_000), dice.randint(1, 20), dice.uniform(0.05, 0.6)
+    begin: Callable[[], None] = {
+        "delay": lambda: proxy.delay(late_s),
+        "throttle": lambda: proxy.throttle(200_000),
+        "cut": lambda: proxy.cut_after(nbytes, times=times),
+        "reset": lambda: proxy.cut_after(nbytes, times=times, reset=True),
+        "drop": lambda: proxy.drop_reply("PUT" if who == "trainer" else "GET", times=times),
+    }[how]
+    return Accident(
+        kind="bad network",
+        parties=frozenset({who}),
+        detail=f"{who}: {how}",
+        seconds=dice.uniform(5, 25),
+        begin=begin,
+        end=proxy.reset,
+    )
+
+
+def corrupt(scene: Scene, dice: Random) -> Accident:
+    """A byte of a delta is flipped before a replica has seen it, and put right later."""
+    at = dice.random()
+
+    def flip(store: Store, key: str, data: bytes) -> None:
+        where = int(at * len(data))
+        flipped = bytes([data[where] ^ (1 << int(at * 7919) % 8)])
+        store.put(key, data[:where] + flipped + data[where + 1 :])
+
+    return _spoil("corrupt object", scene, dice, flip)
+
+
+def delete(scene: Scene, dice: Random) -> Accident:
+    """A delta is deleted before a replica has seen it, and put back later."""
+    return _spoil("delete object", scene, dice, lambda store, key, _: store.delete(key))
+
+
+def full_disk(scene: Scene, dice: Random) -> Accident:
+    one = _engine(scene, dice)
+    filler = "filler"
+
+    def fill() -> None:
+        with suppress(OSError), (one.seen_disk / filler).open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        if not (one.seen_disk / filler).exists():
+            raise VoidError("the disk cannot be reached")
+
+    return Accident(
+        kind="full disk",
+        parties=frozenset({one.kind}),
+        detail=one.kind,
+        seconds=dice.uniform(10, 40),
+        begin=fill,
+        end=lambda: (one.seen_disk / filler).unlink(missing_ok=True),
+        alerts=(AlertKind.BEHIND, AlertKind.NOT_READY),
+        engine=one.url,
+        versions=ALERT_LAG + 8,
+    )
+
+
+def second_trainer(scene: Scene, dice: Random) -> Accident:
+    """Another trainer takes the chain over, and the first one, started again, takes it back."""
+    other = scene.another_trainer()
+
+    def begin() -> None:
+        with scene.opened() as store:
+            chain = Chain.open(store)
+            before = epoch_of(chain)
+            other.__enter__()
+            deadline = time.monotonic() + START_S
+            while epoch_of(chain) == before:
+                if time.monotonic() > deadline:
+                    raise VoidError(f"it has not taken over in {START_S:.0f} s")
+                time.sleep(0.2)
+
+    return Accident(
+        kind="second publisher",
+        parties=frozenset({"trainer"}),
+        seconds=dice.uniform(5, 40),
+        begin=begin,
+        end=lambda: other.__exit__(None, None, None),
+    )
+
+
+def pause(scene: Scene, dice: Random) -> Accident:
+    one, seconds = _engine(scene, dice), dice.uniform(2, 20)
+    return Accident(
+        kind="pause",
+        parties=frozenset({one.kind}),
+        detail=one.kind,
+        seconds=seconds,
+        begin=lambda: void(one.client.pause()),
+        end=lambda: void(one.client.resume()),
+        alerts=(AlertKind.NOT_READY,) if seconds > NOTICED_S else (),
+        engine=one.url,
+    )
+
+
+def roll_back(scene: Scene, dice: Random) -> Accident:
+    one, seconds, by = _engine(scene, dice), dice.uniform(2, 25), dice.randint(1, 24)
+
+    def begin() -> None:
+        held = one.client.status().version
+        if held is None or held < by:
+            raise VoidError("there is no such version")
+        one.client.rollback(held - by)
+
+    return Accident(
+        kind="roll back",
+        parties=frozenset({one.kind}),
+        detail=f"{one.kind} by {by}",
+        seconds=seconds,
+        begin=begin,
+        end=lambda: void(one.client.release()),
+        alerts=(AlertKind.BEHIND,) if seconds > NOTICED_S and by > ALERT_LAG else (),
+        engine=one.url,
+    )
+
+
+def revert(scene: Scene, dice: Random) -> Accident:
+    by = dice.randint(1, 20)
+
+    def begin() -> None:
+        with scene.opened() as store:
+            head = Chain.open(store).newest(0)
+        command = [sys.executable, "-m", "deltachain", "revert", scene.url, "--to", str(head - by)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, env=scene.direct
+        )
+        if done.returncode:  # the publisher may have committed meanwhile
+            raise VoidError(done.stderr[-500:])
+
+    return Accident(kind="revert", parties=frozenset({"trainer"}), detail=f"by {by}", begin=begin)
+
+
+DRAWN: Final[tuple[tuple[Callable[[Scene, Random], Accident], int], ...]] = (
+    (kill_engine, 3),
+    (kill_trainer, 3),
+    (kill_maintainer, 2),
+    (kill_dashboard, 1),
+    (kill_store, 2),
+    (cut_off, 4),
+    (cut_off_trainer, 2),
+    (bad_network, 4),
+    (corrupt, 4),
+    (delete, 3),
+    (full_disk, 3),
+    (second_trainer, 3),
+    (pause, 2),
+    (roll_back, 3),
+    (revert, 2),
+)
+"""What may happen, and how often in one pass."""
+
+
+class Deck:
+    """Draws accidents as from a pack of cards, so that each kind comes as often as it should.
+
+    Args:
+        scene: Whom they happen to.
+        dice: Decides about everything.
+    """
+
+    def __init__(self, scene: Scene, dice: Random) -> None:
+        self._scene, self._dice = scene, dice
+        self._left: list[Callable[[Scene, Random], Accident]] = []
+
+    def draw(self) -> list[Accident]:
+        """One accident, or now and then two at once that touch different parties."""
+        first = self._next()
+        if self._dice.random() >= TWICE:
+            return [first]
+        second = self._next()
+        return [first] if first.parties & second.parties else [first, second]
+
+    def _next(self) -> Accident:
+        if not self._left:
+            self._left = [make for make, often in DRAWN for _ in range(often)]
+            self._left = [make for make in self._left if make is not full_disk or may_mount()]
+            self._dice.shuffle(self._left)
+        return self._left.pop()(self._scene, self._dice)
+
+
+def happen(one: Accident, stop: Event) -> str:
+    """Let an accident happen and pass; why it could not begin, or empty."""
+    try:
+        one.begin()
+    except (VoidError, DeltaChainError) as error:
+        with suppress(DeltaChainError):
+            one.end()
+        return f"{type(error).__name__}: {error}"
+    stop.wait(one.seconds)
+    deadline = time.monotonic() + AWAIT_S
+    while True:
+        try:
+            one.end()
+        except DeltaChainError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+        else:
+            return ""
+
+
+def epoch_of(chain: Chain) -> int:
+    """Epoch of the newest version; each publisher that takes over adds one."""
+    head = chain.head()
+    return -1 if head is None else head.manifest.epoch
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def _engine(scene: Scene, dice: Random) -> Party:
+    return scene.engines[dice.choice(sorted(scene.engines))]
+
+
+def _spoil(
+    kind: str, scene: Scene, dice: Random, how: Callable[[Store, str, bytes], None]
+) -> Accident:
+    """Spoil an object of a version that no replica has seen: they are cut off until it is done."""
+    spoiled: dict[str, bytes] = {}
+
+    def begin() -> None:
+        for one in scene.engines.values():
+            one.proxy.refuse()
+        try:
+            with scene.opened() as store:
+                chain = Chain.open(store)
+                head = chain.newest(0)
+                deadline = time.monotonic() + AWAIT_S
+                while (newest := chain.newest(head)) == head:
+                    if time.monotonic() > deadline:
+                        raise VoidError("nobody has committed a version")
+                    time.sleep(0.1)
+                key = chain.read(newest).manifest.edge.parts[0].key
+                spoiled[key] = store.get(key, limit=1 << 30)
+                how(store, key, spoiled[key])
+        finally:
+            for one in scene.engines.values():
+                one.proxy.reset()
+
+    def end() -> None:
+        with scene.opened() as store:
+            for key, data in spoiled.items():
+                store.put(key, data)
+
+    return Accident(
+        kind=kind, parties=EVERYTHING, seconds=dice.uniform(2, 25), begin=begin, end=end
+    )

@@ -1,0 +1,206 @@
+"""Totals of all runs of a diary: accidents, answers, alerts, and what was not explained."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.crash.chaos.diary import Diary
+
+AFTER_S: Final = 1.0
+"""Seconds after a recovery within which a request that was refused meanwhile may be noted."""
+
+EVENTS: Final = (
+    "begin",
+    "end",
+    "accident",
+    "void",
+    "passed",
+    "recovered",
+    "unwell",
+    "failure",
+    "answer",
+    "verdict",
+    "refused",
+    "alert raised",
+    "alert cleared",
+    "minute",
+)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Everything that is counted over all runs of a diary.
+
+    Attributes:
+        minutes: Duration of all runs.
+        longest: Duration of the longest run.
+        versions: Versions committed.
+        taken_over: Times that a publisher took the chain over.
+        answers: Answers of each engine.
+        judged: Answers that were computed anew.
+        tokens: Their tokens.
+        several: Answers with tokens of several versions.
+        refused: Requests that failed while an accident was on.
+        told_apart: Answers that the version before would not have given, and those tried.
+        accidents: Accidents that happened, by kind.
+        void: Those that could not begin.
+        raised: Alerts, by kind.
+        cleared: Alerts that went away, by kind.
+        expected: Alerts that had to be shown.
+        restarts: Starts after an end, by party.
+        recoveries: Seconds from the end of accidents until all replicas were well.
+        failures: What must not be, with its time.
+    """
+
+    minutes: float = 0.0
+    longest: float = 0.0
+    versions: int = 0
+    taken_over: int = 0
+    answers: Counter[str] = field(default_factory=Counter)
+    judged: int = 0
+    tokens: int = 0
+    several: int = 0
+    refused: int = 0
+    told_apart: tuple[int, int] = (0, 0)
+    accidents: Counter[str] = field(default_factory=Counter)
+    void: Counter[str] = field(default_factory=Counter)
+    raised: Counter[str] = field(default_factory=Counter)
+    cleared: Counter[str] = field(default_factory=Counter)
+    expected: int = 0
+    restarts: Counter[str] = field(default_factory=Counter)
+    recoveries: list[float] = field(default_factory=list)
+    failures: list[tuple[float, str]] = field(default_factory=list)
+
+
+def totals_of(diary: Diary) -> Totals:
+    """Count the events of a diary."""
+    found, by_name = Totals(), dict[str, list[dict[str, Any]]]()
+    for event in diary.events(*EVENTS):
+        by_name.setdefault(event["event"], []).append(event)
+        take(found, event)
+    troubled, rolled_back = troubles(by_name), troubles(by_name, "roll back")
+    for one in by_name.get("refused", []):
+        if is_within(troubled, one["asked"], one["time"]):
+            found.refused += 1
+        else:
+            what = f"{one['engine']} refused a request though nothing was wrong: {one['why']}"
+            found.failures.append((one["time"], what))
+    for one in by_name.get("answer", []):
+        labels = [int(label) for _, _, label in one["spans"] if label.isdecimal()]
+        if labels != sorted(labels) and not is_within(rolled_back, one["asked"], one["answered"]):
+            what = f"{one['engine']} went back without a rollback: {labels}"
+            found.failures.append((one["answered"], what))
+    if left := found.answers.total() - found.judged:
+        when = by_name["answer"][-1]["time"]
+        found.failures.append((when, f"{left:,} answers were not computed anew"))
+    found.failures.sort()
+    runs = Counter[int]()
+    for one in by_name.get("minute", []):
+        runs[one["run"]] = max(runs[one["run"]], one["minutes"])
+    found.minutes, found.longest = sum(runs.values()), max(runs.values(), default=0.0)
+    return found
+
+
+def take(found: Totals, event: dict[str, Any]) -> None:  # noqa: C901 - a case an event
+    """Count one event."""
+    match event["event"]:
+        case "answer":
+            found.answers[event["engine"]] += 1
+            found.tokens += len(event["tokens"])
+            found.several += len(event["spans"]) > 1
+        case "verdict":
+            take_verdict(found, event)
+        case "failure":
+            found.failures.append((event["time"], event["what"]))
+        case "accident":
+            found.accidents[event["kind"]] += 1
+        case "void":
+            found.accidents[event["kind"]] -= 1
+            found.void[event["kind"]] += 1
+        case "alert raised":
+            found.raised[event["kind"]] += 1
+        case "alert cleared":
+            found.cleared[event["kind"]] += 1
+        case "recovered":
+            found.recoveries.append(event["seconds"])
+        case "passed":
+            found.expected += event["alert"]
+        case "end":
+            found.restarts.update(event["restarts"])
+            found.versions += event["head"] - event["first"]
+            found.taken_over += event["taken_over"]
+
+
+def take_verdict(found: Totals, event: dict[str, Any]) -> None:
+    """Count one judged answer, and what is not explained of it."""
+    found.judged += 1
+    if (apart := event["told_apart"]) is not None:
+        found.told_apart = (found.told_apart[0] + apart, found.told_apart[1] + 1)
+    if event["unexplained"]:
+        what = f"unexplained answer of {event['engine']}: {event['unexplained']}"
+        found.failures.append((event["time"], what))
+
+
+def is_within(spans: Sequence[tuple[float, float]], first: float, last: float) -> bool:
+    """Whether a stretch of time has a part in common with one of some spans."""
+    return any(start <= last and first <= end for start, end in spans)
+
+
+def troubles(
+    by_name: dict[str, list[dict[str, Any]]], kind: str = ""
+) -> Sequence[tuple[float, float]]:
+    """Spans of time from accidents, of one kind if it is given, to the recovery."""
+    marks = sorted(
+        [
+            *(
+                (one["time"], "on")
+                for one in by_name.get("accident", [])
+                if kind in ("", one["kind"])
+            ),
+            *((one["time"], "off") for one in by_name.get("recovered", [])),
+            *(
+                (one["time"], "off")
+                for one in by_name.get("failure", [])
+                if "not well" in one["what"]
+            ),
+        ]
+    )
+    found, start = [], None
+    for when, what in marks:
+        if what == "on" and start is None:
+            start = when
+        elif what == "off" and start is not None:
+            found.append((start, when + AFTER_S))
+            start = None
+    return found if start is None else [*found, (start, float("inf"))]
+
+
+def lines(found: Totals) -> list[str]:
+    """What a person reads."""
+
+    def counted(numbers: Counter[str]) -> str:
+        return ", ".join(f"{name} {count:,}" for name, count in sorted(numbers.items())) or "none"
+
+    recoveries = sorted(found.recoveries) or [0.0]
+    right, tried = found.told_apart
+    return [
+        f"{found.minutes:.1f} minutes, {found.longest:.1f} of them in one run",
+        f"{found.versions:,} versions, the chain was taken over {found.taken_over:,} times",
+        f"{sum(found.answers.values()):,} answers ({counted(found.answers)}), "
+        f"{found.tokens:,} tokens, {found.several:,} answers of several versions; "
+        f"{found.judged:,} were computed anew",
+        f"{right:,} of {tried:,} answers tried: the version before would have answered otherwise",
+        f"{found.refused:,} requests failed while an accident was on",
+        f"{sum(found.accidents.values()):,} accidents: {counted(found.accidents)}",
+        f"not possible: {counted(found.void)}",
+        f"alerts raised: {counted(found.raised)}",
+        f"alerts cleared: {counted(found.cleared)}",
+        f"alerts that had to be shown: {found.expected:,}",
+        f"started again: {counted(found.restarts)}",
+        f"well again: median {recoveries[len(recoveries) // 2]:.1f} s, "
+        f"longest {recoveries[-1]:.1f} s",
+        f"{len(found.failures):,} failures",
+    ]

@@ -1,0 +1,192 @@
+"""The parties of a run: an S3 server, a trainer, a maintainer, two engines and a dashboard.
+
+Each is a process, and is started again whenever it ends. Trainer and engines reach the store
+through proxies of their own, the maintainer and the dashboard directly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+import httpx
+
+from deltachain.control.client.replica import ReplicaClient
+from deltachain.demo.online.engine import HOST, EngineKind, command, variables
+from deltachain.demo.online.processes import Service, free_port
+from deltachain.store import Store, open_store
+from deltachain.testing.proxy import Proxy
+from deltachain.testing.seaweed import Seaweed
+from tests.small_disk import on_small_disk
+
+ROOT: Final = Path(__file__).resolve().parents[3]
+KINDS: Final[tuple[EngineKind, ...]] = ("vllm", "sglang")
+
+POLL_S: Final = 0.5
+MAX_LAG: Final = 24
+"""Versions behind up to which a replica may say that it is ready."""
+
+MAX_SILENCE_S: Final = 10.0
+"""Seconds without an answer of the store up to which it may."""
+
+ALERT_LAG: Final = 12
+"""Versions behind from which on the dashboard shows an alert."""
+
+SPOOL_NBYTES: Final = 64 << 20
+"""Size of the disk that an engine has for its spool."""
+
+KEPT: Final = 64
+GRACE: Final = "20s"
+MOST_STARTS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Party:
+    """An engine and what surrounds it.
+
+    Attributes:
+        kind: The engine.
+        url: Its address.
+        service: Its processes.
+        proxy: Between it and the store.
+        client: Asks it for its status, and tells it what to do.
+        disk: Folder of its small disk, as it sees that.
+    """
+
+    kind: EngineKind
+    url: str
+    service: Service
+    proxy: Proxy
+    client: ReplicaClient
+    disk: Path
+
+    @property
+    def seen_disk(self) -> Path:
+        """The same folder as others see it, while its process lives."""
+        return Path(f"/proc/{self.service.pid}/root{self.disk}")
+
+    def is_up(self) -> bool:
+        """Whether it answers requests."""
+        with suppress(httpx.HTTPError):
+            answer = httpx.get(f"{self.url}/health", timeout=5, trust_env=False)
+            return answer.status_code == httpx.codes.OK
+        return False
+
+
+class Scene:
+    """All parties; they are started by entering it, and gone after leaving it.
+
+    Args:
+        folder: Everything is kept in; a run that goes on finds the chain there.
+        base: Checkpoint folder that training begins from.
+    """
+
+    def __init__(self, folder: Path, base: Path) -> None:
+        self.folder, self.base, self.weights = folder, base, folder / "weights"
+        self._stack = ExitStack()
+        self.engines: dict[str, Party] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def opened(self) -> closing[Store]:
+        """The chain's store, without faults, to be entered."""
+        return closing(open_store(self.url, self.store.options, writer=True))
+
+    @property
+    def direct(self) -> dict[str, str]:
+        """Variables of a process that reaches the store without faults."""
+        return {**os.environ, **self._environment(self.store.endpoint)}
+
+    @property
+    def services(self) -> dict[str, Service]:
+        """Every party that is started again, by name."""
+        every = [self.trainer, self.maintainer, self.dashboard]
+        return {one.name: one for one in (*every, *(e.service for e in self.engines.values()))}
+
+    def another_trainer(self) -> Service:
+        """A second trainer of the same chain, to be entered; it is not started again."""
+        return self._trainer("second-trainer", most_starts=1)
+
+    def _start(self, stack: ExitStack) -> None:
+        self.store = stack.enter_context(Seaweed(self.folder / "store"))
+        self.url = self.store.url("policy")
+        self.trainer_proxy = stack.enter_context(Proxy(self.store.port))
+        self.trainer = stack.enter_context(self._trainer("trainer", most_starts=MOST_STARTS))
+        maintain = ("maintain", self.url, "--every", "5s", "--grace", GRACE)
+        self.maintainer = self._cli("maintainer", *maintain, "--keep-last", str(KEPT))
+        stack.enter_context(self.maintainer)
+        for kind in KINDS:
+            self.engines[kind] = self._engine(kind, stack)
+        port = free_port()
+        self.dashboard_url = f"http://{HOST}:{port}"
+        engines = [word for one in self.engines.values() for word in ("--engine", one.url)]
+        self.dashboard = self._cli(
+            *("dashboard", "dashboard", self.url, *engines, "--listen", str(port)),
+            *("--poll", "1", "--max-lag", str(ALERT_LAG), "--max-silence", str(MAX_SILENCE_S)),
+        )
+        stack.enter_context(self.dashboard)
+
+    def _trainer(self, name: str, *, most_starts: int) -> Service:
+        module = [sys.executable, "-m", "tests.crash.chaos.trainer"]
+        arguments = [self.url, str(self.base), str(self.weights)]
+        return Service(
+            name,
+            [*module, *arguments],
+            self.folder / "logs",
+            self._environment(self.trainer_proxy.endpoint),
+            most_starts=most_starts,
+        )
+
+    def _cli(self, name: str, *arguments: str) -> Service:
+        return Service(
+            name,
+            [sys.executable, "-m", "deltachain", *arguments],
+            self.folder / "logs",
+            self._environment(self.store.endpoint),
+            most_starts=MOST_STARTS,
+        )
+
+    def _engine(self, kind: EngineKind, stack: ExitStack) -> Party:
+        proxy, port = stack.enter_context(Proxy(self.store.port)), free_port()
+        disk, python = self.folder / f"{kind}-disk", ROOT / f".venv-{kind}/bin/python"
+        given = variables(kind) | {
+            "DELTACHAIN_URL": self.url,
+            "DELTACHAIN_FOLLOW": "1",
+            "DELTACHAIN_POLL_S": str(POLL_S),
+            "DELTACHAIN_SPOOL": str(disk / "spool"),
+            "DELTACHAIN_MAX_LAG": str(MAX_LAG),
+            "DELTACHAIN_MAX_SILENCE_S": str(MAX_SILENCE_S),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+        started = command(kind, python, self.base, port)
+        service = Service(
+            kind,
+            on_small_disk("tmpfs", disk, SPOOL_NBYTES, started),
+            self.folder / "logs",
+            self._environment(proxy.endpoint) | given,
+            most_starts=MOST_STARTS,
+        )
+        stack.enter_context(service)
+        url = f"http://{HOST}:{port}"
+        client = stack.enter_context(closing(ReplicaClient(url, timeout_s=60.0)))
+        return Party(kind=kind, url=url, service=service, proxy=proxy, client=client, disk=disk)
+
+    def _environment(self, endpoint: str) -> dict[str, str]:
+        sources = [ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"]
+        return {
+            **self.store.env(),
+            "AWS_ENDPOINT_URL": endpoint,
+            "PYTHONPATH": os.pathsep.join(map(str, sources)),
+            "OMP_NUM_THREADS": "1",
+        }

@@ -1,0 +1,163 @@
+"""Pruned edges that a survey forgets: a long-lived pruner decides as a new one does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from deltachain.chain.chain import Chain
+from deltachain.format.keys import edge_key, payload_key
+from deltachain.format.prune_record import closes
+from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
+from deltachain.maintain.added_edges import add_anchor
+from deltachain.maintain.prune_ranges import ranges
+from deltachain.maintain.survey import Survey
+from deltachain.types import Version
+from tests.unit.maintain.grown import Grown
+from tests.unit.maintain.test_prune import Clock, check_bits, payloads
+
+KEPT = 20
+
+
+def pruner_of(grown: Grown, tagged: set[Version], last: int = KEPT) -> Pruner:
+    survey = Survey(Chain.open(grown.store))
+    return Pruner(survey, KeepRule(last=last), grace_s=5, tagged=lambda _: sorted(tagged))
+
+
+class Life:
+    """A chain with a maintainer that lives as long as it, and accidents.
+
+    Args:
+        seed: Seed of the accidents.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.grown = Grown(Clock())
+        self.tagged: set[Version] = set()
+        self.grow(3)
+        self.pruner = pruner_of(self.grown, self.tagged)
+        self.maintainer = Maintainer(self.pruner.survey.chain, self.pruner, anchor_every=64)
+        self.once: dict[str, bytes] = {}
+
+    def grow(self, versions: int) -> None:
+        self.grown.grow(versions, density=0.01)
+
+    def some_version(self) -> Version:
+        return int(self.random.integers(1, self.grown.head + 1))
+
+    def tag(self) -> None:
+        self.tagged.add(self.some_version())
+
+    def untag(self) -> None:
+        self.tagged.clear()
+
+    def orphan(self) -> None:
+        kind: Any = self.random.choice(["delta", "skip", "anchor"])
+        key = payload_key(kind, self.some_version(), 0, "0" * 31 + str(self.random.integers(9)), 0)
+        self.grown.store.put(key, b"orphan")
+
+    def restore(self) -> None:
+        """A backup puts back payloads that were deleted."""
+        for key in sorted(self.once):
+            if self.random.random() < 0.1 and self.grown.store.find(key) is None:
+                self.grown.store.put(key, self.once[key])
+
+    def lose_record(self) -> None:
+        """One that is not pruned: the range of a pruned one stays, which harms nobody."""
+        version = max(self.some_version(), self.grown.head - 10) // 8 * 8
+        self.grown.store.delete(edge_key(version, "skip", max(version - 8, 0)))
+
+    def unreadable_record(self) -> None:
+        version = self.some_version() // 8 * 8
+        key = edge_key(version, "skip", max(version - 64, 0))
+        if self.grown.store.find(key) is None:
+            self.grown.store.put(key, b"{}")
+
+    def other_rule(self) -> None:
+        """Another maintainer with another rule does a round."""
+        pruner_of(self.grown, self.tagged, last=int(self.random.integers(17, 40))).run()
+
+    def turn(self) -> None:
+        """Grow, perhaps meet an accident, and do a round of maintenance."""
+        accidents: list[Callable[[], None]] = [
+            self.tag,
+            self.untag,
+            self.orphan,
+            self.restore,
+            self.lose_record,
+            self.unreadable_record,
+            self.other_rule,
+        ]
+        self.grow(int(self.random.integers(1, 12)))
+        for key in payloads(self.grown.store):
+            self.once.setdefault(key, self.grown.store.get(key))
+        if self.random.random() < 0.7:
+            accidents[self.random.integers(len(accidents))]()
+        Clock.now += float(self.random.integers(0, 8))
+
+
+def decided(pruner: Pruner) -> dict[str, Any]:
+    """What a pruner decides: objects by key, edges, and the rows of the next record."""
+    plan = pruner.plan()
+    assert plan is not None
+    found = {one.name: getattr(plan, one.name) for one in fields(PrunePlan)}
+    for name in ("due", "waiting", "orphans"):
+        found[name] = {info.key for info in found[name]}
+    rows = ranges(plan.edges, plan.after, plan.time, pruner.survey.forgotten)
+    past = {(row.kind, row.span, row.first, row.last, max(row.after, plan.time)) for row in rows}
+    kept = {edge for edge in plan.edges if edge not in plan.after}
+    return {name: found[name] for name in ("retired", "due", "waiting", "orphans")} | {
+        "rows": past,
+        "kept": kept,
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pruner_that_forgets_decides_as_one_that_has_just_read_everything(seed: int) -> None:
+    life = Life(seed)
+    most = 0
+    for _ in range(30):
+        life.turn()
+        assert decided(life.pruner) == decided(pruner_of(life.grown, life.tagged))
+        life.maintainer.round()
+        most = max(most, sum(row.last - row.first + 1 for row in life.pruner.survey.forgotten))
+    assert most > 50
+
+
+def test_the_edges_held_in_memory_do_not_grow_with_the_chain() -> None:
+    life = Life(0)
+    held = []
+    for _ in range(60):
+        life.grow(10)
+        Clock.now += 10
+        life.maintainer.round()
+        head = life.pruner.survey.chain.read(life.grown.head)
+        held.append(len(life.pruner.survey.edges(head)))
+    assert max(held[30:]) < 128  # of 700
+    check_bits(life.grown, life.grown.head)
+
+
+def test_an_edge_that_is_restored_and_tagged_stays() -> None:
+    """The ranges of later records do not cover it."""
+    life = Life(0)
+    life.grow(120)
+    once = {key: life.grown.store.get(key) for key in payloads(life.grown.store)}
+    add_anchor(life.grown.chain, life.grown.chain.read(96))
+    for _ in range(3):
+        Clock.now += 10
+        life.maintainer.round()
+    assert closes(life.pruner.survey.forgotten, 40)
+    for key, data in once.items():
+        if life.grown.store.find(key) is None:
+            life.grown.store.put(key, data)
+    life.tagged.add(40)
+    for _ in range(3):
+        Clock.now += 10
+        life.maintainer.round()
+    assert not closes(life.pruner.survey.forgotten, 40)
+    check_bits(life.grown, 40)
