@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs package soak chaos test-floors test-triton test-browser
+.PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
@@ -138,6 +138,9 @@ test-triton: venv  ## Triton programs without a card: interpreted, and compiled 
 # Not in CI: Chromium is a package of the system. Debian: apt-get install chromium
 test-browser: venv  ## the dashboard in Chromium, which must be installed
 	$(BIN)/pytest -m browser tests/e2e
+
+bench-browser: venv  ## the dashboard of 10,000 versions and 200 replicas in Chromium, beside a floor: three minutes
+	$(BIN)/python -m tests.e2e.bench
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test
