@@ -307,7 +307,7 @@ class Pruner:
 
     def _newest(self) -> PruneRecord | None:
         """Read the newest record; find a second maintainer where the store cannot decide."""
-        record = self._chain.prunes.newest()
+        record = self._chain.prunes.newest_there()
         decides = self._chain.store.capabilities.conditional_put
         if record is not None and not decides and -1 < self._known < record.number:
             raise self._another(record)

@@ -41,19 +41,24 @@ class Survey:
     _edges: dict[tuple[Version, str, Version | None], EdgeSummary] = field(default_factory=dict)
     _records: dict[str, EdgeSummary | None] = field(default_factory=dict)
     _parts: dict[EdgeSummary, dict[str, int]] = field(default_factory=dict)
-    _seen: Version = -1
+    _seen: Committed | None = None
 
     def edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
         """Return all edges up to the head, by version; reads what is new since the last call.
 
         Edges that are forgotten are left out, and edge records that are damaged or that no trusted
-        key signed.
+        key signed. Reads everything again if the store has another history since the last call, as
+        after it was restored from a backup.
         """
+        if self._seen is not None and not self._descends(head, self._seen):
+            self.recall()
+            self._parts = {}  # of other manifests, though their summaries may be the same
+        seen = -1 if self._seen is None else self._seen.version
         for committed in self.chain.windows(head):
             self._add((*committed.manifest.recent, committed.manifest.summary()))
-            if committed.manifest.window_from <= self._seen:
+            if committed.manifest.window_from <= seen:
                 break
-        self._seen = head.version
+        self._seen = head
         listed = (info.key for info in self.chain.store.list(EDGE_PREFIX))
         keys = {key for key in listed if not self._is_forgotten(key)}
         self._drop(set(self._records) - keys)
@@ -119,12 +124,17 @@ class Survey:
 
     def recall(self) -> None:
         """Forget nothing any more: the next call reads all edges again."""
-        self.forgotten, self._seen = (), -1
+        self.forgotten, self._seen = (), None
         self._edges, self._records = {}, {}
 
     def has_record(self, key: str) -> bool:
         """Return whether an edge has a record, which may be damaged or forgotten."""
         return key in self._records or self._is_forgotten(key)
+
+    def _descends(self, head: Committed, seen: Committed) -> bool:
+        """Return whether a version that was the head is the same one still."""
+        found = head if head.version == seen.version else self.chain.find(seen.version)
+        return found is not None and found.digest == seen.digest
 
     def _covers(self, edge: EdgeSummary) -> bool:
         return range_of(self.forgotten, edge.kind, edge.base, edge.version) is not None

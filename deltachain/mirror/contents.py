@@ -60,6 +60,7 @@ class MirrorContents:
 
     store: Store
     _sizes: dict[str, int] = field(default_factory=dict)
+    _doubtful: set[str] = field(default_factory=set)
     _end: Version = 0
     _gaps: set[Version] = field(default_factory=set)
     _checked: Version = 0
@@ -71,8 +72,9 @@ class MirrorContents:
 
     @property
     def payloads(self) -> Iterator[str]:
-        """Keys of payloads."""
-        return filter(is_payload, self._sizes)
+        """Keys of payloads, also of those whose digests are not known to be right."""
+        yield from filter(is_payload, self._sizes)
+        yield from self._doubtful
 
     def has_version(self, version: Version) -> bool:
         """Return whether the mirror has the manifest of a version."""
@@ -98,6 +100,7 @@ class MirrorContents:
         version = version_of(key)
         if version is None or key != manifest_key(version):
             self._sizes[key] = nbytes
+            self._doubtful.discard(key)
             return
         self._gaps.update(range(self._end, version))
         self._end = max(self._end, version + 1)
@@ -106,6 +109,7 @@ class MirrorContents:
     def remove(self, key: str) -> None:
         """Note that a payload was deleted."""
         self._sizes.pop(key, None)
+        self._doubtful.discard(key)
 
     def compare(
         self,
@@ -130,6 +134,7 @@ class MirrorContents:
         """
         found = self.store.find_all(identity).values()
         self._sizes = {info.key: info.nbytes for info in (*found, *_listed(self.store))}
+        self._doubtful = set()
         payloads, missing = self._compare_payloads(source, first)
         if is_first:
             missing |= self._compare_manifests(source)
@@ -147,15 +152,15 @@ class MirrorContents:
             if not is_there or version_of(info.key) in healed:
                 records.add(info.key)
         lost = {version for version in (*self._gaps, *torn) if version <= head}
-        doubtful = {key for key, version in unproven if not recorded[version]}
-        for key in doubtful:
+        self._doubtful = {key for key, version in unproven if not recorded[version]}
+        for key in self._doubtful:
             del self._sizes[key]
         return MirrorDifference(
             missing=missing,
             versions=tuple(sorted(lost.union(range(self._end, head + 1)))),
             records=records,
             payloads=payloads,
-            unproven=doubtful,
+            unproven=frozenset(self._doubtful),
         )
 
     def _compare_payloads(self, source: Store, first: Version) -> tuple[set[str], dict[str, int]]:

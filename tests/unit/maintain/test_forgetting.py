@@ -161,3 +161,62 @@ def test_an_edge_that_is_restored_and_tagged_stays() -> None:
         life.maintainer.round()
     assert not closes(life.pruner.survey.forgotten, 40)
     check_bits(life.grown, 40)
+
+
+class Backup:
+    """What a store and its trainer hold, to go on from there again."""
+
+    def __init__(self, grown: Grown) -> None:
+        self.objects = {info.key: grown.store.get(info.key) for info in grown.store.list()}
+        self.random, self.parent = grown.random.bit_generator.state, grown.parent
+        self.bits, self.added = list(grown.bits), grown.added
+
+    def restore(self, grown: Grown) -> None:
+        for info in list(grown.store.list()):
+            grown.store.delete(info.key)
+        for key, data in self.objects.items():
+            grown.store.put(key, data)
+        grown.random.bit_generator.state, grown.parent = self.random, self.parent
+        grown.bits, grown.added = list(self.bits), self.added
+
+
+def test_a_store_that_was_restored_keeps_what_a_trainer_publishes_again() -> None:
+    """Its versions have the same bits and summaries as before, and parts of other keys."""
+    grown = Grown(Clock())
+    grown.grow(30)
+    backup = Backup(grown)
+    grown.grow(10)
+    key = payload_key("delta", 35, 0, "0" * 32, 0)
+    grown.store.put(key, b"orphan")  # of a trainer that was killed: all parts are looked at
+    pruner = pruner_of(grown, set())
+    assert {info.key for info in pruner.run().orphans} == {key}  # type: ignore[union-attr]
+    backup.restore(grown)
+    grown.grow(10)
+    before = payloads(grown.store)
+    plan = pruner.run()
+    assert plan is not None
+    assert not plan.orphans
+    assert payloads(grown.store) == before
+    check_bits(grown, 39)
+
+
+def test_prune_records_go_on_from_those_of_a_store_that_was_restored() -> None:
+    """A gap between their numbers would hide the newest one from all others."""
+    life = Life(0)
+
+    def round_after(versions: int) -> None:
+        life.grow(versions)
+        Clock.now += 10
+        life.maintainer.round()
+
+    for _ in range(8):
+        round_after(16)
+    backup = Backup(life.grown)
+    for _ in range(4):
+        round_after(16)
+    backup.restore(life.grown)
+    for _ in range(2):
+        round_after(16)
+        known, chain = life.pruner.survey.chain.prunes.newest(), Chain.open(life.grown.store)
+        assert chain.prunes.newest() == known is not None
+        assert decided(life.pruner) == decided(pruner_of(life.grown, life.tagged))

@@ -79,6 +79,29 @@ def test_a_mirror_follows_prunes(
     Chain.open(there).plan(None, Chain.open(there).read(40))
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_mirror_deletes_the_anchor_that_the_chain_began_with(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No edge record names its parts, but the manifest of version 0."""
+    monkeypatch.setattr(loop, "SURVEY", 1)
+    grown, there = Grown(Clock()), Clock()
+    grown.grow(1)
+    first = next(iter(payloads(grown.store)))
+    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(last=17), grace_s=5)
+    maintainer = Maintainer(pruner.survey.chain, pruner, anchor_every=64)
+    mirror = Mirror(grown.store, there)
+    list(mirror.catch_up())
+    assert first in payloads(there)
+    while first in payloads(grown.store):
+        grown.grow(16)
+        Clock.now += 6
+        maintainer.round()
+    mirror = Mirror(grown.store, there) if again else mirror
+    list(mirror.catch_up())
+    assert payloads(there) == payloads(grown.store)
+
+
 def test_a_mirror_of_a_pruned_chain_leaves_out_what_is_pruned(
     grown: Grown, caplog: pytest.LogCaptureFixture
 ) -> None:
