@@ -39,7 +39,7 @@ class Survey:
     chain: Chain
     forgotten: tuple[PrunedRange, ...] = field(default=(), init=False)
     _edges: dict[tuple[Version, str, Version | None], EdgeSummary] = field(default_factory=dict)
-    _records: dict[str, EdgeSummary | None] = field(default_factory=dict)
+    _records: dict[str, tuple[ObjectInfo, EdgeSummary | None]] = field(default_factory=dict)
     _parts: dict[EdgeSummary, dict[str, int]] = field(default_factory=dict)
     _seen: Committed | None = None
 
@@ -59,13 +59,15 @@ class Survey:
             if committed.manifest.window_from <= seen:
                 break
         self._seen = head
-        listed = (info.key for info in self.chain.store.list(EDGE_PREFIX))
-        keys = {key for key in listed if not self._is_forgotten(key)}
-        self._drop(set(self._records) - keys)
-        new = [key for key in keys if self._records.get(key) is None]
+        listed = self.chain.store.list(EDGE_PREFIX)
+        there = {info.key: info for info in listed if not self._is_forgotten(info.key)}
+        self._drop({key for key, (info, _) in self._records.items() if there.get(key) != info})
+        known = {key for key, (_, summary) in self._records.items() if summary is not None}
+        new = [info for key, info in there.items() if key not in known]
         with Pool(READS) as pool:
-            self._records |= dict(zip(new, pool.map(self._read, new), strict=True))
-        self._add(summary for summary in self._records.values() if summary is not None)
+            read = pool.map(lambda info: (info, self._read(info.key)), new)
+            self._records |= {info.key: (info, summary) for info, summary in read}
+        self._add(summary for _, summary in self._records.values() if summary is not None)
         edges = (edge for edge in self._edges.values() if edge.version <= head.version)
         return tuple(sorted(edges, key=lambda edge: (edge.version, edge.kind, edge.base or 0)))
 
@@ -144,7 +146,7 @@ class Survey:
         return place is not None and range_of(self.forgotten, *place) is not None
 
     def _drop(self, keys: Set[str]) -> None:
-        """Leave out records that are gone."""
+        """Leave out records that are gone or were replaced."""
         for key in keys:
             del self._records[key]
         self._edges = {
@@ -156,7 +158,7 @@ class Survey:
 
         A record is unreadable if it is damaged, or if no trusted key signed it.
         """
-        keys = [key for key, summary in self._records.items() if summary is None]
+        keys = [key for key, (_, summary) in self._records.items() if summary is None]
         kinds = (key.rpartition("/")[2].partition("-")[0] for key in keys)
         return frozenset(
             (f"{kind}s", version_of(key) or 0) for kind, key in zip(kinds, keys, strict=True)
