@@ -81,9 +81,9 @@ class Past:
 
         Edges beyond the first window are looked up by their keys, if the chain has skips.
         Otherwise, reads older manifests until none can yield a cheaper plan, at most
-        ``PLAN_WINDOWS``. Pruned edges are left out, unless ``pruned`` is set; edges that the newest
-        manifest lists never are pruned (FORMAT.md 5), so that a plan to the head that needs no
-        others saves the lookup.
+        ``PLAN_WINDOWS``; where there is no plan, anchors are looked up by their keys too. Pruned
+        edges are left out, unless ``pruned`` is set; edges that the newest manifest lists never are
+        pruned (FORMAT.md 5), so that a plan to the head that needs no others saves the lookup.
 
         Raises:
             BrokenChainError: No plan exists.
@@ -111,7 +111,7 @@ class Past:
         if plan is not None:
             return plan
         try:
-            return self._plan_back(held, target, search)
+            return self._plan_far(held, target, search)
         except BrokenChainError as exc:
             if not pruned and self._prunes.is_pruned(target.manifest.summary()):
                 message = f"{exc.args[0]}: its payloads were pruned"
@@ -121,6 +121,20 @@ class Past:
     def _leave_out_pruned(self, search: _Search) -> None:
         self._prunes.refresh()
         search.leave_out(self._prunes.is_pruned)
+
+    def _plan_far(self, held: Version | None, target: Committed, search: _Search) -> Plan:
+        """Find a plan over older manifests, else one over anchors that none of them lists.
+
+        Raises:
+            BrokenChainError: No plan exists.
+        """
+        try:
+            return self._plan_back(held, target, search)
+        except BrokenChainError:
+            if search.add(self._skips.anchors(target.version)):
+                with suppress(BrokenChainError):
+                    return search.end()
+            raise
 
     def _plan_back(self, held: Version | None, target: Committed, search: _Search) -> Plan:
         """Find the cheapest plan by reading manifests backward.

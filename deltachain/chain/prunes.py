@@ -43,6 +43,19 @@ class Prunes:
             self._newest = self.read(number)
         return self._newest
 
+    def newest_there(self) -> PruneRecord | None:
+        """Read the newest record, also if the one known so far was lost or replaced meanwhile.
+
+        That happens as a store is restored from a backup. Reads that record again each time, so it
+        is for those who write records. Raises as :meth:`newest`.
+        """
+        if self._newest is not None:
+            try:
+                self._newest = self.read(self._newest.number)
+            except ObjectNotFoundError:
+                self._newest = None
+        return self.newest()
+
     def read(self, number: int) -> PruneRecord:
         """Read a record; once more if it is damaged.
 

@@ -24,6 +24,9 @@ SPANS: Final = (512, 64, 8)
 """Versions between base and version of a skip, largest first. With eight edges of the next smaller
 kind in each, a way over N versions takes at most 42 edges and one for each 512 versions."""
 
+ANCHOR_AT: Final = 64
+"""Anchors of maintainers lead to versions that this number divides, where few skips lead on."""
+
 READS: Final = 16
 """Documents read at a time."""
 
@@ -119,6 +122,19 @@ class Skips:
             versions = _windows(sorted({hop.version for hop in deltas}))
             lists = list(pool.map(self._listed, versions[:MOST_LISTS]))
         return (*found.values(), *(edge for edges in lists for edge in edges))
+
+    def anchors(self, version: Version) -> tuple[EdgeSummary, ...]:
+        """Find the anchors of a version, and of the last one where maintainers add them, by key.
+
+        They need not be listed: manifests and the head hint list the two newest anchors only.
+
+        Args:
+            version: The version to reach.
+        """
+        places = {version, version - version % ANCHOR_AT}
+        keys = [edge_key(place, "anchor", None) for place in sorted(places)]
+        found = (read_summary(self._store, k, chain=self._chain, trust=self._trust) for k in keys)
+        return tuple(summary for summary in found if summary is not None)
 
     def _there(self, wanted: Sequence[Hop]) -> list[Hop]:
         """Return the hops that may have a record, after one lookup where that covers many."""

@@ -8,7 +8,7 @@ from typing import Final
 
 from deltachain.chain.anchor_cost import Replay, anchor_due
 from deltachain.chain.plan import Plan, make_plan
-from deltachain.chain.skips import Hop
+from deltachain.chain.skips import ANCHOR_AT, Hop
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.errors import BrokenChainError
 from deltachain.format.documents import EdgeSummary
@@ -16,9 +16,6 @@ from deltachain.types import Version
 
 PART_NBYTES: Final = 2048
 """Size of the header, directory and digests of a small part, about, which folding saves."""
-
-ANCHOR_AT: Final = 64
-"""Anchors lead to versions that this number divides, from where few skips lead on."""
 
 
 def skips_due(

@@ -27,6 +27,7 @@ from deltachain.maintain.prune_ranges import prunable, ranges, times_of
 from deltachain.maintain.survey import Survey, by_version, without_objects
 from deltachain.maintain.ways import ways_between, ways_to
 from deltachain.store import ObjectInfo
+from deltachain.store.base import already_exists
 from deltachain.threads import Pool
 from deltachain.types import Version
 
@@ -48,6 +49,7 @@ class PrunePlan:
 
     Attributes:
         head: The newest version.
+        before: The newest record.
         time: Time of the store, in seconds since 1970.
         retired: Edges that the next record adds.
         after: Earliest time of deletion of every pruned edge that is not forgotten.
@@ -59,6 +61,7 @@ class PrunePlan:
     """
 
     head: Version
+    before: PruneRecord | None
     time: float
     retired: tuple[EdgeSummary, ...]
     after: Mapping[EdgeSummary, float]
@@ -128,13 +131,14 @@ class Pruner:
         past = times_of(record, edges)
         gone = {edge for edge, after in past.items() if after <= now}
         stay = newest_edges(edges, first=first)
-        gone -= ways | self._whole(gone & stay, objects)  # taken back, since it is there
+        gone -= self._whole(gone & (ways | stay), objects)  # taken back, since it is there
         wanted = prunable(edges, ways | stay)
         retired = tuple(sorted(wanted - past.keys() - gone, key=_order))
         after = {edge: past[edge] for edge in past if edge in gone or edge in wanted}
         after |= dict.fromkeys(retired, now + self.grace_s)
         return PrunePlan(
             head=head.version,
+            before=record,
             time=now,
             retired=retired,
             after=after,
@@ -170,6 +174,9 @@ class Pruner:
         rows = ranges(plan.edges, plan.after, plan.time, self.survey.forgotten)
         if rows == (newest.pruned if newest else ()):
             return None
+        if newest != plan.before:  # which may name edges, or keep some, that the plan does not
+            key = prune_key(newest.number if newest else 0)
+            raise already_exists(key, chain.store.url)
         self._say_taken_back(plan, newest)
         record = PruneRecord(
             chain=chain.identity.chain,
@@ -307,7 +314,7 @@ class Pruner:
 
     def _newest(self) -> PruneRecord | None:
         """Read the newest record; find a second maintainer where the store cannot decide."""
-        record = self._chain.prunes.newest()
+        record = self._chain.prunes.newest_there()
         decides = self._chain.store.capabilities.conditional_put
         if record is not None and not decides and -1 < self._known < record.number:
             raise self._another(record)

@@ -39,28 +39,35 @@ class Survey:
     chain: Chain
     forgotten: tuple[PrunedRange, ...] = field(default=(), init=False)
     _edges: dict[tuple[Version, str, Version | None], EdgeSummary] = field(default_factory=dict)
-    _records: dict[str, EdgeSummary | None] = field(default_factory=dict)
+    _records: dict[str, tuple[ObjectInfo, EdgeSummary | None]] = field(default_factory=dict)
     _parts: dict[EdgeSummary, dict[str, int]] = field(default_factory=dict)
-    _seen: Version = -1
+    _seen: Committed | None = None
 
     def edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
         """Return all edges up to the head, by version; reads what is new since the last call.
 
         Edges that are forgotten are left out, and edge records that are damaged or that no trusted
-        key signed.
+        key signed. Reads everything again if the store has another history since the last call, as
+        after it was restored from a backup.
         """
+        if self._seen is not None and not self._descends(head, self._seen):
+            self.recall()
+            self._parts = {}  # of other manifests, though their summaries may be the same
+        seen = -1 if self._seen is None else self._seen.version
         for committed in self.chain.windows(head):
             self._add((*committed.manifest.recent, committed.manifest.summary()))
-            if committed.manifest.window_from <= self._seen:
+            if committed.manifest.window_from <= seen:
                 break
-        self._seen = head.version
-        listed = (info.key for info in self.chain.store.list(EDGE_PREFIX))
-        keys = {key for key in listed if not self._is_forgotten(key)}
-        self._drop(set(self._records) - keys)
-        new = [key for key in keys if self._records.get(key) is None]
+        self._seen = head
+        listed = self.chain.store.list(EDGE_PREFIX)
+        there = {info.key: info for info in listed if not self._is_forgotten(info.key)}
+        self._drop({key for key, (info, _) in self._records.items() if there.get(key) != info})
+        known = {key for key, (_, summary) in self._records.items() if summary is not None}
+        new = [info for key, info in there.items() if key not in known]
         with Pool(READS) as pool:
-            self._records |= dict(zip(new, pool.map(self._read, new), strict=True))
-        self._add(summary for summary in self._records.values() if summary is not None)
+            read = pool.map(lambda info: (info, self._read(info.key)), new)
+            self._records |= {info.key: (info, summary) for info, summary in read}
+        self._add(summary for _, summary in self._records.values() if summary is not None)
         edges = (edge for edge in self._edges.values() if edge.version <= head.version)
         return tuple(sorted(edges, key=lambda edge: (edge.version, edge.kind, edge.base or 0)))
 
@@ -119,12 +126,17 @@ class Survey:
 
     def recall(self) -> None:
         """Forget nothing any more: the next call reads all edges again."""
-        self.forgotten, self._seen = (), -1
+        self.forgotten, self._seen = (), None
         self._edges, self._records = {}, {}
 
     def has_record(self, key: str) -> bool:
         """Return whether an edge has a record, which may be damaged or forgotten."""
         return key in self._records or self._is_forgotten(key)
+
+    def _descends(self, head: Committed, seen: Committed) -> bool:
+        """Return whether a version that was the head is the same one still."""
+        found = head if head.version == seen.version else self.chain.find(seen.version)
+        return found is not None and found.digest == seen.digest
 
     def _covers(self, edge: EdgeSummary) -> bool:
         return range_of(self.forgotten, edge.kind, edge.base, edge.version) is not None
@@ -134,7 +146,7 @@ class Survey:
         return place is not None and range_of(self.forgotten, *place) is not None
 
     def _drop(self, keys: Set[str]) -> None:
-        """Leave out records that are gone."""
+        """Leave out records that are gone or were replaced."""
         for key in keys:
             del self._records[key]
         self._edges = {
@@ -146,7 +158,7 @@ class Survey:
 
         A record is unreadable if it is damaged, or if no trusted key signed it.
         """
-        keys = [key for key, summary in self._records.items() if summary is None]
+        keys = [key for key, (_, summary) in self._records.items() if summary is None]
         kinds = (key.rpartition("/")[2].partition("-")[0] for key in keys)
         return frozenset(
             (f"{kind}s", version_of(key) or 0) for kind, key in zip(kinds, keys, strict=True)

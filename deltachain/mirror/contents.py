@@ -6,6 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
+from deltachain.chain.log import Committed
+from deltachain.errors import ObjectNotFoundError
+from deltachain.format.digest import object_digest
+from deltachain.format.documents import Manifest, unseal
 from deltachain.format.keys import (
     EDGE_PREFIX,
     MANIFEST_PREFIX,
@@ -56,10 +60,15 @@ class MirrorContents:
 
     Args:
         store: Store of the mirror.
+
+    Attributes:
+        is_torn: Whether a manifest is gone that was there, so that all must be listed again.
     """
 
     store: Store
+    is_torn: bool = field(default=False, init=False)
     _sizes: dict[str, int] = field(default_factory=dict)
+    _doubtful: set[str] = field(default_factory=set)
     _end: Version = 0
     _gaps: set[Version] = field(default_factory=set)
     _checked: Version = 0
@@ -71,12 +80,30 @@ class MirrorContents:
 
     @property
     def payloads(self) -> Iterator[str]:
-        """Keys of payloads."""
-        return filter(is_payload, self._sizes)
+        """Keys of payloads, also of those whose digests are not known to be right."""
+        yield from filter(is_payload, self._sizes)
+        yield from self._doubtful
 
     def has_version(self, version: Version) -> bool:
         """Return whether the mirror has the manifest of a version."""
         return version < self._end and version not in self._gaps
+
+    def read(self, version: Version) -> Committed | None:
+        """Read a manifest of the mirror; ``None`` if it has none of the version.
+
+        Raises:
+            ObjectNotFoundError: It is gone since the last comparison.
+            FormatError: It is damaged.
+        """
+        if not self.has_version(version):
+            return None
+        key = manifest_key(version)
+        try:
+            data = self.store.get(key)
+        except ObjectNotFoundError:
+            self.is_torn = True
+            raise
+        return Committed(unseal(data, Manifest, key=key), object_digest(data))
 
     def has(self, key: str) -> bool:
         """Return whether the mirror has an object; an old edge record is looked up."""
@@ -98,6 +125,7 @@ class MirrorContents:
         version = version_of(key)
         if version is None or key != manifest_key(version):
             self._sizes[key] = nbytes
+            self._doubtful.discard(key)
             return
         self._gaps.update(range(self._end, version))
         self._end = max(self._end, version + 1)
@@ -106,6 +134,7 @@ class MirrorContents:
     def remove(self, key: str) -> None:
         """Note that a payload was deleted."""
         self._sizes.pop(key, None)
+        self._doubtful.discard(key)
 
     def compare(
         self,
@@ -118,8 +147,9 @@ class MirrorContents:
     ) -> MirrorDifference:
         """List both stores.
 
-        The first time, the manifests of all versions are listed; later those of a thousand versions
-        of the mirror, which are others each time.
+        The first time, and if the newest manifest is gone, as from a mirror that was restored from
+        a backup, the manifests of all versions are listed; else those of a thousand versions of the
+        mirror, which are others each time.
 
         Args:
             source: Store of the source; some of its objects may be named by no document.
@@ -130,8 +160,9 @@ class MirrorContents:
         """
         found = self.store.find_all(identity).values()
         self._sizes = {info.key: info.nbytes for info in (*found, *_listed(self.store))}
+        self._doubtful = set()
         payloads, missing = self._compare_payloads(source, first)
-        if is_first:
+        if is_first or self.is_torn or not self._has_newest():
             missing |= self._compare_manifests(source)
         else:
             self._check_manifests()
@@ -147,15 +178,15 @@ class MirrorContents:
             if not is_there or version_of(info.key) in healed:
                 records.add(info.key)
         lost = {version for version in (*self._gaps, *torn) if version <= head}
-        doubtful = {key for key, version in unproven if not recorded[version]}
-        for key in doubtful:
+        self._doubtful = {key for key, version in unproven if not recorded[version]}
+        for key in self._doubtful:
             del self._sizes[key]
         return MirrorDifference(
             missing=missing,
             versions=tuple(sorted(lost.union(range(self._end, head + 1)))),
             records=records,
             payloads=payloads,
-            unproven=doubtful,
+            unproven=frozenset(self._doubtful),
         )
 
     def _compare_payloads(self, source: Store, first: Version) -> tuple[set[str], dict[str, int]]:
@@ -172,7 +203,7 @@ class MirrorContents:
 
     def _compare_manifests(self, source: Store) -> dict[str, int]:
         """List all manifests of both stores; return those that the mirror lacks."""
-        self._end, self._gaps = 0, set()
+        self._end, self._gaps, self.is_torn = 0, set(), True  # until the listing ends
         missing = {}
 
         def noted() -> Iterator[ObjectInfo]:
@@ -183,7 +214,11 @@ class MirrorContents:
         for info, is_there in compared(source.list(MANIFEST_PREFIX), noted()):
             if not is_there:
                 missing[info.key] = info.nbytes
+        self.is_torn = False
         return missing
+
+    def _has_newest(self) -> bool:
+        return not self._end or self.store.find(manifest_key(self._end - 1)) is not None
 
     def _check_manifests(self) -> None:
         """List the manifests of some versions of the mirror, to find those that were lost."""

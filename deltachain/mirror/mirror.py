@@ -12,7 +12,6 @@ from typing import Final, Literal
 from deltachain.chain.chain import Chain
 from deltachain.chain.head_hint import MAX_HINT
 from deltachain.chain.identity import has_versions
-from deltachain.chain.log import Committed
 from deltachain.chain.mirror_record import MirrorRecord, read_mirror
 from deltachain.chain.reachable import plan_present
 from deltachain.chain.trust import Trust
@@ -27,7 +26,7 @@ from deltachain.errors import (
     StoreWentBackError,
 )
 from deltachain.format.digest import object_digest
-from deltachain.format.documents import Head, Manifest, dump, parse, unseal
+from deltachain.format.documents import Head, dump, parse
 from deltachain.format.keys import (
     CHAIN_KEY,
     HEAD_KEY,
@@ -143,8 +142,10 @@ class Mirror:
         head = self._newest(chain)
         before = documents.identity  # of which a mirror lacks none
         versions: Sequence[Version] = range(self.version + 1, head + 1)
-        is_survey = not self._is_whole or not self.rounds % SURVEY
+        is_whole = self._is_whole and not self._contents.is_torn
+        is_survey = not is_whole or not self.rounds % SURVEY
         if is_survey:
+            records.look_again()
             versions = self._list(documents, head, record.first)
         copies = self._copies(documents, versions, record.first, stop)
         if versions or is_survey or not self.rounds % LOOK_BACK:
@@ -197,7 +198,7 @@ class Mirror:
         return (
             chain,
             record,
-            SourceDocuments(chain, known=self._known, has=self._has),
+            SourceDocuments(chain, known=self._contents.read, has=self._has),
             SourceRecords(chain, has=self._has),
         )
 
@@ -227,7 +228,7 @@ class Mirror:
             return
         if head < self.version:
             raise self._went_back(head)
-        known, key = self._known(self.version), manifest_key(self.version)
+        known, key = self._contents.read(self.version), manifest_key(self.version)
         if known and object_digest(self.source.get(key)) != known.digest:
             raise ForkedChainError(
                 f"version {self.version} of {self.source.url} differs from that of its mirror "
@@ -253,14 +254,6 @@ class Mirror:
             f"the newest of {self.source.url} is {newest}",
             version=self.version,
         )
-
-    def _known(self, version: Version) -> Committed | None:
-        """Read a manifest of the mirror."""
-        if not self._contents.has_version(version):
-            return None
-        key = manifest_key(version)
-        data = self._destination.get(key)
-        return Committed(unseal(data, Manifest, key=key), object_digest(data))
 
     def _copies(
         self, documents: SourceDocuments, versions: Sequence[Version], first: Version, stop: Event

@@ -135,6 +135,10 @@ class SourceRecords:
                     continue
             yield ObjectCopy(key=key, nbytes=len(data), content=data)
 
+    def look_again(self) -> None:
+        """Look at all prune records again, since the mirror may have lost old ones."""
+        self._number = NONE
+
     def _is_done(self, key: str) -> bool:
         return key in self._left_out or self._has(key)
 

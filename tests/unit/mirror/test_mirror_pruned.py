@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.errors import BrokenChainError
+from deltachain.errors import BrokenChainError, ObjectNotFoundError
 from deltachain.format.documents import seal
-from deltachain.format.keys import HEAD_KEY, MIRROR_KEY, prune_key
+from deltachain.format.keys import HEAD_KEY, MIRROR_KEY, prune_key, version_of
 from deltachain.format.prune_record import PrunedRange, PruneRecord
 from deltachain.maintain import KeepRule, Maintainer, Pruner
 from deltachain.maintain.added_edges import add_anchor
@@ -77,6 +77,54 @@ def test_a_mirror_follows_prunes(
     assert not mirror.left_out
     assert not caplog.messages
     Chain.open(there).plan(None, Chain.open(there).read(40))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_mirror_deletes_the_anchor_that_the_chain_began_with(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No edge record names its parts, but the manifest of version 0."""
+    monkeypatch.setattr(loop, "SURVEY", 1)
+    grown, there = Grown(Clock()), Clock()
+    grown.grow(1)
+    first = next(iter(payloads(grown.store)))
+    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(last=17), grace_s=5)
+    maintainer = Maintainer(pruner.survey.chain, pruner, anchor_every=64)
+    mirror = Mirror(grown.store, there)
+    list(mirror.catch_up())
+    assert first in payloads(there)
+    while first in payloads(grown.store):
+        grown.grow(16)
+        Clock.now += 6
+        maintainer.round()
+    mirror = Mirror(grown.store, there) if again else mirror
+    list(mirror.catch_up())
+    assert payloads(there) == payloads(grown.store)
+
+
+def test_a_mirror_that_lost_its_newest_versions_and_old_prune_records_gets_them_again(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a mirror does that was restored from a backup while its process went on."""
+    monkeypatch.setattr(loop, "SURVEY", 2)
+    there = Clock()
+    mirror = Mirror(grown.store, there)
+    for _ in range(2):
+        prune(grown)
+        Clock.now += 3601
+        grown.grow(1)
+    for _ in range(2):
+        list(mirror.catch_up())
+    for info in list(there.list()):
+        if (version_of(info.key) or 0) > 20 or info.key == prune_key(0):
+            there.delete(info.key)
+    for _ in range(3):
+        with suppress(ObjectNotFoundError):
+            list(mirror.catch_up())
+        grown.grow(1)
+    for _ in range(2):
+        list(mirror.catch_up())
+    assert same_but_hints(grown.store, there)
 
 
 def test_a_mirror_of_a_pruned_chain_leaves_out_what_is_pruned(
