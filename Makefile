@@ -5,7 +5,7 @@ GPU_PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: docs package soak chaos test-floors test-triton test-browser
+.PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
@@ -28,16 +28,17 @@ ENGINE ?= vllm
 demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a real S3 server
 	$(BIN)/deltachain demo-async --engine $(ENGINE) $(if $(DASHBOARD),--dashboard) $(DEMO)
 
-examples: venv venv-vllm venv-sglang  ## run every example
-	@for example in examples/0*.py; do echo "== $$example"; $(BIN)/python $$example || exit 1; done
+examples: venv venv-vllm venv-sglang  ## run every example, with a small model
+	$(BIN)/pytest -m slow tests/e2e/test_examples.py
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Three processes for two cores: most tests wait for a server or a child. Each has servers of its own.
 test: venv  ## the tests that need no GPU: nine minutes
 	$(BIN)/pytest -n 3 --dist worksteal
 
-test-long: examples  ## the tests that take minutes, and the examples
+test-long: venv venv-vllm venv-sglang  ## the tests that take minutes, each example among them
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"
+	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Minutes of all runs count: started again, it goes on. MINUTES=10 for a look.
 MINUTES ?= 120
@@ -137,6 +138,9 @@ test-triton: venv  ## Triton programs without a card: interpreted, and compiled 
 # Not in CI: Chromium is a package of the system. Debian: apt-get install chromium
 test-browser: venv  ## the dashboard in Chromium, which must be installed
 	$(BIN)/pytest -m browser tests/e2e
+
+bench-browser: venv  ## the dashboard of 10,000 versions and 200 replicas in Chromium, beside a floor: three minutes
+	$(BIN)/python -m tests.e2e.bench
 
 test-gpu:  ## the GPU tests, with the system's python3 and torch
 	PYTHONPATH=. $(GPU_PYTHON) -m tests.gpu.run test

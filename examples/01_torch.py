@@ -1,8 +1,10 @@
 """A torch loop publishes every step; another model follows it bit for bit.
 
-::
+Needs ``pip install 'deltachain[torch]'``::
 
     python examples/01_torch.py
+
+Prints the receipt of the replica, and whether every bit of it is the trainer's.
 """
 
 from __future__ import annotations

@@ -1,70 +1,57 @@
-"""The Trainer of transformers with a publishing callback, and a folder that follows it.
+"""The Trainer of transformers, attached in one line, and a copy of the model that follows.
 
-::
+Needs ``pip install 'deltachain[trl]'``, and ``[s3]`` or ``[hf]`` for a bucket::
 
-    python examples/02_hf_trainer.py
+    DELTACHAIN_URL=s3://policies/run-1 python examples/02_hf_trainer.py
+
+``MODEL`` is a name on the Hub or a folder. Without ``DELTACHAIN_URL`` the chain is in a temporary
+folder. Prints a receipt of each version, and whether every bit of the copy is the trainer's.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from pathlib import Path
 
 import torch
-from torch.utils.data import Dataset
-from transformers import Qwen3ForCausalLM, Trainer, TrainingArguments
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import deltachain
-from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
 
-
-class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """A few sentences, repeated."""
-
-    def __init__(self) -> None:
-        lines = ["the small crow carries a bell.", "add 2 and 3: 5", "count: 1 2 3 4 5"]
-        self.tokens = [torch.tensor(make_tokenizer().encode(line)[:8]) for line in lines]
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[index % len(self.tokens)]
-        return {"input_ids": tokens, "labels": tokens}
+MODEL = os.environ.get("MODEL", "Qwen/Qwen3-0.6B")
+URL = os.environ.get("DELTACHAIN_URL") or tempfile.mkdtemp()
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, url = Path(scratch), f"{scratch}/policy"
-        save_checkpoint(make_model(0), make_tokenizer(), folder / "base")
-        trainer = Trainer(
-            model=Qwen3ForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
-            args=TrainingArguments(
-                output_dir=str(folder / "out"),
-                max_steps=5,
-                per_device_train_batch_size=1,
-                learning_rate=1e-6,
-                use_cpu=True,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-            train_dataset=Sentences(),
-            callbacks=[deltachain.DeltaChainCallback(url, when_busy="wait")],
-        )
-        trainer.train()
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokens = tokenizer("the small crow carries a bell.")["input_ids"]
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
+        args=TrainingArguments(
+            output_dir=tempfile.mkdtemp(),
+            max_steps=5,
+            per_device_train_batch_size=1,
+            learning_rate=1e-6,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_list([{"input_ids": tokens, "labels": tokens}] * 8),
+    )
+    callback = deltachain.attach(trainer, url=URL, when_busy="wait")
+    trainer.train()
+    for receipt in callback.receipts:
+        print(receipt)  # version 1 delta nnz 31,202 density 0.566% ...
 
-        # The same as `deltachain follow URL --out DIR`: a checkpoint folder at the newest version.
-        with deltachain.Subscriber(url, folder / "replica") as replica:
-            print(replica.update())
-        served = Qwen3ForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
-        with deltachain.Subscriber(url, served) as replica:
-            replica.update()
-        for (name, mine), theirs in zip(
-            served.named_parameters(), trainer.model.parameters(), strict=True
-        ):
-            assert torch.equal(mine, theirs.to(torch.bfloat16)), name
-        print("every bit is the trainer's")
+    # On any machine, at any time: a copy that starts from the same checkpoint.
+    copy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16)
+    with deltachain.Subscriber(URL, copy) as subscriber:
+        print(subscriber.update())
+    trained = dict(trainer.model.named_parameters())
+    for name, parameter in copy.named_parameters():
+        assert torch.equal(parameter, trained[name].to("cpu", torch.bfloat16)), name
+    print(f"version {subscriber.version}: every bit is the trainer's")
 
 
 if __name__ == "__main__":

@@ -1,60 +1,62 @@
-"""TRL's GRPOTrainer, attached in one line after its creation.
+"""TRL's GRPOTrainer, attached in one line: each optimizer step is a version for replicas elsewhere.
 
-::
+Needs ``pip install 'deltachain[trl,hf]'``, and a bucket: ``hf buckets create me/policy``::
 
-    python examples/03_trl_grpo.py
+    DELTACHAIN_URL=hf://buckets/me/policy/run-1 python examples/03_trl_grpo.py
+
+``MODEL`` is a name on the Hub or a folder. Without ``DELTACHAIN_URL`` the chain is in a temporary
+folder. Prints a receipt of each version.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
-from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoTokenizer, Qwen3ForCausalLM
-from trl.trainer.grpo_config import GRPOConfig
-from trl.trainer.grpo_trainer import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 import deltachain
-from deltachain.demo.corpus import questions, score
-from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
+
+MODEL = os.environ.get("MODEL", "Qwen/Qwen3-0.6B")
+URL = os.environ.get("DELTACHAIN_URL") or tempfile.mkdtemp()
 
 
-def reward(completions: list[str], answer: list[int], **_: object) -> list[float | None]:
-    return [score(text, right) for text, right in zip(completions, answer, strict=True)]
+def right(completions: list[str], answer: list[int], **_: object) -> list[float | None]:
+    """Return 1 for an answer that is right, less the longer it is."""
+    return [
+        float(str(number) in text) - len(text) / 1000
+        for text, number in zip(completions, answer, strict=True)
+    ]
 
 
 def main() -> None:
-    asked = questions(64, seed=0)
-    rows = {"prompt": [q.prompt for q in asked], "answer": [q.answer for q in asked]}
-    with tempfile.TemporaryDirectory() as scratch:
-        base, url = Path(scratch) / "base", f"{scratch}/policy"
-        save_checkpoint(make_model(0), make_tokenizer(), base)
-        trainer = GRPOTrainer(
-            model=Qwen3ForCausalLM.from_pretrained(base, dtype=torch.float32),
-            processing_class=AutoTokenizer.from_pretrained(base),
-            reward_funcs=reward,
-            train_dataset=Dataset.from_dict(rows),
-            args=GRPOConfig(
-                output_dir=f"{scratch}/out",
-                max_steps=3,
-                per_device_train_batch_size=8,
-                num_generations=4,
-                max_completion_length=8,
-                learning_rate=1e-6,
-                use_cpu=True,
-                bf16=False,
-                report_to="none",
-                save_strategy="no",
-                disable_tqdm=True,
-            ),
-        )
-        callback = deltachain.attach(trainer, url=url, when_busy="wait")
-        trainer.train()
-        for receipt in callback.receipts:
-            print(receipt)  # version 1 delta nnz 31,202 density 0.566% ...
-        assert [receipt.step for receipt in callback.receipts] == [1, 2, 3]
+    sums = [(a, b) for a in range(10, 20) for b in range(10, 20)]
+    rows = [{"prompt": f"{a} + {b} =", "answer": a + b} for a, b in sums]
+    trainer = GRPOTrainer(
+        model=MODEL,
+        reward_funcs=right,
+        train_dataset=Dataset.from_list(rows),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            model_init_kwargs={"dtype": "float32"},
+            max_steps=3,
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=8,
+            learning_rate=1e-6,
+            bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+    )
+    callback = deltachain.attach(trainer, url=URL, when_busy="wait")
+    trainer.train()
+    for receipt in callback.receipts:
+        print(receipt)  # version 1 delta nnz 31,202 density 0.566% ...
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Two ranks under FSDP2, each of which publishes its own shards, without a gather of the model.
 
-::
+Needs ``pip install 'deltachain[torch]'``::
 
     python examples/06_fsdp2.py          # in production: torchrun --nproc-per-node 8 ...
+
+Without ``DELTACHAIN_URL`` the chain is in a temporary folder. Prints the receipt of the last
+version, and that of a replica which follows it.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 
@@ -16,7 +20,6 @@ from torch import multiprocessing, nn
 from torch.distributed.fsdp import fully_shard
 
 import deltachain
-from deltachain.demo.online.processes import free_port
 
 
 def make() -> nn.Module:
@@ -24,10 +27,8 @@ def make() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 130), nn.ReLU(), nn.Linear(130, 64))
 
 
-def train(rank: int, ranks: int, port: int, url: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks
-    )
+def train(rank: int, ranks: int, meeting: str, url: str) -> None:
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     model = make()
     for layer in (model[0], model[2]):
         fully_shard(layer)
@@ -48,8 +49,9 @@ def train(rank: int, ranks: int, port: int, url: str) -> None:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as url:
-        multiprocessing.spawn(train, args=(2, free_port(), url), nprocs=2)
+    with tempfile.TemporaryDirectory() as scratch:
+        url = os.environ.get("DELTACHAIN_URL") or f"{scratch}/policy"
+        multiprocessing.spawn(train, args=(2, f"file://{scratch}/meeting", url), nprocs=2)
         replica = make().bfloat16()
         with deltachain.Subscriber(url, replica) as subscriber:
             print(subscriber.update())

@@ -1,10 +1,11 @@
 """Push the checkpoints of any trainer as versions, and inspect a delta.
 
-::
+Needs ``pip install 'deltachain[torch]'``::
 
     python examples/07_checkpoints.py
 
-The same from a shell: deltachain push CHECKPOINT URL; deltachain pull URL --out DIR.
+Prints the tensors of a delta, and whether every bit that is pulled is the checkpoint's. The same
+from a shell: deltachain push CHECKPOINT URL; deltachain pull URL --out DIR.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ DOCUMENTS: Final = [
     *sorted((ROOT / "deltachain").glob("*.md")),
     *sorted(ROOT.glob("*_ext/README.md")),
     *sorted(ROOT.glob("spaces/*/README.md")),
-    *sorted(ROOT.glob("examples/*/README.md")),
+    *sorted(ROOT.glob("examples/**/README.md")),
 ]
 
 LANGUAGES: Final = {"", "python", "text", "ini", "json", "toml", "hexdump"}
