@@ -41,7 +41,7 @@ from tests.crash.chaos.watch import Watch
 from tests.engines.chains import make_batches, one_thread, pretrain
 
 START_S: Final = 600.0
-RECOVERY_S: Final = 420.0
+RECOVERY_S: Final = 900.0
 """Seconds after the last accident within which every replica must be well: engines start anew."""
 
 VERIFIED: Final = 200

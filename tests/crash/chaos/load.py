@@ -11,6 +11,7 @@ from threading import Event, Thread
 from typing import Any, Final
 
 import httpx
+import torch
 
 from deltachain.demo.online.engine import MODEL, EngineKind
 from tests.crash.chaos.diary import Diary
@@ -91,6 +92,7 @@ class Load:
                     self._answers.put(answer)
 
     def _judge_all(self) -> None:
+        torch.set_num_threads(1)  # of this thread: a second one would wait for a busy core
         number = 0
         while not (self._stop.is_set() and self._answers.empty() and not self._is_asking()):
             try:
