@@ -47,7 +47,7 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         committed_at: Time of the held version's commit, likewise, on the publisher's clock; null if
             it is not known.
         silence_s: Seconds since the store last answered, whatever the clock was set to meanwhile;
-            0 while objects are fetched.
+            0 while objects are fetched and requests for them are answered.
         age_s: Seconds since the held version's commit; the difference of both clocks is part of it.
     """
 

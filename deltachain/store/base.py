@@ -106,6 +106,15 @@ class Store(Protocol):
     def requests(self) -> int:
         """Number of network requests so far, as the store's provider counts them; 0 without one."""
 
+    @property
+    def unanswered_since(self) -> float | None:
+        """Start of the first request without an answer since the last one with an answer.
+
+        By ``time.monotonic()``; ``None`` while requests are answered, be it with an error, and of
+        stores that do not tell.
+        """
+        return None
+
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         """Read a whole small object of unknown size, as written by a single ``put``.
 

@@ -69,7 +69,7 @@ class Subscriber(Closeable):
         self.pinned = self.poisoned = self.is_told = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
-        self.watch, self.times = Watch(), Times()
+        self.watch, self.times = Watch(), Times(lambda: self.store.unanswered_since)
         self._usable = UsablePlans(self.config.base)
         self.store = store or open_store(self.config.url, self.config.storage_options)
         self._chain: Chain | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from typing import Final
@@ -16,13 +16,18 @@ KEPT: Final = 64
 class Times:
     """Times of a subscriber; thread-safe.
 
+    Args:
+        unanswered_since: Start of the store's first request without an answer since the last one
+            with an answer, by ``time.monotonic()``; ``None`` for none.
+
     Attributes:
         looked_at: Time at which the store last answered a look or finished a fetch, in seconds
             since 1970; ``None`` before.
         applied_at: Time of the last swap, in seconds since 1970; ``None`` before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, unanswered_since: Callable[[], float | None] = lambda: None) -> None:
+        self._unanswered_since = unanswered_since
         self.looked_at: float | None = None
         self.applied_at: float | None = None
         self._since = time.monotonic()  # the wall clock may be set meanwhile
@@ -32,12 +37,15 @@ class Times:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the store last answered, or since the start; 0 while objects are fetched.
+        """Seconds since the store last answered, or since the start.
 
-        A fetch that receives nothing ends with an error, so this counts again soon.
+        0 while objects are fetched and decoded; of stores that tell, only while requests for them
+        are answered. Otherwise a fetch without an answer ends with an error, so this counts again
+        soon.
         """
         with self._lock:
-            return 0.0 if self._stages else time.monotonic() - self._since
+            since = self._unanswered_since() if self._stages else self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     def looked(self) -> None:
         """Record that the store answered."""

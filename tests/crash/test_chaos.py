@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,24 @@ def test_a_diary_outlives_a_line_that_was_cut(tmp_path: Path) -> None:
     diary = Diary(path)
     diary.note("answer", engine="sglang")
     assert [event["engine"] for event in diary.events("answer")] == ["vllm", "sglang"]
+
+
+def test_no_process_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    child = ["sh", "-c", f"exec 3> '{fifo}'; echo begun >&3; sleep 600 & wait"]
+    code = (
+        "import subprocess\n"
+        "from tests.crash.chaos.leash import leash\n"
+        f"with leash({str(tmp_path)!r}):\n"
+        f"    subprocess.Popen({child!r}, start_new_session=True).wait()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment) as run, fifo.open() as end:
+        assert end.readline() == "begun\n"
+        run.kill()
+        assert select.select([end], [], [], 60)[0], "a process is left that could write"
+        assert end.read() == ""
 
 
 @pytest.fixture

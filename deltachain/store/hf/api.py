@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from deltachain.store.hf.reply import (
     check_redirect,
     read_reply,
 )
+from deltachain.store.outage import Outage
 
 _TRY_S: Final = 20.0
 """Timeout of one attempt, in seconds."""
@@ -105,6 +107,7 @@ class Hub:
         self.deadline_s = deadline_s
         self._budget = budget
         self.clock: Final = ServerClock()
+        self.outage: Final = Outage()
         self._lock = threading.Lock()
         self._requests = 0
 
@@ -177,7 +180,12 @@ class Hub:
         tries = 0
         while True:
             self.admit(deadline, key)
+            sent = time.monotonic()
             reply, trouble = self._try(method, url, body, media, deadline)
+            if reply is None:
+                self.outage.unanswered(sent)
+            else:
+                self.outage.answered()
             if reply is not None and not trouble.said:
                 self.clock.hear(reply.headers.get("date"))
                 trouble = self._judge(reply, wanted, key)

@@ -108,6 +108,11 @@ class HfStore(Store):
         """Number of requests to the Hub's rate-limited API; storage requests are not counted."""
         return self._hub.requests
 
+    @property
+    @override
+    def unanswered_since(self) -> float | None:
+        return self._hub.outage.since
+
     @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         found = self._find(key)

@@ -59,6 +59,11 @@ class Bucket:
         """Number of HTTP requests so far, retries included."""
         return self._calls.requests
 
+    @property
+    def unanswered_since(self) -> float | None:
+        """Start of the first request since the last answer, by ``time.monotonic()``."""
+        return self._calls.outage.since
+
     def now(self) -> float | None:
         """Return the time by the server's clock; ``None`` before its first answer."""
         return self._calls.clock.now()

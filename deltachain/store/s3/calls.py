@@ -13,6 +13,7 @@ from deltachain.errors import DeltaChainError
 from deltachain.retry import Deadline
 from deltachain.store.bounds import bounded
 from deltachain.store.clock import ServerClock
+from deltachain.store.outage import Outage
 from deltachain.store.s3.client import Client
 from deltachain.store.s3.errors import code_of, is_answer, is_transient, status_of, typed
 from deltachain.store.s3.replies import AnswerError, redirects, target_of
@@ -49,6 +50,7 @@ class Calls:
 
     Attributes:
         clock: Clock of the server.
+        outage: Whether it answers.
     """
 
     def __init__(self, client: Client, url: str) -> None:
@@ -57,6 +59,7 @@ class Calls:
         self._requests = 0
         self._is_reported = False
         self.clock: Final = ServerClock()
+        self.outage: Final = Outage()
         client.meta.events.register("before-send.s3", self._count)
         client.meta.events.register("before-parse.s3", self._hear)
         refuse_redirects(client)
@@ -90,7 +93,7 @@ class Calls:
         answer: Exception | None = None
         while True:
             try:
-                return once(call, deadline, nbytes=nbytes)
+                return self._once(call, deadline, nbytes)
             except DeltaChainError:
                 raise
             except Exception as exc:  # a response may cause any error in its parser
@@ -103,6 +106,20 @@ class Calls:
                     raise typed(answer or exc, key, self._url) from (answer or exc)
                 attempt += 1
                 self._report(answer or exc, time.monotonic() - began, deadline)
+
+    def _once(self, call: Callable[[], _T], deadline: Deadline, nbytes: int) -> _T:
+        """Send one request, and record whether it was answered."""
+        sent = time.monotonic()
+        try:
+            found = once(call, deadline, nbytes=nbytes)
+        except Exception as exc:
+            if is_answer(exc):
+                self.outage.answered()
+            else:
+                self.outage.unanswered(sent)
+            raise
+        self.outage.answered()
+        return found
 
     def _report(self, failure: Exception, waited_s: float, deadline: Deadline) -> None:
         """Warn once a client of a call that has waited long and goes on to wait."""

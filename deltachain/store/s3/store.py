@@ -96,6 +96,11 @@ class S3Store(Store):
         """Number of HTTP requests so far, retries included."""
         return self._bucket.requests
 
+    @property
+    @override
+    def unanswered_since(self) -> float | None:
+        return self._bucket.unanswered_since
+
     @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         return self._get(key, limit, self._bucket.deadline(check_key(key)))

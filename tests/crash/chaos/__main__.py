@@ -32,6 +32,7 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
 from tests.crash.chaos.accidents import Accident, Deck, epoch_of, happen
 from tests.crash.chaos.diary import Diary
+from tests.crash.chaos.leash import leash
 from tests.crash.chaos.load import Load
 from tests.crash.chaos.record import Record
 from tests.crash.chaos.report import lines, totals_of
@@ -40,7 +41,7 @@ from tests.crash.chaos.watch import Watch
 from tests.engines.chains import make_batches, one_thread, pretrain
 
 START_S: Final = 600.0
-RECOVERY_S: Final = 420.0
+RECOVERY_S: Final = 900.0
 """Seconds after the last accident within which every replica must be well: engines start anew."""
 
 VERIFIED: Final = 200
@@ -220,7 +221,7 @@ def run(folder: Path, minutes: float, seed: int) -> int:
     number = max((one["run"] for one in diary.events("begin")), default=-1) + 1
     if left > 0:
         os.environ["OMP_NUM_THREADS"] = "1"
-        with Scene(folder, base) as scene:
+        with leash(f"{folder} {number}"), Scene(folder, base) as scene:
             Run(scene, diary, seed, number, stop).go(left)
     found = totals_of(diary)
     for line in lines(found):

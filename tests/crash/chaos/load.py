@@ -11,6 +11,7 @@ from threading import Event, Thread
 from typing import Any, Final
 
 import httpx
+import torch
 
 from deltachain.demo.online.engine import MODEL, EngineKind
 from tests.crash.chaos.diary import Diary
@@ -24,6 +25,11 @@ TIMEOUT_S: Final = 60.0
 VOCABULARY: Final = range(3, 500)
 KNOWN: Final = 8
 """Prompts that come again and again: what is cached of them must not outlive a version."""
+
+KNOWN_LENGTH: Final = 160
+"""Tokens of each; vLLM caches whole blocks of 128 on a CPU."""
+
+FRESH_LENGTH: Final = 12
 
 LENGTHS: Final = (8, 24, 48)
 THOROUGH: Final = 5
@@ -50,7 +56,7 @@ class Load:
         for answer in unjudged(diary):
             self._answers.put(answer)
         dice = random.Random(f"{name} load")
-        self._known = [dice.choices(VOCABULARY, k=12) for _ in range(KNOWN)]
+        self._known = [dice.choices(VOCABULARY, k=KNOWN_LENGTH) for _ in range(KNOWN)]
         self._judge_thread = Thread(target=self._judge_all, name="judge")
         self._clients = [
             Thread(target=self._ask, args=(one, random.Random(f"{name} {one.kind}")))
@@ -72,7 +78,7 @@ class Load:
             for number in count():
                 if self._stop.wait(PAUSE_S):
                     return
-                fresh = dice.choices(VOCABULARY, k=12)
+                fresh = dice.choices(VOCABULARY, k=FRESH_LENGTH)
                 prompt = fresh if dice.random() < 0.5 else dice.choice(self._known)
                 length, asked = dice.choice(LENGTHS), time.time()
                 try:
@@ -86,6 +92,7 @@ class Load:
                     self._answers.put(answer)
 
     def _judge_all(self) -> None:
+        torch.set_num_threads(1)  # of this thread: a second one would wait for a busy core
         number = 0
         while not (self._stop.is_set() and self._answers.empty() and not self._is_asking()):
             try:

@@ -127,9 +127,11 @@ def test_hub_that_stays_down_is_unavailable(hub: HubServer, opened: Open) -> Non
         with pytest.raises(StoreUnavailableError):
             call()
     assert time.monotonic() - start < 10
+    assert start <= (store.unanswered_since or 0) < time.monotonic()
     hub.start()
     store.put("a", b"data")
     assert store.get("a") == b"data"
+    assert store.unanswered_since is None
 
 
 def test_stalled_hub_is_given_up_at_the_deadline(hub: HubServer, opened: Open) -> None:
