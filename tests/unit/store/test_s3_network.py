@@ -4,7 +4,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -52,46 +51,6 @@ def connect(seaweed: Seaweed, s3_url: Callable[[], str], proxy: Proxy) -> Iterat
     yield connect
     for handle in handles:
         handle.close()
-
-
-# No answer
-
-
-def since(store: Store) -> float | None:
-    """Start of the first request without an answer."""
-    return store.unanswered_since
-
-
-def test_a_store_tells_since_when_it_has_no_answer(connect: Connect, proxy: Proxy) -> None:
-    store = connect()
-    store.put("a", b"data")
-    assert since(store) is None
-    proxy.refuse()
-    before = time.monotonic()
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(store.read, "a", nbytes=4)
-        while since(store) is None:
-            assert not reading.done()
-            time.sleep(0.01)
-        assert before <= (since(store) or 0) <= time.monotonic()
-        proxy.reset()
-        assert bytes(reading.result()) == b"data"
-    assert since(store) is None
-
-
-def test_an_error_is_an_answer(connect: Connect, proxy: Proxy) -> None:
-    store = connect(deadline_s=0.2)
-    proxy.answer("503 Service Unavailable")
-    with pytest.raises(StoreUnavailableError):
-        store.get("a")
-    assert since(store) is None
-    proxy.refuse()
-    with pytest.raises(StoreUnavailableError):
-        store.get("a")
-    assert since(store) is not None
-    proxy.reset()
-    assert store.find("a") is None
-    assert since(store) is None
 
 
 # A body that is cut
