@@ -143,8 +143,9 @@ class _Walk:
         records: Edge records of these versions.
 
     Attributes:
-        lost: Error for the missing part since which no version can be rebuilt; ``None`` for none.
-            The weights are then those of an earlier version, from which a skip may lead on.
+        lost: Error for the missing part, or the pruned first version, since which no version can
+            be rebuilt; ``None`` for none. The weights are then those of an earlier version, from
+            which a skip may lead on.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class _Walk:
         self._records = records
         self._specs = {spec.name: spec for spec in chain.table.specs()}
         self._weights = Weights(self._specs)
-        self.lost: ObjectNotFoundError | None = None
+        self.lost: ObjectNotFoundError | BrokenChainError | None = None
         self._at: Version | None = None  # of the weights
         self._known: dict[tuple[Version, str], EdgeSummary] = {}
         self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
@@ -181,10 +182,11 @@ class _Walk:
                 elif self.lost is not None and summary.base == self._at:
                     self._skips.pop(version, None)  # it was proven there, and leads on here
                     proofs.append(self._prove(summary, write=True))
-                elif summary.base < self._first:
-                    proofs.append(self._read(summary))
-                elif self.lost is not None:
-                    self._rebuild(committed)
+                else:
+                    if summary.base < self._first:
+                        proofs.append(self._read(summary))
+                    if self.lost is not None:
+                        self._rebuild(committed)
         self._check_window(committed)
         self._leave(committed)
         return VersionProof(
@@ -206,9 +208,11 @@ class _Walk:
         while True:
             try:
                 edges = plan_from_nothing(self._chain, committed, gone).edges
-            except BrokenChainError:
+            except BrokenChainError as exc:
                 if self.lost is None:
-                    raise
+                    if not self._chain.prunes.is_pruned(own):
+                        raise
+                    self.lost = exc
                 return self._read(own)
             for edge in edges:
                 proof = self._prove(edge, write=True)

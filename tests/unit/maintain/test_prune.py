@@ -133,6 +133,38 @@ def test_verify_rebuilds_every_version_that_readers_can_reach(
     assert len(rebuilt) < 60
 
 
+@pytest.mark.parametrize("deleted", [False, True])
+@pytest.mark.parametrize("tagged", [(), (13,)])
+def test_verify_may_start_at_any_version(
+    grown: Grown, tagged: tuple[Version, ...], deleted: bool
+) -> None:
+    """A pruned first version is told, and does not hide the kept ones after it."""
+    pruner = pruner_of(grown, last=20, tagged=tagged)
+    if deleted:
+        finish(pruner)
+    else:
+        pruner.run()
+    chain = Chain.open(grown.store)
+    kept = {version for version in range(60) if is_reachable(chain, version)}
+    assert len(kept) < 60
+    for first in range(60):
+        proofs = list(verify(Chain.open(grown.store), first=first))
+        rebuilt = {proof.version for proof in proofs if proof.rebuilt}
+        assert kept & set(range(first, 60)) <= rebuilt
+        if deleted:
+            assert rebuilt <= kept
+            expired = [edge for proof in proofs for edge in proof.edges if edge.expired]
+            assert all(edge.pruned for edge in expired)
+
+
+def test_verify_of_pruned_versions_alone_says_so(grown: Grown) -> None:
+    finish(pruner_of(grown, last=20))
+    chain = Chain.open(grown.store)
+    last = next(version for version in range(60) if not is_reachable(chain, version))
+    with pytest.raises(BrokenChainError, match="were pruned"):
+        list(verify(Chain.open(grown.store), first=last, last=last))
+
+
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
     made = Grown(Clock())
     made.grow(80)
