@@ -21,7 +21,8 @@ from deltachain.maintain.prune_ranges import ranges
 from deltachain.maintain.survey import Survey
 from deltachain.types import Version
 from tests.unit.maintain.grown import Grown
-from tests.unit.maintain.test_prune import Clock, check_bits, payloads
+from tests.unit.maintain.pruning import Clock
+from tests.unit.maintain.test_prune import check_bits, payloads
 
 KEPT = 20
 

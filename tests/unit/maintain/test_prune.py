@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,41 +19,21 @@ from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.prune_ranges import ranges
 from deltachain.maintain.survey import Survey
 from deltachain.publish.revert import revert
-from deltachain.store import MemoryStore, ObjectInfo, Store
+from deltachain.store import Store
 from deltachain.types import Version
 from deltachain.verify import verify
 from tests.unit.maintain.grown import SPECS, Grown
+from tests.unit.maintain.pruning import Clock, finish, grow_sixty, pruner_of
 from tests.unit.manifest_chains import SingleWriterStore
-
-
-class Clock(MemoryStore):
-    """A store whose clock is set by the test."""
-
-    now = 1_000_000.0
-
-    def find(self, key: str) -> ObjectInfo | None:
-        info = super().find(key)
-        return replace(info, modified=self.now) if info else None
 
 
 def payloads(store: Store) -> dict[str, int]:
     return {info.key: info.nbytes for prefix in PAYLOADS for info in store.list(prefix)}
 
 
-def pruner_of(grown: Grown, *, tagged: Iterable[Version] = (), **rule: Any) -> Pruner:
-    survey = Survey(Chain.open(grown.store))
-    return Pruner(survey, KeepRule(**rule), grace_s=3600, tagged=lambda _: tagged)
-
-
 @pytest.fixture
 def grown() -> Grown:
-    """60 versions, with anchors of versions 32 and 48, and skips."""
-    made = Grown(Clock())
-    made.grow(60)
-    for version in (32, 48):
-        add_anchor(made.chain, made.chain.read(version))
-    Maintainer(made.chain, None).round()
-    return made
+    return grow_sixty()
 
 
 def check_bits(grown: Grown, version: Version, held: Version | None = None) -> None:
@@ -99,12 +77,6 @@ def run(pruner: Pruner) -> PrunePlan:
     return plan
 
 
-def finish(pruner: Pruner) -> None:
-    pruner.run()
-    Clock.now += 3601
-    pruner.run()
-
-
 def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     finish(pruner_of(grown, last=20, every=25, tagged=[7, 31]))
     for version in (0, 7, 25, 31, *range(40, 60)):
@@ -119,50 +91,6 @@ def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     ]
     assert gone
     assert all(edge.pruned for edge in gone)
-
-
-@pytest.mark.parametrize("tagged", [(), (13,), (7, 13, 29)])
-def test_verify_rebuilds_every_version_that_readers_can_reach(
-    grown: Grown, tagged: tuple[Version, ...]
-) -> None:
-    """A kept delta behind a skip's base must not hide where the skip leads."""
-    finish(pruner_of(grown, last=20, tagged=tagged))
-    chain = Chain.open(grown.store)
-    rebuilt = {proof.version for proof in verify(Chain.open(grown.store)) if proof.rebuilt}
-    assert rebuilt == {version for version in range(60) if is_reachable(chain, version)}
-    assert len(rebuilt) < 60
-
-
-@pytest.mark.parametrize("deleted", [False, True])
-@pytest.mark.parametrize("tagged", [(), (13,)])
-def test_verify_may_start_at_any_version(
-    grown: Grown, tagged: tuple[Version, ...], deleted: bool
-) -> None:
-    """A pruned first version is told, and does not hide the kept ones after it."""
-    pruner = pruner_of(grown, last=20, tagged=tagged)
-    if deleted:
-        finish(pruner)
-    else:
-        pruner.run()
-    chain = Chain.open(grown.store)
-    kept = {version for version in range(60) if is_reachable(chain, version)}
-    assert len(kept) < 60
-    for first in range(60):
-        proofs = list(verify(Chain.open(grown.store), first=first))
-        rebuilt = {proof.version for proof in proofs if proof.rebuilt}
-        assert kept & set(range(first, 60)) <= rebuilt
-        if deleted:
-            assert rebuilt <= kept
-            expired = [edge for proof in proofs for edge in proof.edges if edge.expired]
-            assert all(edge.pruned for edge in expired)
-
-
-def test_verify_of_pruned_versions_alone_says_so(grown: Grown) -> None:
-    finish(pruner_of(grown, last=20))
-    chain = Chain.open(grown.store)
-    last = next(version for version in range(60) if not is_reachable(chain, version))
-    with pytest.raises(BrokenChainError, match="were pruned"):
-        list(verify(Chain.open(grown.store), first=last, last=last))
 
 
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:

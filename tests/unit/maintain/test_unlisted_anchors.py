@@ -10,7 +10,8 @@ from deltachain.maintain import KeepRule, Maintainer, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.types import Version
 from tests.unit.maintain.grown import Grown
-from tests.unit.maintain.test_prune import Clock, check_bits
+from tests.unit.maintain.pruning import Clock
+from tests.unit.maintain.test_prune import check_bits
 
 
 @pytest.mark.parametrize("tagged", [64, 67])

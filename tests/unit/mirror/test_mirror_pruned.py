@@ -21,7 +21,8 @@ from deltachain.mirror import mirror as loop
 from deltachain.mirror.pruned import delete_pruned
 from deltachain.store import Store
 from tests.unit.maintain.grown import Grown
-from tests.unit.maintain.test_prune import Clock, payloads
+from tests.unit.maintain.pruning import Clock
+from tests.unit.maintain.test_prune import payloads
 from tests.unit.mirror.conftest import copy_of
 
 BESIDE = (MIRROR_KEY, HEAD_KEY)
