@@ -35,6 +35,7 @@ class ReplicaReport:
         reason: Why it is not.
         error: Its error since the last apply, or its doubt about the version it holds.
         pinned: Whether a rollback keeps it at its version.
+        following: Whether it looks for new versions by itself.
         silence_s: Seconds since its store last answered it; ``None`` if it does not say.
         deltachain: Its version of deltachain.
         software: Name and version of its engine.
@@ -53,6 +54,7 @@ class ReplicaReport:
     reason: str = ""
     error: str = ""
     pinned: bool = False
+    following: bool = False
     silence_s: float | None = None
     deltachain: str = ""
     software: str = ""
@@ -74,6 +76,7 @@ def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
         reason=shown(status.reason),
         error=shown(status.doubt or status.trouble),
         pinned=status.pinned,
+        following=status.following,
         silence_s=silence_s if silence_s is not None and 0 <= silence_s < LARGEST else None,
         deltachain=shown(status.deltachain),
         software=shown(status.engine),
