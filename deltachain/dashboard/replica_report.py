@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from deltachain.control.client.roster import ReplicaAnswer
 from deltachain.dashboard.phases import replica_phases
 from deltachain.dashboard.version_summary import shown
 from deltachain.errors import DeltaChainError
-from deltachain.presence.board import Presence
 from deltachain.replica.status import ReplicaStatus
 from deltachain.types import Version
 
@@ -84,12 +84,20 @@ def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
     )
 
 
-def seen(engine: str, found: Presence, now: float) -> ReplicaReport:
-    """Return the report of a replica whose presence was read."""
+def seen(engine: str, found: ReplicaAnswer, now: float) -> ReplicaReport:
+    """Return the report of a replica that was asked beside others, or whose presence was read."""
     if isinstance(found, DeltaChainError):
-        return ReplicaReport(engine=engine, trouble=shown(str(found.args[0])))
+        return ReplicaReport(engine=engine, trouble=trouble(engine, found))
+    if isinstance(found, ReplicaStatus):
+        return answered(engine, found, now)
     report = answered(engine, found.status, now - found.age_s)
     return replace(report, trouble=shown(f"it ended: {found.ended}")) if found.ended else report
+
+
+def trouble(engine: str, exc: DeltaChainError) -> str:
+    """Return why a replica did not answer, without its address."""
+    said = str(exc.args[0]) if exc.args else type(exc).__name__
+    return shown(said.removeprefix(engine).strip(": ").removeprefix("did not answer: "))
 
 
 def _number(value: int | None) -> Version | None:
