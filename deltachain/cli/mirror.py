@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import time
 from functools import partial
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import deltachain
+from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.follow import stopping
 from deltachain.cli.options import AsJsonLines, MetricsAddress, Poll
@@ -116,6 +118,7 @@ def _copy(  # noqa: PLR0913 - one argument an option
     from deltachain.presence.statuses import mirror_status
     from deltachain.store import open_store
 
+    given = environment.read(os.environ)
     there, totals = open_store(source), MirrorTotals()
     begun, objects, nbytes = time.perf_counter(), 0, 0
     with moving(open_store(destination, writer=True), "mirroring") as (store, planned):
@@ -134,7 +137,7 @@ def _copy(  # noqa: PLR0913 - one argument an option
         with shown(
             metrics,
             partial(totals.figures, copy),
-            partial(mirror_status, copy, totals, url=there.url),
+            partial(mirror_status, copy, totals, given, url=there.url),
             place=store.url,
             chains=[source, destination],
             follows=follow,

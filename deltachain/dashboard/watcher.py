@@ -131,8 +131,10 @@ class Watcher(Closeable):
             other.close()
 
     def _every(self) -> tuple[ReplicaReport, ...]:
-        present = [report for found in self._present.values() for report in found.values()]
-        return (*self._reports.values(), *present)
+        every = dict(self._reports)
+        for found in list(self._present.values()):
+            every = {**every, **found, **self._reports}  # who is named twice is shown once
+        return tuple(every.values())
 
     def _run(self, name: str, work: Callable[[], object], pause_s: float) -> None:
         """Repeat work in a thread until the watcher is closed."""

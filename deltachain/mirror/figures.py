@@ -29,10 +29,13 @@ class MirrorTotals:
         self.trouble: DeltaChainError | None = None
         self._since = time.monotonic()
 
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the last round without an error, or since the start."""
-        return time.monotonic() - self._since
+    def silence_of(self, mirror: Mirror) -> float:
+        """Return the seconds since the source last answered a round, or since the start.
+
+        0 while objects are copied; of sources that tell, only while requests for them are answered.
+        """
+        since = mirror.source.unanswered_since if mirror.is_copying else self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     def count(self, receipt: MirrorReceipt) -> None:
         """Add a copied version."""
@@ -40,6 +43,7 @@ class MirrorTotals:
         self._objects += receipt.objects
         self._nbytes += receipt.nbytes
         self._head, self.applied_at = receipt.head, time.time()
+        self.looked_at, self._since = self.applied_at, time.monotonic()
 
     def looked(self, trouble: DeltaChainError | None) -> None:
         """Record the end of a round."""
@@ -70,7 +74,7 @@ class MirrorTotals:
                 "left_out_payloads": len(mirror.left_out),
                 "last_look_timestamp_seconds": self.looked_at,
                 "last_apply_timestamp_seconds": self.applied_at,
-                "silence_seconds": self.silence_s,
+                "silence_seconds": self.silence_of(mirror),
                 "applies": self._versions,
                 "failures": self._failures,
                 "copied_objects": self._objects,

@@ -82,6 +82,7 @@ class Mirror:
         version: The newest version of the mirror; -1 for none.
         chain: Id of the chain; ``None`` before the first round.
         left_out: Keys of payloads that the source does not have any more.
+        is_copying: Whether objects are copied now.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Mirror:
         self.version: Version = -1
         self.chain: str | None = None
         self.left_out: set[str] = set()
+        self.is_copying = False
         self.source, self._destination, self.rounds = source, destination, 0
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
@@ -308,21 +310,25 @@ class Mirror:
                 seconds=time.perf_counter() - start,
             )
 
-        for outcome in pipeline.run(copies, stop):
-            copy = outcome.copy
-            if outcome.is_lost:
-                if self._is_pruned_now(copy):
+        self.is_copying = True
+        try:
+            for outcome in pipeline.run(copies, stop):
+                copy = outcome.copy
+                if outcome.is_lost:
+                    if self._is_pruned_now(copy):
+                        continue
+                    self._leave_out(copy.key)
                     continue
-                self._leave_out(copy.key)
-                continue
-            self._contents.add(copy.key, copy.nbytes)
-            objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
-            if copy.version is not None and copy.key == manifest_key(copy.version):
-                self.version = max(self.version, copy.version)
+                self._contents.add(copy.key, copy.nbytes)
+                objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
+                if copy.version is not None and copy.key == manifest_key(copy.version):
+                    self.version = max(self.version, copy.version)
+                    yield receipt()
+                    objects, nbytes, start = 0, 0, time.perf_counter()
+            if objects and self.version >= 0:
                 yield receipt()
-                objects, nbytes, start = 0, 0, time.perf_counter()
-        if objects and self.version >= 0:
-            yield receipt()
+        finally:
+            self.is_copying = False
 
     def _leave_out(self, key: str) -> None:
         """Note a payload that the source does not have any more; name the first ones."""

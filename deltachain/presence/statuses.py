@@ -52,6 +52,7 @@ def follower_status(
         trouble=str(trouble) if trouble else "",
         doubt=str(doubt.args[0]) if doubt else "",
         engine=engine,
+        last={"version": subscriber.last.version} if subscriber.last else None,
         phases=subscriber.last.phases if subscriber.last else {},
         looked_at=times.looked_at,
         applied_at=times.applied_at,
@@ -61,17 +62,23 @@ def follower_status(
     )
 
 
-def mirror_status(mirror: Mirror, totals: MirrorTotals, *, url: str) -> ReplicaStatus:
+def mirror_status(
+    mirror: Mirror, totals: MirrorTotals, given: Mapping[str, Any], *, url: str
+) -> ReplicaStatus:
     """Return the status of a mirror, from memory.
 
     Args:
         mirror: The mirror.
         totals: Its totals.
+        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
         url: URL of its source.
     """
-    version = totals.version_of(mirror)
-    head = totals.head_of(mirror)
-    reason = "" if version is not None else "it holds no version of the chain"
+    version, head, silence_s = (
+        totals.version_of(mirror),
+        totals.head_of(mirror),
+        totals.silence_of(mirror),
+    )
+    reason = _why_unready(given, version=version, newest=head, silence_s=silence_s)
     return _status(
         url=url,
         chain=mirror.chain,
@@ -84,29 +91,39 @@ def mirror_status(mirror: Mirror, totals: MirrorTotals, *, url: str) -> ReplicaS
         engine="mirror",
         looked_at=totals.looked_at,
         applied_at=totals.applied_at,
-        silence_s=totals.silence_s,
+        silence_s=silence_s,
     )
 
 
 def _reason(subscriber: Subscriber, given: Mapping[str, Any]) -> str:
     """Return why a follower does not do its work; empty if it does."""
     chain, doubt = subscriber.opened, subscriber.watch.doubt
-    condition = Condition(
+    return _why_unready(
+        given,
         version=subscriber.version,
         newest=chain.latest if chain else None,
         poisoned=subscriber.poisoned,
-        released=(),
-        paused=False,
         doubt=str(doubt.args[0]) if doubt else "",
-        ended="",
         pinned=subscriber.pinned,
-        caught_up=True,
-        follows=True,
         silence_s=subscriber.times.silence_s,
-        max_lag=given.get("MAX_LAG"),
-        max_silence_s=given.get("MAX_SILENCE_S"),
     )
-    return why_unready(condition)
+
+
+def _why_unready(given: Mapping[str, Any], **known: Any) -> str:  # noqa: ANN401 - as it takes them
+    """Return why something without an engine is not ready; empty if it is."""
+    usual: dict[str, Any] = {
+        "poisoned": False,
+        "released": (),
+        "paused": False,
+        "doubt": "",
+        "ended": "",
+        "pinned": False,
+        "caught_up": True,
+        "follows": True,
+        "max_lag": given.get("MAX_LAG"),
+        "max_silence_s": given.get("MAX_SILENCE_S"),
+    }
+    return why_unready(Condition(**usual | known))
 
 
 def _status(**fields: Any) -> ReplicaStatus:  # noqa: ANN401 - as the status takes them

@@ -10,9 +10,13 @@ import pytest
 from deltachain.chain.chain import Chain
 from deltachain.dashboard.documents import PHASES, chart_document, version_document
 from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTrack, middle, replica_phases
+from deltachain.dashboard.replica_report import answered
 from deltachain.format.publish_phases import phases_mark
+from deltachain.presence.statuses import follower_status
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
-from deltachain.subscribe import ApplyReceipt
+from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
+from deltachain.testing.models import TinyModel, tensors_of
 from deltachain.types import StateDigest
 from tests.unit.dashboard.reports import report, view_of
 from tests.unit.manifest_chains import create, manifest_after
@@ -121,3 +125,15 @@ def test_the_oldest_versions_are_forgotten_first() -> None:
             track.add(engine, f"m{version}", dict.fromkeys(REPLICA_PHASES, 1.0))
     assert set(track.middles()) == {"m7", "m8", "m9"}
     assert track.of("m0") == {}
+
+
+def test_a_follower_that_is_known_by_its_presence_has_phase_times() -> None:
+    store, model = MemoryStore(), TinyModel()
+    tensors = tensors_of(model)
+    Publisher(PublishConfig(url=store.url), store=store).attach(model).close()
+    with Subscriber(SubscribeConfig(url=store.url), tensors, store=store) as subscriber:
+        before = follower_status(subscriber, {}, engine="follow", trouble=None)
+        assert answered("a", before, 0.0).phases == {}
+        subscriber.update()
+        after = follower_status(subscriber, {}, engine="follow", trouble=None)
+    assert {"fetch", "stage", "swap"} <= answered("a", after, 0.0).phases.keys()
