@@ -47,7 +47,7 @@ class Prunes:
         """Read the newest record, also if the one known so far was lost or replaced meanwhile.
 
         That happens as a store is restored from a backup. Reads that record again each time, so it
-        is for those who write records. Raises as :meth:`newest`.
+        is for maintainers. Raises as :meth:`newest`.
         """
         if self._newest is not None:
             try:
@@ -78,14 +78,23 @@ class Prunes:
         """Return whether the newest record that was read names an edge."""
         return self._newest is not None and self._newest.covers(edge)
 
+    def names(self, kind: str, base: Version | None, version: Version) -> bool:
+        """Return whether the newest record that was read names an edge, which need not exist."""
+        newest = self._newest
+        return newest is not None and newest.range_of(kind, base, version) is not None
+
     def is_closed(self, version: Version) -> bool:
         """Return whether the newest record that was read closes a version to further edges."""
         return self._newest is not None and self._newest.closes(version)
 
-    def refresh(self) -> None:
-        """Read the newest record, if it is readable: planning does without it."""
+    def refresh(self, *, there: bool = False) -> None:
+        """Read the newest record, if it is readable: planning does without it.
+
+        Args:
+            there: Whether to read it as :meth:`newest_there` does.
+        """
         try:
-            self.newest()
+            self.newest_there() if there else self.newest()
         except (FormatError, ObjectNotFoundError, ChainMismatchError):
             return
 

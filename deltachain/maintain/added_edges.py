@@ -20,12 +20,12 @@ from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
 from deltachain.format.digest import digest_key, object_digest
-from deltachain.format.documents import Edge, EdgeSummary
+from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
 from deltachain.format.keys import PayloadKind, edge_key
 from deltachain.kernels import host
 from deltachain.maintain.folding import folded
 from deltachain.store import MemoryStore, Store
-from deltachain.types import Bits, Buffer, StateDigest
+from deltachain.types import Bits, Buffer, StateDigest, Version
 
 PART_NBYTES: Final = 512 << 20
 """Largest size of changes in one part before compression, in bytes."""
@@ -44,11 +44,11 @@ def add_skip(
         base: Local folder of the base checkpoint, if the chain starts from one.
 
     Raises:
-        ChainError: The target is pruned.
+        ChainError: The target or the skip is pruned.
         ObjectNotFoundError: An object of the plan is gone.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
-    _refuse_pruned(chain, target)
+    _refuse_pruned(chain, target, "skip", start.version)
     fetched = fetch(chain, plan)
     before = _BitsAt(chain, start, base)
     changes = _proven(folded(fetched, before.read), start, target)
@@ -66,10 +66,11 @@ def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> 
     Raises:
         BrokenChainError: No plan whose objects are there leads to the version, or its anchor was
             recorded before and has lost its parts.
-        ChainError: The version is pruned.
+        ChainError: The version or its anchor is pruned.
         ObjectNotFoundError: An object of the plan was deleted meanwhile.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
+    _refuse_pruned(chain, target, "anchor", None)
     known = recorded_anchor(chain, target)
     if known is not None:
         return known
@@ -109,7 +110,7 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
         ChainError: The version is pruned.
     """
     check_write_access(chain)
-    _refuse_pruned(chain, target)
+    _refuse_closed(chain, target)
     edge = _upload(chain.store, "anchor", target, changes, _anchor_limit(chain))
     return chain.add_edge(target, edge, base_state="")
 
@@ -229,7 +230,8 @@ def _upload(
         return upload.finish()
 
 
-def _refuse_pruned(chain: Chain, target: Committed) -> None:
+def _refuse_closed(chain: Chain, target: Committed) -> None:
+    """Raise if the version is pruned: parts that come late would be taken for orphans."""
     chain.prunes.newest()
     if chain.prunes.is_closed(target.version):
         raise ChainError(
@@ -237,4 +239,15 @@ def _refuse_pruned(chain: Chain, target: Committed) -> None:
             version=target.version,
             hint="choose a version whose delta is not pruned: `deltachain prune URL --dry-run` "
             "lists what is",
+        )
+
+
+def _refuse_pruned(chain: Chain, target: Committed, kind: EdgeKind, base: Version | None) -> None:
+    """Raise if the version or an edge to it is pruned, as one between two pruned anchors is."""
+    _refuse_closed(chain, target)
+    if chain.prunes.names(kind, base, target.version):
+        raise ChainError(
+            f"the {kind} of version {target.version} is pruned: nobody would use it",
+            version=target.version,
+            hint="choose a later version; without one, `deltachain anchor` takes the newest",
         )

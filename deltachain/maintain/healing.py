@@ -35,6 +35,7 @@ def heal(chain: Chain, head: Committed, copy: Path | None) -> EdgeSummary | None
     Raises:
         BrokenChainError: There is no copy, the copy does not lead to the head either, or its
             version's anchor is recorded with parts of other bytes.
+        ChainError: The version of the copy is pruned.
         TensorMismatchError: The copy is not the model of the chain.
     """
     if is_reachable(chain, head.version):

@@ -15,18 +15,20 @@ from deltachain.chain.skips import SPANS
 from deltachain.chain.write_access import check_write_access
 from deltachain.errors import (
     BrokenChainError,
+    ChainError,
     ConfigError,
     DeltaChainError,
     FormatError,
     ObjectNotFoundError,
     TensorMismatchError,
 )
-from deltachain.format.documents import EdgeSummary, dump
+from deltachain.format.documents import EdgeKind, EdgeSummary, dump
 from deltachain.maintain.added_edges import add_anchor, add_skip
 from deltachain.maintain.due import anchor_version, skips_due
 from deltachain.maintain.healing import heal
 from deltachain.maintain.pruner import PrunePlan, Pruner
 from deltachain.maintain.survey import Survey
+from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class Maintainer:
         head = self.chain.head()
         if head is None:
             return None
-        self.chain.prunes.refresh()
+        self.chain.prunes.refresh(there=True)
         failed: list[str] = []
         healed, no_way = self._heal(head, done)
         failed += [] if no_way is None else [f"{no_way.args[0]}; {no_way.hint}"]
@@ -129,7 +131,7 @@ class Maintainer:
         """Add an anchor if newcomers cannot join; return it, or why they still cannot."""
         try:
             summary = heal(self.chain, head, self.copy)
-        except (BrokenChainError, TensorMismatchError) as error:
+        except (ChainError, TensorMismatchError) as error:
             return (), error
         if summary is None:
             return (), None
@@ -173,7 +175,7 @@ class Maintainer:
                 head=head.version,
                 model_nbytes=self._model_nbytes,
             ):
-                if self.chain.prunes.is_closed(hop.version):
+                if self._is_pruned("skip", hop.base, hop.version):
                     continue
                 start, target = self.chain.find(hop.base), self.chain.find(hop.version)
                 if start is None or target is None or self.survey.has_record(hop.key):
@@ -183,6 +185,10 @@ class Maintainer:
                 except FAILURES as error:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
+                except ChainError:
+                    if self._is_pruned("skip", hop.base, hop.version):
+                        continue  # by another maintainer, meanwhile
+                    raise
                 done(summary)
                 yield summary
 
@@ -204,8 +210,17 @@ class Maintainer:
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
+        except ChainError:
+            if self._is_pruned("anchor", None, target.version):
+                return  # by another maintainer, meanwhile
+            raise
         done(summary)
         yield summary
+
+    def _is_pruned(self, kind: EdgeKind, base: Version | None, version: Version) -> bool:
+        """Return whether an edge that would be added now, or its version, is pruned."""
+        prunes = self.chain.prunes
+        return prunes.is_closed(version) or prunes.names(kind, base, version)
 
     def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
         """Fold a plan into a skip, and record it; see :func:`add_skip`."""

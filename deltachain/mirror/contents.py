@@ -32,12 +32,33 @@ RECENT: Final = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VersionsToCopy:
+    """Versions that a mirror does not have, or not whole, in order.
+
+    Attributes:
+        old: Those that it once had, or has not whole.
+        new: All after the newest one that it has: a range, since the source may name any version as
+            its head.
+    """
+
+    old: tuple[Version, ...] = ()
+    new: range
+
+    def __iter__(self) -> Iterator[Version]:
+        yield from self.old
+        yield from self.new
+
+    def __bool__(self) -> bool:
+        return bool(self.old or self.new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorDifference:
     """What a mirror lacks, as far as listings tell.
 
     Attributes:
         missing: Objects of the source that the mirror lacks: size in bytes by key.
-        versions: Versions that the mirror does not have, or not whole, in order.
+        versions: Versions to copy.
         records: Edge records that the mirror lacks, or that may name payloads that it lacks.
         payloads: Payloads of the source.
         unproven: Payloads of the mirror that no document of it may name yet; their digests are not
@@ -45,7 +66,7 @@ class MirrorDifference:
     """
 
     missing: Mapping[str, int]
-    versions: tuple[Version, ...]
+    versions: VersionsToCopy
     records: Set[str]
     payloads: Set[str]
     unproven: Set[str]
@@ -87,6 +108,11 @@ class MirrorContents:
     def has_version(self, version: Version) -> bool:
         """Return whether the mirror has the manifest of a version."""
         return version < self._end and version not in self._gaps
+
+    def among(self, versions: VersionsToCopy) -> frozenset[Version]:
+        """Return the versions of which the mirror has the manifest."""
+        new = range(versions.new.start, min(versions.new.stop, self._end))
+        return frozenset(filter(self.has_version, (*versions.old, *new)))
 
     def read(self, version: Version) -> Committed | None:
         """Read a manifest of the mirror; ``None`` if it has none of the version.
@@ -177,13 +203,13 @@ class MirrorContents:
                 missing[info.key] = info.nbytes
             if not is_there or version_of(info.key) in healed:
                 records.add(info.key)
-        lost = {version for version in (*self._gaps, *torn) if version <= head}
+        old = {version for version in (*self._gaps, *torn) if version < min(self._end, head + 1)}
         self._doubtful = {key for key, version in unproven if not recorded[version]}
         for key in self._doubtful:
             del self._sizes[key]
         return MirrorDifference(
             missing=missing,
-            versions=tuple(sorted(lost.union(range(self._end, head + 1)))),
+            versions=VersionsToCopy(old=tuple(sorted(old)), new=range(self._end, head + 1)),
             records=records,
             payloads=payloads,
             unproven=frozenset(self._doubtful),

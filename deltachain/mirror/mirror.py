@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import chain as joined
 from threading import Event
 from typing import Final, Literal
@@ -35,7 +35,7 @@ from deltachain.format.keys import (
     version_of,
 )
 from deltachain.format.prune_record import PruneRecord
-from deltachain.mirror.contents import MirrorContents
+from deltachain.mirror.contents import MirrorContents, VersionsToCopy
 from deltachain.mirror.pipeline import CopyPipeline
 from deltachain.mirror.plan import (
     ObjectCopy,
@@ -143,7 +143,7 @@ class Mirror:
         hint = self._read_hint(documents)
         head = self._newest(chain)
         before = documents.identity  # of which a mirror lacks none
-        versions: Sequence[Version] = range(self.version + 1, head + 1)
+        versions = VersionsToCopy(new=range(self.version + 1, head + 1))
         is_whole = self._is_whole and not self._contents.is_torn
         is_survey = not is_whole or not self.rounds % SURVEY
         if is_survey:
@@ -204,9 +204,7 @@ class Mirror:
             SourceRecords(chain, has=self._has),
         )
 
-    def _list(
-        self, documents: SourceDocuments, head: Version, first: Version
-    ) -> tuple[Version, ...]:
+    def _list(self, documents: SourceDocuments, head: Version, first: Version) -> VersionsToCopy:
         """List both stores; return the versions to copy."""
         identity = [copy.key for copy in documents.identity]
         found = self._contents.compare(
@@ -258,10 +256,10 @@ class Mirror:
         )
 
     def _copies(
-        self, documents: SourceDocuments, versions: Sequence[Version], first: Version, stop: Event
+        self, documents: SourceDocuments, versions: VersionsToCopy, first: Version, stop: Event
     ) -> Iterator[ObjectCopy]:
         """Yield the copies of versions, then of edge records that none of them lists."""
-        healed = {version for version in versions if self._contents.has_version(version)}
+        healed = self._contents.among(versions)
         for found in documents.read(versions):
             if stop.is_set():
                 return

@@ -333,6 +333,9 @@ class _Walk:
         """Build the result of an edge whose payload is gone; re-raise for a document."""
         if not gone.key.startswith(keys.PAYLOADS):
             raise gone
+        prunes = self._chain.prunes
+        if not prunes.is_pruned(edge):
+            prunes.refresh()  # it may have been pruned since the verification began
         return EdgeProof(
             kind=edge.kind,
             base=edge.base,
@@ -344,7 +347,7 @@ class _Walk:
             proven=False,
             refetched=(),
             expired=gone.key,
-            pruned=self._chain.prunes.is_pruned(edge),
+            pruned=prunes.is_pruned(edge),
         )
 
 

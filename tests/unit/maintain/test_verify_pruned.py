@@ -60,3 +60,14 @@ def test_verify_of_pruned_versions_alone_says_so(grown: Grown) -> None:
     last = next(version for version in range(60) if not is_reachable(chain, version))
     with pytest.raises(BrokenChainError, match="were pruned"):
         list(verify(Chain.open(grown.store), first=last, last=last))
+
+
+@pytest.mark.parametrize("at", [0, 3, 12])
+def test_what_is_pruned_while_verify_runs_counts_as_pruned(grown: Grown, at: Version) -> None:
+    gone = []
+    for proof in verify(Chain.open(grown.store)):
+        if proof.version == at:
+            finish(pruner_of(grown, last=20))
+        gone += [edge for edge in proof.edges if edge.expired]
+    assert gone
+    assert all(edge.pruned for edge in gone)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from deltachain.errors import (
     MalformedError,
     StoreWentBackError,
 )
-from deltachain.format.documents import EdgeRecord, Manifest, seal, unseal
+from deltachain.format.documents import EdgeRecord, Head, Manifest, dump, seal, unseal
 from deltachain.format.keys import (
     CHAIN_KEY,
     HEAD_KEY,
@@ -196,6 +197,30 @@ def test_a_forged_hint_misleads_nobody(
     found = copy_of(mirror_store)
     assert HEAD_KEY not in found
     assert found.keys() - {MIRROR_KEY} == copy_of(source).keys() - {HEAD_KEY}
+
+
+def test_a_forged_head_far_ahead_takes_no_memory(
+    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
+) -> None:
+    """All before the gap is copied, and what is committed once the forgery is gone."""
+    grow(3)
+    far = 3_000_000
+    forged = unseal(source.get(manifest_key(0)), Manifest, key=manifest_key(0))
+    source.put(manifest_key(far), seal(replace(forged, version=far)))
+    source.put(HEAD_KEY, dump(Head(version=far)))
+    mirror = Mirror(source, mirror_store)
+    tracemalloc.start()
+    with pytest.raises(BrokenChainError, match="manifest of version 4 is missing"):
+        list(mirror.catch_up())
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert mirror.version == 3
+    assert most < 20 << 20
+    source.delete(manifest_key(far))
+    source.delete(HEAD_KEY)
+    grow(2)
+    list(mirror.catch_up())
+    assert mirror.version == 6
 
 
 def test_a_lost_manifest_is_named(
