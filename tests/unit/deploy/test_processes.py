@@ -25,6 +25,8 @@ from tests.unit.deploy.recipes import DEPLOY, ROOT, services, variables
 PATIENCE_S: Final = 240.0
 HOST: Final = seaweed.HOST
 
+PRESENCE: Final = variables(DEPLOY / "compose" / "store.env")["DELTACHAIN_PRESENCE_URL"]
+
 WITHOUT_A_CPU: Final = ("replica", "prometheus", "grafana")
 """Services that need a GPU or another project's image."""
 
@@ -150,6 +152,8 @@ def test_the_services_train_mirror_and_follow(machine: Machine) -> None:
     machine.until("folder", lambda: machine.metric("folder", "deltachain_version") >= 3)
     assert machine.metric("trainer", "deltachain_commits_total") >= 3
     assert machine.running["maintainer"].poll() is None
+    shown = deltachain(machine, "fleet", "status", "--json", "--presence", PRESENCE)
+    assert {row["software"] for row in json.loads(shown.stdout)["replicas"]} == {"follow", "mirror"}
 
     trainer = machine.running["trainer"]
     trainer.send_signal(signal.SIGTERM)
