@@ -23,7 +23,7 @@ def publish(url: str) -> TinyModel:
     model = TinyModel()
     config = PublishConfig(url=url, part_nbytes=64, anchor_every=2)
     with Publisher(config).attach(model, assets={"config.json": b"{}"}) as publisher:
-        for step in range(1, 9):
+        for step in range(1, 13):
             train_(model, step)
             publisher.publish(step=step)
             publisher.flush()
