@@ -100,14 +100,15 @@ def fleet(  # noqa: PLR0913 - one argument an option
         typer.Option(min=0, metavar="N", help="Lag, in versions, above which a replica is stale."),
     ] = None,
     max_silence: Annotated[
-        float,
+        float | None,
         typer.Option(
             min=0,
             metavar="S",
             help="Seconds without an answer of its store after which a replica is cut off, and "
-            "without a new presence after which it is silent.",
+            "without a new presence after which it is silent. Default: the variable "
+            "DELTACHAIN_MAX_SILENCE_S, or 60.",
         ),
-    ] = 60.0,
+    ] = None,
     token_file: TokenFile = None,
     key_file: KeyFile = None,
     as_json: AsJson = False,
@@ -137,6 +138,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
         raise ConfigError(f"--watch repeats a question, and {verb} is none", hint="watch `status`")
     token, key = secret("TOKEN", token_file), secret("ENGINE_KEY", key_file)
     seconds = timeout or (STATUS_S if verb is Verb.STATUS else ACTION_S)
+    if max_silence is None:
+        max_silence = environment.read(os.environ).get("MAX_SILENCE_S", 60.0)
     limits = HealthLimits(lag=max_lag, silence_s=max_silence)
     entries, boards = _entries(engines or [], inventory, presence or []), presence or []
     with Roster(entries, boards=boards, token=token, key=key, timeout_s=seconds) as roster:
@@ -211,7 +214,7 @@ def _round(
                 rest = max(0, len(roster.engines) - len(answers))
                 shown.update(_drawn(shown, compare(answers, limits), rest))
         rows = compare(answers, limits)
-        shown.update(_drawn(shown, rows, 0), refresh=True)
+        shown.update(_drawn(shown, rows, 0, fit=live is not None), refresh=True)
     return rows
 
 
@@ -226,8 +229,13 @@ def _live() -> Iterator[Live]:
         out.line()  # which rich ends on terminals alone
 
 
-def _drawn(live: Live, rows: Sequence[ReplicaRow], waiting: int) -> RenderableType:
-    return replica_table(rows, waiting, live.console.width)
+def _drawn(
+    live: Live, rows: Sequence[ReplicaRow], waiting: int, *, fit: bool = False
+) -> RenderableType:
+    """Draw replicas; with ``fit``, not more of them than a terminal has lines for."""
+    console = live.console
+    height = console.height if fit and console.is_terminal else None
+    return replica_table(rows, waiting, console.width, height)
 
 
 def _watch(

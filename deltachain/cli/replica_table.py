@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -30,16 +31,44 @@ WIDE: Final = 110
 """Width from which on there is room for times and software."""
 
 
-def replica_table(rows: Sequence[ReplicaRow], waiting: int, width: int) -> RenderableType:
+def replica_table(
+    rows: Sequence[ReplicaRow], waiting: int, width: int, height: int | None = None
+) -> RenderableType:
     """Draw all replicas; health, version and lag are whole at any width.
 
     Args:
         rows: The replicas, worst first.
         waiting: Number of replicas that have not answered yet.
         width: Width of the terminal, in columns.
+        height: Lines that there are: the last replicas are left out if they do not fit, and their
+            summary is not. By default all are drawn.
     """
     lines = _narrow(rows) if width < NARROW else _columns(rows, wide=width >= WIDE)
-    return Group(lines, Text(_summary(rows, waiting), "dim", overflow="fold"))
+    summary = Text(_summary(rows, waiting), "dim", overflow="fold")
+    return Group(lines, summary) if height is None else _Fitted(lines, summary, height)
+
+
+class _Fitted:
+    """A table whose last lines give way to a summary below it.
+
+    Args:
+        table: The table.
+        summary: What is always shown.
+        height: Number of lines of both together.
+    """
+
+    def __init__(self, table: RenderableType, summary: RenderableType, height: int) -> None:
+        self._table, self._summary, self._height = table, summary, height
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        below = console.render_lines(self._summary, options, pad=False)
+        lines = console.render_lines(self._table, options, pad=False)
+        room = max(1, self._height - len(below))
+        if len(lines) > room:
+            lines = lines[: room - 1] + console.render_lines(Text("..."), options, pad=False)
+        for line in (*lines, *below):
+            yield from line
+            yield Segment.line()
 
 
 def _columns(rows: Sequence[ReplicaRow], *, wide: bool) -> RenderableType:

@@ -38,12 +38,14 @@ class FleetOfFifty:
     hanging: list[str] = field(default_factory=list)
     liar: str = ""
 
-    def status(self, *words: object, width: int = 80) -> subprocess.CompletedProcess[str]:
+    def status(
+        self, *words: object, width: int = 80, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run the command as somebody would."""
         urls = [*self.healthy, *self.cut_off, *self.hanging, self.liar]
         return subprocess.run(
             [sys.executable, "-m", "deltachain", "fleet", "status", *map(str, words), *urls],
-            env=os.environ | {"COLUMNS": str(width)},
+            env=os.environ | {"COLUMNS": str(width)} | variables,
             capture_output=True,
             text=True,
             timeout=120,
@@ -123,7 +125,8 @@ def test_no_number_is_hidden_however_narrow_the_terminal(fleet: FleetOfFifty, wi
 
 
 def test_json_has_all_of_them_in_the_order_given(fleet: FleetOfFifty) -> None:
-    found = json.loads(fleet.status("--json", "--max-silence", SILENCE_S).stdout)["replicas"]
+    shown = fleet.status("--json", DELTACHAIN_MAX_SILENCE_S=str(SILENCE_S))
+    found = json.loads(shown.stdout)["replicas"]
     assert [row["engine"] for row in found] == [
         *fleet.healthy,
         *fleet.cut_off,
