@@ -313,6 +313,11 @@ class Mirror:
                     continue
                 self._leave_out(copy.key)
                 continue
+            if outcome.is_other and self._opened:
+                why = (
+                    f"{copy.key} was made again in {self.source.url}, and is kept as it was before"
+                )
+                self._opened[2].leave_out(copy.key, why)
             self._contents.add(copy.key, copy.nbytes)
             objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
             if copy.version is not None and copy.key == manifest_key(copy.version):
