@@ -20,7 +20,7 @@ from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
 from deltachain.format.digest import digest_key, object_digest
-from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
+from deltachain.format.documents import Edge, EdgeSummary
 from deltachain.format.keys import PayloadKind, edge_key
 from deltachain.kernels import host
 from deltachain.maintain.folding import folded
@@ -48,7 +48,7 @@ def add_skip(
         ObjectNotFoundError: An object of the plan is gone.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
-    _refuse_pruned(chain, target, "skip", start.version)
+    _refuse_pruned(chain, target, start.version)
     fetched = fetch(chain, plan)
     before = _BitsAt(chain, start, base)
     changes = _proven(folded(fetched, before.read), start, target)
@@ -70,7 +70,7 @@ def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> 
         ObjectNotFoundError: An object of the plan was deleted meanwhile.
         FormatError: An object is corrupt, or the edges lead to another state.
     """
-    _refuse_pruned(chain, target, "anchor", None)
+    _refuse_pruned(chain, target, None)
     known = recorded_anchor(chain, target)
     if known is not None:
         return known
@@ -242,12 +242,28 @@ def _refuse_closed(chain: Chain, target: Committed) -> None:
         )
 
 
-def _refuse_pruned(chain: Chain, target: Committed, kind: EdgeKind, base: Version | None) -> None:
+def _refuse_pruned(chain: Chain, target: Committed, base: Version | None) -> None:
     """Raise if the version or an edge to it is pruned, as one between two pruned anchors is."""
     _refuse_closed(chain, target)
-    if chain.prunes.names(kind, base, target.version):
+    if takes_no_edge(chain, base, target.version):
         raise ChainError(
-            f"the {kind} of version {target.version} is pruned: nobody would use it",
+            f"the {_kind(base)} of version {target.version} is pruned: nobody would use it",
             version=target.version,
             hint="choose a later version; without one, `deltachain anchor` takes the newest",
         )
+
+
+def takes_no_edge(chain: Chain, base: Version | None, version: Version) -> bool:
+    """Return whether a version, or a skip or an anchor to it, is pruned by the last known record.
+
+    Args:
+        chain: The chain.
+        base: Base of the skip; ``None`` for an anchor.
+        version: The version.
+    """
+    prunes = chain.prunes
+    return prunes.is_closed(version) or prunes.names(_kind(base), base, version)
+
+
+def _kind(base: Version | None) -> PayloadKind:
+    return "anchor" if base is None else "skip"

@@ -22,13 +22,12 @@ from deltachain.errors import (
     ObjectNotFoundError,
     TensorMismatchError,
 )
-from deltachain.format.documents import EdgeKind, EdgeSummary, dump
-from deltachain.maintain.added_edges import add_anchor, add_skip
+from deltachain.format.documents import EdgeSummary, dump
+from deltachain.maintain.added_edges import add_anchor, add_skip, takes_no_edge
 from deltachain.maintain.due import anchor_version, skips_due
 from deltachain.maintain.healing import heal
 from deltachain.maintain.pruner import PrunePlan, Pruner
 from deltachain.maintain.survey import Survey
-from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +174,7 @@ class Maintainer:
                 head=head.version,
                 model_nbytes=self._model_nbytes,
             ):
-                if self._is_pruned("skip", hop.base, hop.version):
+                if takes_no_edge(self.chain, hop.base, hop.version):
                     continue
                 start, target = self.chain.find(hop.base), self.chain.find(hop.version)
                 if start is None or target is None or self.survey.has_record(hop.key):
@@ -186,7 +185,7 @@ class Maintainer:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
                 except ChainError:
-                    if self._is_pruned("skip", hop.base, hop.version):
+                    if takes_no_edge(self.chain, hop.base, hop.version):
                         continue  # by another maintainer, meanwhile
                     raise
                 done(summary)
@@ -211,16 +210,11 @@ class Maintainer:
             failed.append(f"anchor of {target.version}: {error}")
             return
         except ChainError:
-            if self._is_pruned("anchor", None, target.version):
+            if takes_no_edge(self.chain, None, target.version):
                 return  # by another maintainer, meanwhile
             raise
         done(summary)
         yield summary
-
-    def _is_pruned(self, kind: EdgeKind, base: Version | None, version: Version) -> bool:
-        """Return whether an edge that would be added now, or its version, is pruned."""
-        prunes = self.chain.prunes
-        return prunes.is_closed(version) or prunes.names(kind, base, version)
 
     def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
         """Fold a plan into a skip, and record it; see :func:`add_skip`."""
