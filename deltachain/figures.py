@@ -20,7 +20,7 @@ GAUGES: Final[Mapping[str, str]] = {
     "last_look_timestamp_seconds": "Time at which the store last answered.",
     "last_apply_timestamp_seconds": "Time at which a version was last swapped in or copied.",
     "commit_timestamp_seconds": "Time of the version's commit, on the publisher's clock.",
-    "silence_seconds": "Seconds since the store last answered.",
+    "silence_seconds": "Seconds since the store last answered, of whoever follows by itself.",
     "phase_seconds": "Seconds of a phase of the newest version.",
     "epoch": "Epoch of the publisher.",
     "changed_ratio": "Changed share of all elements in the newest version.",

@@ -6,6 +6,7 @@ All clients of ours use them: of replicas and engines, of S3, and of the Hub, wh
 
 from __future__ import annotations
 
+import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,6 +57,11 @@ class TlsFiles:
                 hint="name the file of the certificate that belongs to this key",
             )
         _check("SSL_CERT_FILE", found.ca_file)
+        if ca_folder and not ca_file and not any(map(os.path.isdir, ca_folder.split(os.pathsep))):
+            raise ConfigError(
+                f"SSL_CERT_DIR is {ca_folder!r}, which is no folder",
+                hint="correct the path, or unset it to trust the public CAs",
+            )
         _check("DELTACHAIN_CLIENT_CERT", found.client_cert)
         _check("DELTACHAIN_CLIENT_KEY", found.client_key)
         return found

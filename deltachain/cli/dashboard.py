@@ -32,7 +32,8 @@ def dashboard(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="Address of a replica; may be given several times. Default: DELTACHAIN_ENGINES.",
+            help="Address of a replica, or dns://NAME:PORT for all that a name stands for; may be "
+            "given several times. Default: DELTACHAIN_ENGINES.",
         ),
     ] = None,
     presence: BoardUrls = None,
@@ -74,7 +75,8 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     """
     import uvicorn
 
-    from deltachain.control.client.inventory import engines_of, parse_inventory, split_boards
+    from deltachain.control.client.inventory import parse_inventory, split_boards, split_entries
+    from deltachain.control.client.roster import Roster
     from deltachain.dashboard.alerts import AlertLimits
     from deltachain.dashboard.app import create_app
     from deltachain.dashboard.chain_index import ChainIndex
@@ -87,13 +89,18 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     silence_s = max_silence or given.get("MAX_SILENCE_S", 60.0)
     listed = "" if engine or presence else given.get("ENGINES", "")
     asked, stores = split_boards(parse_inventory(listed) if listed else engine or ())
-    clients = _clients(engines_of(asked) if listed else asked, token, key)
+    unique, names = split_entries(asked)
+    addresses = unique if listed else [one for one in asked if one not in names]
+    clients = _clients(addresses, token, key)
+    rosters = [Roster([name], token=token, key=key, timeout_s=QUESTION_S) for name in names]
     boards = [PresenceBoard(one) for one in (*stores, *(presence or ()))]
     with closing(open_store(url)) as store, closing(_bound(listen, token)) as server:
         poll_s = poll or store.capabilities.poll_s
         limits = AlertLimits(max_lag=max_lag, max_silence_s=silence_s)
         index = ChainIndex(store)
-        with Watcher(index, clients, boards=boards, poll_s=poll_s, limits=limits) as watcher:
+        with Watcher(
+            index, clients, boards=boards, names=rosters, poll_s=poll_s, limits=limits
+        ) as watcher:
             c.say(f"dashboard of {store.url} at {_address(server)}")
             config = uvicorn.Config(
                 create_app(watcher, token=token),

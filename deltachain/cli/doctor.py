@@ -29,7 +29,8 @@ def doctor(
         typer.Option(
             "--as",
             help="What this machine is to do. A **publisher** writes to the store for a moment, "
-            "under keys of its own; a **follower** only reads.",
+            "under keys of its own; a **follower** reads, and writes where DELTACHAIN_PRESENCE_URL "
+            "names.",
         ),
     ] = Role.FOLLOWER,
     as_json: AsJson = False,

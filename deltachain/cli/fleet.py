@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -215,8 +215,15 @@ def _round(
     return rows
 
 
-def _live() -> Live:
-    return Live(console=c.out(), refresh_per_second=8, redirect_stdout=False, redirect_stderr=False)
+@contextmanager
+def _live() -> Iterator[Live]:
+    out = c.out()
+    with Live(
+        console=out, refresh_per_second=8, redirect_stdout=False, redirect_stderr=False
+    ) as live:
+        yield live
+    if not out.is_terminal:
+        out.line()  # which rich ends on terminals alone
 
 
 def _drawn(live: Live, rows: Sequence[ReplicaRow], waiting: int) -> RenderableType:

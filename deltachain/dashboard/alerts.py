@@ -109,7 +109,8 @@ def _of_replica(
     if other := _another_chain(view, report):
         yield Alert(AlertKind.ANOTHER_CHAIN, engine, other)
         return
-    if report.silence_s is not None and report.silence_s > limits.max_silence_s:
+    looks = report.following and not report.pinned  # others have no reason to ask their store
+    if looks and report.silence_s is not None and report.silence_s > limits.max_silence_s:
         message = f"its store has not answered it for {report.silence_s:.0f} s"
         yield Alert(AlertKind.CUT_OFF, engine, message)
     if not report.ready:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from deltachain.control.client.roster import ReplicaAnswer
 from deltachain.dashboard.phases import replica_phases
 from deltachain.dashboard.version_summary import shown
 from deltachain.errors import DeltaChainError
-from deltachain.presence.board import Presence
 from deltachain.replica.status import ReplicaStatus
 from deltachain.types import Version
 
@@ -35,6 +35,7 @@ class ReplicaReport:
         reason: Why it is not.
         error: Its error since the last apply, or its doubt about the version it holds.
         pinned: Whether a rollback keeps it at its version.
+        following: Whether it looks for new versions by itself.
         silence_s: Seconds since its store last answered it; ``None`` if it does not say.
         deltachain: Its version of deltachain.
         software: Name and version of its engine.
@@ -53,6 +54,7 @@ class ReplicaReport:
     reason: str = ""
     error: str = ""
     pinned: bool = False
+    following: bool = False
     silence_s: float | None = None
     deltachain: str = ""
     software: str = ""
@@ -74,6 +76,7 @@ def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
         reason=shown(status.reason),
         error=shown(status.doubt or status.trouble),
         pinned=status.pinned,
+        following=status.following,
         silence_s=silence_s if silence_s is not None and 0 <= silence_s < LARGEST else None,
         deltachain=shown(status.deltachain),
         software=shown(status.engine),
@@ -81,12 +84,20 @@ def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
     )
 
 
-def seen(engine: str, found: Presence, now: float) -> ReplicaReport:
-    """Return the report of a replica whose presence was read."""
+def seen(engine: str, found: ReplicaAnswer, now: float) -> ReplicaReport:
+    """Return the report of a replica that was asked beside others, or whose presence was read."""
     if isinstance(found, DeltaChainError):
-        return ReplicaReport(engine=engine, trouble=shown(str(found.args[0])))
+        return ReplicaReport(engine=engine, trouble=trouble(engine, found))
+    if isinstance(found, ReplicaStatus):
+        return answered(engine, found, now)
     report = answered(engine, found.status, now - found.age_s)
     return replace(report, trouble=shown(f"it ended: {found.ended}")) if found.ended else report
+
+
+def trouble(engine: str, exc: DeltaChainError) -> str:
+    """Return why a replica did not answer, without its address."""
+    said = str(exc.args[0]) if exc.args else type(exc).__name__
+    return shown(said.removeprefix(engine).strip(": ").removeprefix("did not answer: "))
 
 
 def _number(value: int | None) -> Version | None:

@@ -14,15 +14,15 @@ from typing_extensions import override
 
 from deltachain.closeable import Closeable
 from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.client.roster import ReplicaAnswer, Roster
 from deltachain.dashboard.alerts import Alert, AlertLimits, alerts, newest_seen
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.chain_view import ChainView
 from deltachain.dashboard.phases import PhaseTrack
-from deltachain.dashboard.replica_report import ReplicaReport, answered, seen
+from deltachain.dashboard.replica_report import ReplicaReport, answered, seen, trouble
 from deltachain.dashboard.track import FleetTrack, Moment
-from deltachain.dashboard.version_summary import shown
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
-from deltachain.presence.board import Presence, PresenceBoard
+from deltachain.presence.board import PresenceBoard
 from deltachain.threads import started
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,9 @@ class Watcher(Closeable):
     Args:
         index: Index of the chain.
         clients: Clients of the replicas, which the watcher closes.
-        boards: Boards of further replicas, which can be read only; the watcher closes them too.
+        boards: Boards of further replicas, which can be read only; the watcher closes them too, as
+            the next.
+        names: Rosters of one DNS name each, which is looked up again in every round.
         poll_s: Seconds between two looks at the chain.
         asked_s: Seconds between two questions to a replica.
         limits: Limits of alerts.
@@ -71,19 +73,20 @@ class Watcher(Closeable):
         ConfigError: A replica is named twice.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
         index: ChainIndex,
         clients: Sequence[ReplicaClient] = (),
         *,
         boards: Sequence[PresenceBoard] = (),
+        names: Sequence[Roster] = (),
         poll_s: float,
         asked_s: float = ASKED_S,
         limits: AlertLimits | None = None,
     ) -> None:
         self._index = index
         self._clients = tuple(clients)
-        self._boards = tuple(boards)
+        self._boards, self._names = tuple(boards), tuple(names)
         self._limits = limits or AlertLimits()
         self._reports = {client.url: ReplicaReport(engine=client.url) for client in clients}
         if len(self._reports) < len(clients):
@@ -96,7 +99,9 @@ class Watcher(Closeable):
             self._run(client.url, partial(self._ask, client), asked_s)
         for board in boards:
             self._run(board.url, partial(self._read, board), asked_s)
-        if clients or boards:
+        for roster in names:
+            self._run(roster.engines[0], partial(self._ask_all, roster), asked_s)
+        if clients or boards or names:
             self._run("track", self._note, asked_s)
 
     @property
@@ -122,8 +127,8 @@ class Watcher(Closeable):
         self._stop.set()
         for client in self._clients:
             client.close()
-        for board in self._boards:
-            board.close()
+        for other in (*self._boards, *self._names):
+            other.close()
 
     def _every(self) -> tuple[ReplicaReport, ...]:
         present = [report for found in self._present.values() for report in found.values()]
@@ -157,22 +162,38 @@ class Watcher(Closeable):
             report = answered(client.url, client.status(), time.time())
             self.phases.add(client.url, report.manifest, report.phases)
         except ControlPlaneError as exc:
-            trouble = (
-                str(exc.args[0])
-                .removeprefix(client.url)
-                .strip(": ")
-                .removeprefix("did not answer: ")
-            )
-            report = replace(self._reports[client.url], trouble=shown(trouble))
+            report = replace(self._reports[client.url], trouble=trouble(client.url, exc))
         self._reports[client.url] = report
 
     def _read(self, board: PresenceBoard) -> None:
         try:
-            found: Mapping[str, Presence] = board.look()
+            found, is_read = board.look(), True
         except DeltaChainError as exc:
-            found = {board.url: exc}
-        now = time.time()
-        self._present[board.url] = {name: seen(name, one, now) for name, one in found.items()}
+            found, is_read = {board.url: exc}, isinstance(exc, ControlPlaneError)  # it is empty
+        self._show(board.url, found, is_whole=is_read)
+
+    def _ask_all(self, roster: Roster) -> None:
+        (name,) = roster.engines
+        found = dict(roster.ask(ReplicaClient.status))
+        self._show(name, found, is_whole=name not in found)
+
+    def _show(self, source: str, found: Mapping[str, ReplicaAnswer], *, is_whole: bool) -> None:
+        """Show what a board or a name has now.
+
+        Args:
+            source: URL of the board, or the name.
+            found: What is known of each replica, and what is wrong with the source.
+            is_whole: Whether these are all; else those of before stay, as old as they are.
+        """
+        before, now = self._present.get(source, {}), time.time()
+        reports = {} if is_whole else dict(before)
+        for name, answer in found.items():
+            report = seen(name, answer, now)
+            if report.answered_at is None and name in before:
+                report = replace(before[name], trouble=report.trouble)
+            self.phases.add(name, report.manifest, report.phases)
+            reports[name] = report
+        self._present[source] = reports
 
     def _note(self) -> None:
         found = self.overview()

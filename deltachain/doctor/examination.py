@@ -13,7 +13,7 @@ from deltachain.doctor.packages import check_packages
 from deltachain.doctor.presence import check_presence
 from deltachain.doctor.probe import STORE, probe_latency, probe_writes
 from deltachain.doctor.settings import check_files, check_names, check_transport
-from deltachain.doctor.start import check_chain, check_server
+from deltachain.doctor.start import check_chain, check_server, check_silence
 from deltachain.environment import mistakes
 from deltachain.errors import DeltaChainError
 from deltachain.store import open_store
@@ -77,6 +77,8 @@ def _examine_store(
             return
         if role is Role.PUBLISHER:
             yield from probe_writes(store)
+        else:
+            yield from check_silence(store, environment)
         try:
             yield from check_chain(store, role, environment)
         except DeltaChainError as exc:

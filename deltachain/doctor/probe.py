@@ -21,7 +21,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.format.keys import CHAIN_KEY, trial_key
-from deltachain.store import Store
+from deltachain.store import ObjectInfo, Store
 from deltachain.threads import Pool
 
 STORE: Final = "store"
@@ -109,6 +109,24 @@ def _probe_single(store: Store, key: str, now: Callable[[], float]) -> Iterator[
         yield note(CLOCK, f"{store.url} does not tell when an object was written")
     else:
         yield clocks(ahead_s=_distance(info.modified, before - 1.0, after + 1.0))
+
+
+def compare_clocks(
+    store: Store, newest: ObjectInfo | None, now: Callable[[], float] = time.time
+) -> Iterator[Finding]:
+    """Compare this machine's clock with the store's, without a write; yield a difference.
+
+    Args:
+        store: The store, which has answered.
+        newest: The newest manifest, which the store's clock cannot be behind; ``None`` for none.
+        now: As of :func:`probe_writes`.
+    """
+    told = store.clock()
+    ahead_s = 0.0 if told is None else _distance(told, now() - 2.0, now() + 1.0)
+    if newest is not None and newest.modified is not None and newest.modified > now() + 1.0:
+        ahead_s = max(ahead_s, newest.modified - now())
+    if ahead_s:
+        yield clocks(ahead_s=ahead_s)
 
 
 def _distance(moment: float, first: float, last: float) -> float:

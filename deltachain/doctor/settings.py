@@ -11,6 +11,7 @@ from typing import Any, Final
 from deltachain.chain.signatures import SigningKey
 from deltachain.chain.trust import Trust
 from deltachain.control.client.http import make_client
+from deltachain.control.client.inventory import parse_inventory
 from deltachain.doctor.finding import Finding, failed, note, ok
 from deltachain.environment import FROM_FILE, PREFIX, SECRETS, mistakes, read
 from deltachain.errors import ConfigError
@@ -51,6 +52,8 @@ def check_files(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield from _exposed(signing)
     if "TRUSTED_KEYS" in given or "MAX_HEARTBEAT_AGE_S" in given:
         yield from _tried(FILES, lambda: _trusted(environment))
+    if "ENGINES" in given:
+        yield from _tried(FILES, lambda: _engines(given["ENGINES"]))
     base = given.get("BASE")
     if base is not None and not base.is_dir():
         hint = "name the folder of the base checkpoint on this machine"
@@ -84,6 +87,13 @@ def _transport(environment: Mapping[str, str]) -> str:
 def _tokens(file: Path) -> str:
     count = len(Tokens(file).current)
     return f"{file}: {count} token{'s' if count > 1 else ''}"
+
+
+def _engines(text: str) -> str:
+    try:
+        return f"DELTACHAIN_ENGINES names {len(parse_inventory(text))}"
+    except ConfigError as exc:
+        raise ConfigError(f"DELTACHAIN_ENGINES: {exc.args[0]}", hint=exc.hint) from exc
 
 
 def _trusted(environment: Mapping[str, str]) -> str:

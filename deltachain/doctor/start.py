@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,13 +14,15 @@ from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.plan import Plan
 from deltachain.chain.trust import Trust
 from deltachain.doctor.finding import Finding, Role, failed, fault, note, ok
-from deltachain.doctor.probe import clocks
+from deltachain.doctor.probe import compare_clocks
 from deltachain.environment import read
 from deltachain.errors import DeltaChainError, ObjectNotFoundError
 from deltachain.format.keys import manifest_key
 from deltachain.replica.settings import ReplicaSettings, spool_folder
+from deltachain.retry import between_polls
 from deltachain.room import NoRoomError, check_room
 from deltachain.store import Store
+from deltachain.subscribe.announcements import RARE
 from deltachain.subscribe.history import require
 from deltachain.tokens import Tokens
 
@@ -50,11 +53,32 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
         yield failed(CHAIN, exc)
         return
     yield _newest(chain, head)
-    yield from _clock(store, head)
-    if role is Role.FOLLOWER:
+    if role is Role.FOLLOWER:  # a publisher's writes have told more
+        yield from compare_clocks(store, store.find(manifest_key(head.version)))
         yield from _newcomer(chain, head, environment)
     else:
         yield ok(START, f"a publisher continues with version {head.version + 1}")
+
+
+def check_silence(store: Store, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that a follower polls before its store counts as silent.
+
+    Args:
+        store: Store of the chain.
+        environment: Environment variables without mistakes.
+    """
+    given = read(environment)
+    most_s = given.get("MAX_SILENCE_S")
+    poll_s = given.get("POLL_S") or store.capabilities.poll_s
+    intervals = RARE if store.url.startswith("hf://") else 1  # a live feed makes polls rare
+    pause_s = between_polls(poll_s * intervals).first_s
+    if most_s is not None and most_s <= pause_s:
+        yield fault(
+            START,
+            f"DELTACHAIN_MAX_SILENCE_S is {most_s:g}, and a follower of this store polls every "
+            f"{pause_s:g} s at most: it would say again and again that it is not ready",
+            f"set it to several polls: {max(60, math.ceil(2 * pause_s))}, or poll more often",
+        )
 
 
 def _no_chain(store: Store, role: Role) -> Finding:
@@ -72,15 +96,6 @@ def _newest(chain: Chain, head: Committed) -> Finding:
     return ok(
         CHAIN, f"version {head.version}{step} is the newest, committed {_span(age)} ago{signed}"
     )
-
-
-def _clock(store: Store, head: Committed) -> Iterator[Finding]:
-    """Compare the clocks by what was written, without writing."""
-    info = store.find(manifest_key(head.version))
-    if info is None or info.modified is None:
-        return
-    if info.modified > time.time() + 1:
-        yield clocks(ahead_s=info.modified - time.time())
 
 
 def _newcomer(chain: Chain, head: Committed, environment: Mapping[str, str]) -> Iterator[Finding]:

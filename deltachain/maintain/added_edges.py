@@ -20,7 +20,7 @@ from deltachain.chain.write_access import check_write_access
 from deltachain.codec import Change
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
 from deltachain.format.digest import digest_key, object_digest
-from deltachain.format.documents import Edge, EdgeSummary
+from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
 from deltachain.format.keys import PayloadKind, edge_key
 from deltachain.kernels import host
 from deltachain.maintain.folding import folded
@@ -245,7 +245,7 @@ def _refuse_closed(chain: Chain, target: Committed) -> None:
 def _refuse_pruned(chain: Chain, target: Committed, base: Version | None) -> None:
     """Raise if the version or an edge to it is pruned, as one between two pruned anchors is."""
     _refuse_closed(chain, target)
-    if takes_no_edge(chain, base, target.version):
+    if is_pruned(chain, base, target.version):
         raise ChainError(
             f"the {_kind(base)} of version {target.version} is pruned: nobody would use it",
             version=target.version,
@@ -253,17 +253,17 @@ def _refuse_pruned(chain: Chain, target: Committed, base: Version | None) -> Non
         )
 
 
-def takes_no_edge(chain: Chain, base: Version | None, version: Version) -> bool:
-    """Return whether a version, or a skip or an anchor to it, is pruned by the last known record.
+def is_pruned(chain: Chain, base: Version | None, version: Version) -> bool:
+    """Return whether an edge that would be added now, or its version, is pruned.
 
     Args:
-        chain: The chain.
-        base: Base of the skip; ``None`` for an anchor.
-        version: The version.
+        chain: The chain, whose newest prune record was read.
+        base: Where a skip starts; ``None`` for an anchor.
+        version: Where the edge ends.
     """
     prunes = chain.prunes
     return prunes.is_closed(version) or prunes.names(_kind(base), base, version)
 
 
-def _kind(base: Version | None) -> PayloadKind:
+def _kind(base: Version | None) -> EdgeKind:
     return "anchor" if base is None else "skip"

@@ -23,7 +23,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.format.documents import EdgeSummary, dump
-from deltachain.maintain.added_edges import add_anchor, add_skip, takes_no_edge
+from deltachain.maintain.added_edges import add_anchor, add_skip, is_pruned
 from deltachain.maintain.due import anchor_version, skips_due
 from deltachain.maintain.healing import heal
 from deltachain.maintain.pruner import PrunePlan, Pruner
@@ -174,7 +174,7 @@ class Maintainer:
                 head=head.version,
                 model_nbytes=self._model_nbytes,
             ):
-                if takes_no_edge(self.chain, hop.base, hop.version):
+                if is_pruned(self.chain, hop.base, hop.version):
                     continue
                 start, target = self.chain.find(hop.base), self.chain.find(hop.version)
                 if start is None or target is None or self.survey.has_record(hop.key):
@@ -185,7 +185,7 @@ class Maintainer:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
                 except ChainError:
-                    if takes_no_edge(self.chain, hop.base, hop.version):
+                    if is_pruned(self.chain, hop.base, hop.version):
                         continue  # by another maintainer, meanwhile
                     raise
                 done(summary)
@@ -210,7 +210,7 @@ class Maintainer:
             failed.append(f"anchor of {target.version}: {error}")
             return
         except ChainError:
-            if takes_no_edge(self.chain, None, target.version):
+            if is_pruned(self.chain, None, target.version):
                 return  # by another maintainer, meanwhile
             raise
         done(summary)

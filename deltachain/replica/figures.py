@@ -13,6 +13,10 @@ def replica_figures(leader: Leader) -> Iterator[Figure]:
     """Yield the figures of a replica, from memory."""
     status = leader.status()
     yield from subscriber_figures(
-        leader.subscriber, leader.tally, engine=leader.engine.software, newest=leader.newest
+        leader.subscriber,
+        leader.tally,
+        engine=leader.engine.software,
+        newest=leader.newest,
+        follows=status.following,
     )
     yield from figures({"ready": status.ready, "paused": status.paused})

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from deltachain.errors import ConfigError
-from deltachain.replica.engine import Engine
+
+if TYPE_CHECKING:  # imports torch, which `deltachain doctor` does without
+    from deltachain.replica.engine import Engine
 
 
 def pause_mode(named: str, modes: Sequence[str]) -> str:
@@ -15,7 +18,10 @@ def pause_mode(named: str, modes: Sequence[str]) -> str:
         ConfigError: The engine has no such mode.
     """
     if named and named not in modes:
-        raise ConfigError(f"pause mode {named!r} is none of {', '.join(modes)}")
+        raise ConfigError(
+            f"pause mode {named!r} is none of {', '.join(modes)}",
+            hint="name one of them in DELTACHAIN_PAUSE, or unset it for the first one",
+        )
     return named or modes[0]
 
 

@@ -16,8 +16,9 @@ from deltachain.format.keys import manifest_key, version_of
 from deltachain.store import Store
 from deltachain.types import Version
 
-RARE: Final = 12
-"""Poll intervals between two polls while the feed is relied upon: 60 s on the Hub."""
+RARE: Final = 9
+"""Poll intervals between two polls while the feed is relied upon: 34 to 56 s on the Hub, less than
+the silence after which a replica usually counts as cut off from its store."""
 
 _PREFIX: Final = manifest_key(0).partition("/")[0] + "/"
 

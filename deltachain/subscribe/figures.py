@@ -12,7 +12,12 @@ from deltachain.types import Version
 
 
 def subscriber_figures(
-    subscriber: Subscriber, tally: Tally, *, engine: str, newest: Version | None = None
+    subscriber: Subscriber,
+    tally: Tally,
+    *,
+    engine: str,
+    newest: Version | None = None,
+    follows: bool = True,
 ) -> Iterator[Figure]:
     """Yield the figures of a subscriber, from memory.
 
@@ -21,6 +26,7 @@ def subscriber_figures(
         tally: Totals of its applies.
         engine: What it writes into; see :func:`deltachain.figures.info`.
         newest: Newest version seen or announced; by default the newest that the store showed.
+        follows: Whether it looks for new versions by itself; only then has silence a meaning.
     """
     chain, held, last = subscriber.opened, subscriber.held, subscriber.last
     times, version = subscriber.times, held.version if held else None
@@ -36,7 +42,7 @@ def subscriber_figures(
             "last_look_timestamp_seconds": times.looked_at,
             "last_apply_timestamp_seconds": times.applied_at,
             "commit_timestamp_seconds": times.commit_of(held.manifest) if held else None,
-            "silence_seconds": times.silence_s,
+            "silence_seconds": times.silence_s if follows else None,
             "applies": tally.applies,
             "failures": tally.failures,
             "fetched_bytes": tally.nbytes,

@@ -107,16 +107,17 @@ def verify(
         ChainError: The versions do not form one chain.
         FormatError: An object has another digest, or leads to another state.
     """
-    end = newest(chain) if last is None else last
-    if first > end and first <= newest(chain):
+    head = newest(chain)
+    end = head if last is None else last
+    if end < first <= head:
         raise ConfigError(
             f"version {first}, the first to verify, is after version {end}, the last one",
             hint="swap the two",
         )
     if first > end:
         raise ChainError(
-            f"version {first} is not committed, head is {end}",
-            version=end,
+            f"version {first} is not committed, head is {head}",
+            version=head,
             hint="name a version up to the head, or wait until it is committed",
         )
     for _ in chain.assets():  # verified while read

@@ -17,9 +17,6 @@ from fastapi.routing import APIRoute
 from deltachain.errors import ConfigError
 from deltachain_sglang.start_check import TESTED
 
-PAUSES: Final = ("retract", "in_place", "abort")
-"""Pause modes: running requests are recomputed afterwards, continue as they are, or are aborted."""
-
 ABORT_LOOK_S: Final = 0.01
 """Seconds between two checks whether aborted requests have ended."""
 

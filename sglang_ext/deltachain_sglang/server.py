@@ -13,6 +13,7 @@ from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.messages import SchedulerRequest, decode_scheduler_reply, encode_message
+from deltachain_sglang.start_check import PAUSES
 
 BUSY_S: Final = 5.0
 """Timeout in seconds of a swap for aborted requests, which end with the schedulers' next step."""
@@ -46,7 +47,7 @@ class SglangEngine:
     ) -> None:
         self.software: Final = f"sglang/{compat.check_version()}"
         compat.check_layout(keep_cache=settings.keep_cache)
-        self.mode = pause_mode(settings.pause, compat.PAUSES)
+        self.mode = pause_mode(settings.pause, PAUSES)
         self._server = compat.Server(server)
         self._loop = loop
         self._flush = not settings.keep_cache and self.mode != "in_place"

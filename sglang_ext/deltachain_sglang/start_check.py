@@ -7,8 +7,12 @@ from typing import Final
 
 from deltachain.errors import ConfigError
 from deltachain.replica.engine_version import VersionRange
+from deltachain.replica.pause import pause_mode
 
 TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
+
+PAUSES: Final = ("retract", "in_place", "abort")
+"""Pause modes: running requests are recomputed afterwards, continue as they are, or are aborted."""
 
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
@@ -20,6 +24,10 @@ def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigErro
     """
     try:
         TESTED.check(installed)
+    except ConfigError as exc:
+        yield exc
+    try:
+        pause_mode(environment.get("DELTACHAIN_PAUSE", "").strip(), PAUSES)
     except ConfigError as exc:
         yield exc
     named = [name.strip() for name in environment.get("SGLANG_PLUGINS", "").split(",")]

@@ -21,7 +21,6 @@ from deltachain.dashboard.watcher import Watcher
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.testing.sharding import Sharding
-from tests.e2e.bench import measure
 from tests.e2e.pages import opened
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed, eventually, led
@@ -177,11 +176,3 @@ def test_a_token_in_the_address_is_taken_and_hidden(browser: Any, first: Replica
         assert page.url == f"{url}/"
         page.reload()
         page.get_by_role("button", name="Pick version 2", exact=True).wait_for()
-
-
-def test_the_benchmark_opens_a_page_and_sees_it_live() -> None:
-    found = measure(versions=60, count=8, rounds=1, live_s=2.0)
-    for page in ("open", "floor"):
-        assert found[f"{page}_ms"] > 0
-        assert found[f"{page}_cpu_ms"] > 0
-    assert found["late_s"] > 0

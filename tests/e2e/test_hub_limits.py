@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.writer import HINT_EVERY
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.hub.server import HubServer
@@ -66,16 +67,17 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
         caplog.at_level(logging.WARNING, "deltachain"),
         Publisher(publish).attach(model) as publisher,
     ):
+        began = time.monotonic()
         for thread in threads:
             thread.start()
         receipts = []
-        began = time.monotonic()
         for step in range(1, VERSIONS + 1):
             time.sleep(max(0.0, began + step * VERSION_S - time.monotonic()))
             train_(model, step)
             publisher.publish(step=step)
             receipts.append(publisher.flush())
         counted = Counter(hub.counts()) - Counter(earlier)
+        windows = (time.monotonic() - began) / WINDOW_S  # longer than planned on a busy machine
         deadline = time.monotonic() + 30
         while any(f.version != VERSIONS for f in followers) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -87,9 +89,10 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
     assert all(same(bits_of(target), bits_of(model)) for target in targets)
     assert "refused" not in counted
     assert "are spent" not in caplog.text  # nobody had to wait for its share either
-    each = [receipt.requests for receipt in receipts if receipt is not None]
-    assert max(each) <= 5
-    assert sum(each) / len(each) < 4.5
-    windows = VERSIONS * VERSION_S / WINDOW_S
+    each = {receipt.version: receipt.requests for receipt in receipts if receipt is not None}
+    assert max(count for version, count in each.items() if version % HINT_EVERY) <= 4
+    # At these the head hint is written, after it was read for anchors that maintainers added.
+    assert max(count for version, count in each.items() if version % HINT_EVERY == 0) <= 6
+    assert sum(each.values()) / len(each) < 4.5
     assert sum(counted.values()) / windows < CALLS, counted
     assert all(count / windows < 100 for count in spent.values()), spent

@@ -16,7 +16,8 @@ from deltachain.errors import ApplyError
 from deltachain.replica.messages import RankReply, RankRequest, decode_reply, encode
 from deltachain.replica.pause import pause_mode
 from deltachain_vllm import HANDLE
-from deltachain_vllm.compat import PAUSES, mode_in_doubt
+from deltachain_vllm.compat import mode_in_doubt
+from deltachain_vllm.start_check import PAUSES
 
 WAIT_S: Final = 3600.0
 """Timeout of a request in seconds: attaching reads a whole model, and a pause may wait long."""

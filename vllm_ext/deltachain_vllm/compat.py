@@ -15,9 +15,6 @@ from deltachain.errors import ConfigError, EngineVersionError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain_vllm.start_check import TESTED
 
-PAUSES: Final = ("keep", "wait", "abort")
-"""Pause modes: running requests continue afterwards, are waited for, or are aborted."""
-
 
 def check_version() -> str:
     """Return the version of the installed vLLM.

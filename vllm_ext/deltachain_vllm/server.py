@@ -23,8 +23,9 @@ from deltachain.replica.messages import (
 from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm import BACKEND, HANDLE
-from deltachain_vllm.compat import PAUSES, check_version, mode_in_doubt, pause
+from deltachain_vllm.compat import check_version, mode_in_doubt, pause
 from deltachain_vllm.extension import EXTENSION, has_extension
+from deltachain_vllm.start_check import PAUSES
 
 _T = TypeVar("_T")
 

@@ -7,9 +7,13 @@ from typing import Final
 
 from deltachain.errors import ConfigError
 from deltachain.replica.engine_version import VersionRange
+from deltachain.replica.pause import pause_mode
 
 TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
 """Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
+
+PAUSES: Final = ("keep", "wait", "abort")
+"""Pause modes: running requests continue afterwards, are waited for, or are aborted."""
 
 ROUTES: Final = "deltachain_http"
 """Name of deltachain's endpoint plugin in ``VLLM_PLUGINS``."""
@@ -24,6 +28,10 @@ def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigErro
     """
     try:
         TESTED.check(installed)
+    except ConfigError as exc:
+        yield exc
+    try:
+        pause_mode(environment.get("DELTACHAIN_PAUSE", "").strip(), PAUSES)
     except ConfigError as exc:
         yield exc
     if environment.get("DELTACHAIN_URL"):

@@ -85,11 +85,12 @@ class Http:
                         raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
                     if time.monotonic() > until:  # httpx limits each read, not their sum
                         raise ControlPlaneError(
-                            f"{self.url} did not end its answer in {self._timeout_s:g} s"
+                            f"{self.url} did not end its answer in {self._timeout_s:g} s",
+                            hint=UNREACHED,
                         )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             what = str(exc) or type(exc).__name__
-            hint = UNTRUSTED if is_untrusted(exc) else ""
+            hint = UNTRUSTED if is_untrusted(exc) else UNREACHED
             raise ControlPlaneError(f"{self.url} did not answer: {what}", hint=hint) from exc
         return httpx.Response(answer.status_code, content=content)
 
@@ -97,6 +98,9 @@ class Http:
         """Close connections; idempotent."""
         self._client.close()
 
+
+UNREACHED: Final = "see whether it runs, and can be reached from here; its log may say more"
+"""Hint for a server that does not answer."""
 
 UNTRUSTED: Final = (
     "name the certificate of the CA that signed the server's in SSL_CERT_FILE, with all others "

@@ -48,17 +48,6 @@ def read_inventory(file: Path) -> tuple[str, ...]:
     return _checked(tuple(entry for entry in entries if entry), str(file))
 
 
-def engines_of(entries: Iterable[str]) -> tuple[str, ...]:
-    """Return the addresses that entries stand for now.
-
-    Raises:
-        ConfigError: A DNS name is invalid.
-        ControlPlaneError: A DNS name cannot be resolved.
-    """
-    addresses, names = split_entries(entries)
-    return (*addresses, *(address for name in names for address in resolve(name)))
-
-
 def _checked(entries: tuple[str, ...], where: str) -> tuple[str, ...]:
     if not entries:
         raise ConfigError(f"{where} names no engine", hint=_HINT)

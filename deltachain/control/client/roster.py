@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 STATUS_S: Final = 5.0
 """Seconds for which the answer to a question for the status is waited for."""
+
+LATE: Final = "it may hang, or be busy: its log may say more"
+"""Hint for a replica that takes too long."""
 
 ReplicaAnswer: TypeAlias = ReplicaStatus | PresenceFound | DeltaChainError
 """What a replica answered or wrote of itself, or why there is nothing."""
@@ -105,6 +108,7 @@ class Roster(Closeable):
                 if url not in found:
                     self._resolved[url] = self._resolved.get(url) or self._connect(url)
                     found[url] = self._resolved[url]
+        self._forget(found.keys())
         calls: dict[str, Callable[[], ReplicaStatus | Mapping[str, Presence]]] = {}
         calls.update({url: partial(question, one) for url, one in found.items()})
         calls.update({url: board.look for url, board in self._boards.items()})
@@ -123,6 +127,11 @@ class Roster(Closeable):
             if url not in self._busy:  # else a thread still reads it
                 board.close()
 
+    def _forget(self, known: Collection[str]) -> None:
+        """Close connections to addresses that no name stands for any more."""
+        for url in [url for url in self._resolved if url not in known and url not in self._busy]:
+            self._resolved.pop(url).close()
+
     def _at_once(
         self, calls: Mapping[str, Callable[[], _T]]
     ) -> Iterator[tuple[str, _T | DeltaChainError]]:
@@ -140,7 +149,8 @@ class Roster(Closeable):
             waiting.discard(name)
             yield name, answer
         for name in sorted(waiting):
-            yield name, ControlPlaneError(f"{name} did not answer in {self._timeout_s:g} s")
+            late = f"{name} did not answer in {self._timeout_s:g} s"
+            yield name, ControlPlaneError(late, hint=LATE)
 
     def _start(
         self,
@@ -163,12 +173,15 @@ class Roster(Closeable):
             is_late = name in self._busy
             self._busy.add(name)
         if is_late:
-            late = ControlPlaneError(f"{name} has not answered the round before")
-            answers.put((name, late))
+            said = f"{name} has not answered the round before"
+            answers.put((name, ControlPlaneError(said, hint=LATE)))
         elif not started(Thread(target=run, name=f"deltachain-{name}", daemon=True)):
             with self._lock:
                 self._busy.discard(name)
-            answers.put((name, ControlPlaneError(f"{name}: not asked: no thread can be started")))
+            said = f"{name}: not asked: no thread can be started"
+            answers.put(
+                (name, ControlPlaneError(said, hint="let this process have more: ulimit -u"))
+            )
 
 
 def _boards(urls: Iterable[str]) -> dict[str, PresenceBoard]:

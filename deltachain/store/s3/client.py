@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
@@ -82,12 +83,14 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
         core.register_component("data_loader", _loader())
         own_endpoint = "endpoint_url" in arguments or _configures_endpoint(core)
         config = _config(core, own_endpoint=own_endpoint, deadline_s=deadline_s)
-        arguments = _tls(core) | arguments
+        arguments = _tls(core, arguments) | arguments
         if "config" in arguments:
             config = config.merge(arguments.pop("config"))
         config = config.merge(Config(**_config_arguments(options)))
         session = boto3.Session(botocore_session=core)
         client: Client = session.client("s3", config=config, **arguments)
+    except ConfigError:  # a ValueError too
+        raise
     except BotoCoreError as exc:
         raise ConfigError(
             f"boto3 cannot be configured: {type(exc).__name__}",
@@ -95,6 +98,11 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
         ) from exc
     except (TypeError, ValueError) as exc:
         # Caused by the user's settings; not shown, as it may contain an endpoint or a token.
+        if "endpoint" in str(exc):
+            raise ConfigError(
+                "the endpoint of S3 is no URL",
+                hint="write AWS_ENDPOINT_URL, or the option endpoint_url, as https://HOST:PORT",
+            ) from exc
         raise ConfigError(
             "boto3 does not take these options",
             hint="check endpoint_url, region, client_kwargs and config_kwargs",
@@ -162,9 +170,21 @@ def tls_arguments() -> tuple[dict[str, Any], Config]:
     return verify, Config(client_cert=files.client)
 
 
-def _tls(core: botocore.session.Session) -> dict[str, Any]:
-    """Return the argument for the CAs, unless boto3's own settings name some."""
-    return {} if core.get_config_variable("ca_bundle") else tls_arguments()[0]
+def _tls(core: botocore.session.Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument for the CAs, unless boto3's own settings name some.
+
+    Raises:
+        ConfigError: They name a file that does not exist.
+    """
+    bundle = core.get_config_variable("ca_bundle")
+    if not bundle:
+        return tls_arguments()[0]
+    if "verify" not in arguments and not Path(bundle).is_file():
+        raise ConfigError(
+            f"the CAs for S3 are to be in {bundle}, which is no file",
+            hint="correct AWS_CA_BUNDLE, or ca_bundle of the profile",
+        )
+    return {}
 
 
 @cache

@@ -42,6 +42,7 @@ def test_status_of_all_and_who_is_gone(leader: Leader, token: Path) -> None:
     first, second = found.document["replicas"]
     assert (first["engine"], first["version"], first["ready"]) == (url, 1, False)
     assert "did not answer" in second["error"]
+    assert "see whether it runs" in second["hint"]
     assert found.code == 7
 
 
@@ -84,6 +85,7 @@ def test_the_table(leader: Leader, token: Path) -> None:
         refused = invoke("fleet", "pause", url)
     assert "ready" in shown.stdout
     assert url in shown.stdout
+    assert shown.stdout.endswith("newest version held: 2\n")
     assert "401" in refused.stdout
     assert refused.code == 7
     assert leader.status().paused is False

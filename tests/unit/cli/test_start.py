@@ -173,7 +173,7 @@ def test_following_ends_cleanly_when_told(
         process.send_signal(number)
         _, stderr = process.communicate(timeout=30)
         assert process.returncode == code
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 25
         assert "Traceback" not in stderr
     assert same(read_checkpoint(out), state)
 

@@ -26,6 +26,9 @@ def test_versions_in_the_wrong_order_are_told_as_such(pushed: Pushed) -> None:
     done = invoke("verify", pushed.url, "--from", 9)
     assert done.code == 4
     assert "version 9 is not committed, head is 3" in done.stderr
+    done = invoke("verify", pushed.url, "--from", 9, "--to", 1)
+    assert done.code == 4
+    assert "version 9 is not committed, head is 3" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["push", "inspect"])

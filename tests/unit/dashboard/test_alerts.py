@@ -34,6 +34,8 @@ def test_a_replica_in_order_is_no_alert(chain: Chain) -> None:
         (2, {}, ["behind"]),
         (5, {"ready": False, "reason": "paused"}, ["not ready"]),
         (5, {"silence_s": 31.0}, ["cut off"]),
+        (5, {"silence_s": 31.0, "following": False}, []),  # versions are announced to it
+        (5, {"silence_s": 31.0, "pinned": True}, []),
         (2, {"silence_s": 31.0, "ready": False}, ["cut off", "not ready", "behind"]),
         (5, {"chain": "two"}, ["another chain"]),
         (5, {"manifest": "0" * 64}, ["another chain"]),

@@ -13,12 +13,14 @@ from fastapi.testclient import TestClient
 
 from deltachain.chain.chain import Chain
 from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.client.roster import Roster
 from deltachain.dashboard.app import FILES, PAGES, create_app
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.presence.board import PresenceBoard
 from deltachain.presence.record import PresenceRecord, encode_record
+from deltachain.testing.faults import FaultyStore
 from tests.unit.dashboard.reports import chain_of, status
 from tests.unit.replica.replicas import eventually
 
@@ -216,3 +218,41 @@ def test_a_board_that_cannot_be_read_is_an_alert(chain: Chain, tmp_path: Path) -
         (alert,) = watcher.overview().alerts
     assert (alert.engine, alert.kind) == (board.url, "silent")
     assert "no presence of a replica" in alert.message
+
+
+def test_replicas_of_a_board_stay_while_it_cannot_be_read(chain: Chain, tmp_path: Path) -> None:
+    data = encode_record(PresenceRecord(time=0.0, status=status(chain, 29)))
+    (tmp_path / "here.json").write_bytes(data)
+    board = PresenceBoard(str(tmp_path))
+    store = FaultyStore(board._store)
+    board._store = store
+    with Watcher(ChainIndex(chain.store), boards=[board], poll_s=0.01, asked_s=0.01) as watcher:
+        eventually(lambda: watcher.engines == (f"{board.url}/here",))
+        store.down = True
+        eventually(lambda: board.url in watcher.engines)
+        here, board_itself = watcher.overview().reports
+        assert (here.engine, here.version, here.trouble) == (f"{board.url}/here", 29, "")
+        assert board_itself.trouble
+        store.down = False
+        eventually(lambda: watcher.engines == (f"{board.url}/here",))
+
+
+def test_a_name_is_looked_up_again_and_again(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = ["http://127.0.0.1:1"]
+
+    def resolve(name: str) -> list[str]:
+        if not addresses:
+            raise ControlPlaneError(f"{name} cannot be resolved", hint="wait")
+        return list(addresses)
+
+    monkeypatch.setattr("deltachain.control.client.roster.resolve", resolve)
+    name = "dns://policy.default.svc:8000"
+    rosters = [Roster([name])]
+    with Watcher(ChainIndex(chain.store), names=rosters, poll_s=0.01, asked_s=0.01) as watcher:
+        eventually(lambda: watcher.engines == ("http://127.0.0.1:1",))
+        addresses[:] = ["http://127.0.0.1:2"]
+        eventually(lambda: watcher.engines == ("http://127.0.0.1:2",))
+        assert rosters[0]._resolved.keys() == {"http://127.0.0.1:2"}
+        addresses.clear()
+        eventually(lambda: watcher.engines == ("http://127.0.0.1:2", name))
+        assert {alert.engine for alert in watcher.overview().alerts} == set(watcher.engines)

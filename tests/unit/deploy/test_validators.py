@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -33,8 +34,13 @@ SKY: Final = ROOT / ".venv-sky" / "bin" / "python"
 
 PARSE_TASK: Final = """
 import sys, sky
+from sky.utils.infra_utils import InfraInfo
 task = sky.Task.from_yaml(sys.argv[1])
-print(task.name, len(list(task.resources)), task.service is not None)
+print(task.name, [one.region for one in task.resources], task.service is not None)
+for infra in sys.argv[2:]:
+    found = InfraInfo.from_str(infra)
+    task.set_resources_override({"region": found.region})
+    print([one.region for one in task.resources])
 """
 
 
@@ -112,9 +118,21 @@ def test_images_build_without_a_complaint() -> None:
 def test_skypilot_parses_its_tasks(path: Path, tmp_path: Path) -> None:
     if not SKY.exists():
         pytest.skip("SkyPilot is missing: make venv-sky")
-    said = run([SKY, "-c", PARSE_TASK, path], ROOT, env={"HOME": str(tmp_path), "PATH": "/usr/bin"})
-    is_replica = path.stem == "replica"
-    assert f"deltachain-{path.stem} {1 + is_replica} {is_replica}" in said
+    other, is_replica = "aws/ap-northeast-1", path.stem == "replica"
+    environment = {"HOME": str(tmp_path), "PATH": "/usr/bin"}
+    said = run([SKY, "-c", PARSE_TASK, path, other], ROOT, env=environment)
+    region = "eu-central-1" if is_replica else "us-east-1"
+    assert f"deltachain-{path.stem} ['{region}'] {is_replica}" in said
+    assert "['ap-northeast-1']" in said
+
+
+def test_replicas_of_skypilot_are_in_two_regions_other_than_the_trainers() -> None:
+    infra = {path.stem: load(path)["resources"]["infra"] for path in SKYPILOT}
+    text = (DEPLOY / "README.md").read_text(encoding="utf-8")
+    ups = [line for line in text.splitlines() if line.startswith("sky serve up ")]
+    named = [re.findall(r"--infra (\S+)", line) or [infra["replica"]] for line in ups]
+    assert len({infra["trainer"], *(one for (one,) in named)}) == 3
+    assert all(line.endswith(" examples/deploy/skypilot/replica.yaml") for line in ups)
 
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.stem))

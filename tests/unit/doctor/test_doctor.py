@@ -110,6 +110,7 @@ def given(**values: str) -> Plant:
     return lambda _: values
 
 
+LISTED = {"VLLM_PLUGINS": "deltachain,deltachain_http"}
 BOTH = {"DELTACHAIN_TOKEN": "a", "DELTACHAIN_TOKEN_FILE": __file__}
 
 ENVIRONMENTS: list[tuple[str, Plant, str]] = [
@@ -123,6 +124,9 @@ ENVIRONMENTS: list[tuple[str, Plant, str]] = [
     ("an age without keys", given(DELTACHAIN_MAX_HEARTBEAT_AGE_S="9"), "without DELTACHAIN_TRUST"),
     ("no base", absent("DELTACHAIN_BASE"), "DELTACHAIN_BASE is"),
     ("no CA", absent("SSL_CERT_FILE"), "SSL_CERT_FILE is"),
+    ("no folder of CAs", absent("SSL_CERT_DIR"), "SSL_CERT_DIR is"),
+    ("an absent inventory", absent("DELTACHAIN_ENGINES"), "DELTACHAIN_ENGINES"),
+    ("a list of engines", given(DELTACHAIN_ENGINES="http://a, b"), "'b' is no address"),
     ("a CA that is none", written("SSL_CERT_FILE", "-"), "has no certificates"),
     ("a key alone", absent("DELTACHAIN_CLIENT_KEY"), "without DELTACHAIN_CLIENT_CERT"),
     ("a proxy", given(HTTPS_PROXY="gopher://proxy"), "proxy of the environment is invalid"),
@@ -167,9 +171,11 @@ def test_no_secret_is_shown(chain: Path, monkeypatch: pytest.MonkeyPatch, secret
 @pytest.mark.parametrize(
     ("name", "version", "environment", "named"),
     [
-        ("vllm", "0.20.0", {"VLLM_PLUGINS": "deltachain,deltachain_http"}, "0.20.0 was not tested"),
+        ("vllm", "0.20.0", LISTED, "0.20.0 was not tested"),
         ("vllm", "0.32.0", {}, "vLLM loads no routes of deltachain"),
+        ("vllm", "0.32.0", {**LISTED, "DELTACHAIN_PAUSE": "retract"}, "none of keep, wait, abort"),
         ("sglang", "0.4.0", {}, "0.4.0 was not tested"),
+        ("sglang", "0.5.23", {"DELTACHAIN_PAUSE": "keep"}, "none of retract, in_place, abort"),
         ("sglang", "0.5.23", {"SGLANG_PLUGINS": "other"}, "SGLang does not load deltachain"),
         ("blake3", "0.1", {}, "blake3 0.1 is older than 1.0"),
     ],
@@ -290,6 +296,46 @@ def test_a_follower_finds_its_clock_behind_without_a_write(chain: Path, tmp_path
         os.utime(file, (future, future))
     (found,) = faults(tmp_path / "copy")
     assert (found.check, "behind the store's" in found.said) == ("clock", True)
+
+
+@pytest.mark.parametrize(("ahead_s", "named"), [(-7200, "ahead of the store's"), (7200, "behind")])
+def test_a_follower_hears_the_clock_of_its_store(
+    chain: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, named: str
+) -> None:
+    monkeypatch.setattr(FileStore, "clock", lambda _: time.time() + ahead_s)
+    (found,) = faults(chain)
+    assert (found.check, named in found.said) == ("clock", True)
+
+
+def test_a_bundle_of_cas_for_s3_that_is_not_there_is_named(
+    seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**seaweed.env(), "AWS_CA_BUNDLE": "/absent"}.items():
+        monkeypatch.setenv(name, value)
+    (found,) = faults(seaweed.url("doctor"))
+    assert "/absent" in found.said
+    assert "AWS_CA_BUNDLE" in found.hint
+
+
+def test_an_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    (found,) = faults("s3://bucket/run")
+    assert "endpoint" in found.said
+    assert "AWS_ENDPOINT_URL" in found.hint
+
+
+def test_a_silence_shorter_than_polls_is_named(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"URL": str(chain), "FOLLOW": "1", "POLL_S": "5"}.items():
+        monkeypatch.setenv(f"DELTACHAIN_{name}", value)
+    monkeypatch.setenv("DELTACHAIN_MAX_SILENCE_S", "60")
+    assert faults("") == []
+    monkeypatch.setenv("DELTACHAIN_MAX_SILENCE_S", "4")
+    (found,) = faults("")
+    assert "DELTACHAIN_MAX_SILENCE_S" in found.said
+    assert found.hint
 
 
 def test_credentials_of_s3_are_checked(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,14 +29,14 @@ ENGINES: Final = "".join(
     path.read_text(encoding="utf-8")
     for folder in ("tests/engines", "deltachain/demo/online")
     for path in (ROOT / folder).rglob("*.py")
-)
+) + (ROOT / "spaces/rollout/entrypoint.sh").read_text(encoding="utf-8")
 """What starts real engines: an option that none of these gives was never tried."""
 
 OTHERS: Final = {
     "ENGINE",  # the entrypoint of a Space
     *("AWS_ACCESS_KEY_ID", "AWS_ENDPOINT_URL", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HOST", "PORT"),
     *("PIP_EXTRA_INDEX_URL", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_PLUGINS"),
-    "VLLM_SERVER_DEV_MODE",
+    *("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE"),
 }
 """Variables of other programs."""
 
@@ -183,6 +183,12 @@ def test_commands_are_found() -> None:
 )
 def test_what_no_program_knows_is_noticed(words: str, found: str) -> None:
     assert fault(Command("x.md", {}, tuple(words.split()))) == found
+
+
+@pytest.mark.parametrize("command", FOUND, ids=str)
+def test_no_secret_is_an_argument(command: Command) -> None:
+    """Whoever may list processes sees arguments."""
+    assert not options(command.words) & {"--api-key", "--admin-api-key", "--token", "--key"}
 
 
 def test_a_variable_that_means_nothing_is_noticed() -> None:

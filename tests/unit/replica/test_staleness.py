@@ -11,6 +11,8 @@ import pytest
 import deltachain
 from deltachain.chain.chain import Chain
 from deltachain.errors import ChainError, StoreError
+from deltachain.replica.figures import replica_figures
+from deltachain.replica.leader import Leader
 from tests.unit.replica.replicas import Followed, eventually, led
 
 Build = Callable[..., Followed]
@@ -62,6 +64,15 @@ def test_who_does_not_follow_by_itself_need_not_hear_of_its_store(followed: Buil
     with led(here, max_silence_s=1e-9) as leader:
         leader.start()
         assert leader.status().ready
+        assert "silence_seconds" not in names(leader)  # or an alert would fire for ever
+    with led(here, follow=True) as leader:
+        leader.start()
+        assert "silence_seconds" in names(leader)
+
+
+def names(leader: Leader) -> set[str]:
+    """Names of the figures of a replica."""
+    return {figure.name for figure in replica_figures(leader)}
 
 
 def test_a_rollback_is_not_made_unready_by_silence(followed: Build) -> None:

@@ -32,6 +32,7 @@ from deltachain_sglang.messages import (
     decode_scheduler_reply,
     encode_message,
 )
+from deltachain_sglang.start_check import PAUSES
 
 
 def question(request: AnyRequest | None = None, *, flush: bool = False) -> str:
@@ -351,7 +352,7 @@ def test_only_tested_versions_are_supported(version: str, fine: bool) -> None:
 
 
 def test_pause_modes() -> None:
-    assert pause_mode("", compat.PAUSES) == "retract"
-    assert pause_mode("in_place", compat.PAUSES) == "in_place"
+    assert pause_mode("", PAUSES) == "retract"
+    assert pause_mode("in_place", PAUSES) == "in_place"
     with pytest.raises(ConfigError, match="none of retract, in_place, abort"):
-        pause_mode("keep", compat.PAUSES)
+        pause_mode("keep", PAUSES)

@@ -125,7 +125,7 @@ def test_spent_budget_says_how_to_allow_more(
     start = time.monotonic()
     with pytest.raises(StoreUnavailableError, match=f"{calls} requests in 300 s") as caught:
         store.find("a")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60
     assert "DELTACHAIN_HF_CALLS" in caught.value.hint
     assert hub.counts()["POST paths-info"] - before == store.requests == calls
 

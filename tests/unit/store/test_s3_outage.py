@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -60,6 +61,9 @@ def test_an_error_is_an_answer(proxy: Proxy, seaweed: Seaweed, s3_url: Callable[
         store.get("a")
     assert since(store) is not None
     proxy.reset()
-    assert store.find("a") is None
+    deadline = time.monotonic() + 30
+    while since(store) is not None and time.monotonic() < deadline:
+        with suppress(StoreUnavailableError):  # too slow on a busy machine
+            assert store.find("a") is None
     assert since(store) is None
     store.close()

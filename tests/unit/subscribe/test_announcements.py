@@ -7,11 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from deltachain.chain.chain import Chain
+from deltachain.control.client.comparison import MAX_SILENCE_S
+from deltachain.dashboard.alerts import AlertLimits
 from deltachain.errors import StoreUnavailableError
 from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.retry import between_polls
 from deltachain.store import MemoryStore
 from deltachain.store.feed import Feed, OnChange
+from deltachain.store.hf.store import _POLL_S
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.subscribe.announcements import RARE, Announcements, FeedAgreement
 from deltachain.subscribe.follow import LOOK_BACK
@@ -83,6 +87,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 def test_polls_are_rare_while_the_feed_tells_what_they_find(told: Told) -> None:
     assert told.follow(nothing, told.publish_and_tell, nothing, told.publish_and_tell) == [RARE] * 5
     assert told.store.made.is_closed
+
+
+def test_rare_polls_of_the_hub_are_no_silence_that_alarms_anybody() -> None:
+    longest = between_polls(RARE * _POLL_S).first_s
+    assert longest < MAX_SILENCE_S
+    assert longest < AlertLimits().max_silence_s
 
 
 def test_polls_are_as_often_as_ever_without_a_live_feed(told: Told) -> None:
