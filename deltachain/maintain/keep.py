@@ -70,6 +70,32 @@ def newest_edges(edges: Collection[EdgeSummary], *, first: Version) -> set[EdgeS
     return stay
 
 
+def cut_off(
+    edges: Collection[EdgeSummary], stay: Collection[EdgeSummary], *, first: Version
+) -> set[Version]:
+    """Return the newest versions that can be reached, but not over edges that stay.
+
+    That is so where payloads among the newest versions were lost, and a skip from before leads
+    around them.
+
+    Args:
+        edges: All edges whose objects are there, by version.
+        stay: Edges that stay, whether or not their objects are there.
+        first: The first of the newest versions.
+    """
+    kept = _reached(edge for edge in edges if edge in stay)
+    return {version for version in _reached(edges) - kept if version > first}
+
+
+def _reached(edges: Iterable[EdgeSummary]) -> set[Version]:
+    """Return the versions that edges, by version, lead to from nothing."""
+    found: set[Version] = set()
+    for edge in edges:
+        if edge.base is None or edge.base in found:
+            found.add(edge.version)
+    return found
+
+
 def _is_delta(edge: EdgeSummary) -> bool:
     return edge.base is not None and edge.base == edge.version - 1
 

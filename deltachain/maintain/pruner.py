@@ -21,10 +21,10 @@ from deltachain.errors import (
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import HEAD_KEY, prune_key
 from deltachain.format.prune_record import PruneRecord
-from deltachain.maintain.keep import KeepRule, newest_edges
+from deltachain.maintain.keep import KeepRule, cut_off, newest_edges
 from deltachain.maintain.orphans import orphans
 from deltachain.maintain.prune_ranges import prunable, ranges, times_of
-from deltachain.maintain.survey import Survey, by_version, without_objects
+from deltachain.maintain.survey import Survey, by_version, with_objects, without_objects
 from deltachain.maintain.ways import ways_between, ways_to
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
@@ -41,6 +41,10 @@ DELETES: Final = 8
 
 TRIES: Final = 5
 """Attempts to write a record while another maintainer writes records too."""
+
+
+AROUND: Final = 16
+"""Largest number of lost payloads around which one plan looks for a way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +162,7 @@ class Pruner:
         """
         while True:
             edges, objects = self.survey.edges(head), self.survey.objects()
-            ways = self._ways(head, first, edges)
+            ways = self._ways(head, first, edges, with_objects(edges, objects))
             if not self.survey.must_recall(ways, objects):
                 return edges, objects, ways
             self.survey.recall()
@@ -264,12 +268,21 @@ class Pruner:
         return replace(plan, due=due, orphans=unnamed)
 
     def _ways(
-        self, head: Committed, first: Version, edges: Collection[EdgeSummary]
+        self,
+        head: Committed,
+        first: Version,
+        edges: Collection[EdgeSummary],
+        there: Collection[EdgeSummary],
     ) -> set[EdgeSummary]:
         """Return the edges of the ways to every kept version, whose objects are all there."""
         kept = sorted(self.rule.kept(first, self._tagged(self._chain)))
         ways = ways_to(self._chain, kept, head, edges)
-        return ways | ways_between(self._chain, first, edges)
+        ways |= ways_between(self._chain, first, edges)
+        newest, tried = newest_edges(edges, first=first), set[Version]()
+        while (cut := cut_off(there, ways | newest, first=first) - tried) and len(tried) < AROUND:
+            tried.add(min(cut))  # later ones mostly follow over deltas
+            ways |= ways_to(self._chain, [min(cut)], head, edges)
+        return ways
 
     def _whole(
         self, edges: Collection[EdgeSummary], objects: Mapping[str, ObjectInfo]

@@ -177,8 +177,9 @@ class Survey:
 
         No document is read: where several edges share a folder, a lost one may be overlooked.
         """
-        there = by_version(self.objects())
-        return tuple(edge for edge in edges if len(there.get(_place(edge), ())) < edge.parts)
+        listed = tuple(edges)
+        there = frozenset(with_objects(listed, self.objects()))
+        return tuple(edge for edge in listed if edge not in there)
 
     def parts_of(self, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, dict[str, int] | None]:
         """Return size by key of the parts of edges; each document is read once.
@@ -223,6 +224,14 @@ def by_version(objects: Mapping[str, ObjectInfo]) -> dict[_Place, list[ObjectInf
         if version is not None:
             found[key.partition("/")[0], version].append(info)
     return found
+
+
+def with_objects(
+    edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]
+) -> tuple[EdgeSummary, ...]:
+    """Return the edges with as many objects as they have parts, or more, where these would be."""
+    there = by_version(objects)
+    return tuple(edge for edge in edges if len(there.get(_place(edge), ())) >= edge.parts)
 
 
 def without_objects(

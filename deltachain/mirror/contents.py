@@ -59,7 +59,8 @@ class MirrorDifference:
     Attributes:
         missing: Objects of the source that the mirror lacks: size in bytes by key.
         versions: Versions to copy.
-        records: Edge records that the mirror lacks, or that may name payloads that it lacks.
+        records: Edge records of the source that the mirror lacks, or that may name payloads that it
+            lacks, by key.
         payloads: Payloads of the source.
         unproven: Payloads of the mirror that no document of it may name yet; their digests are not
             known to be right.
@@ -67,7 +68,7 @@ class MirrorDifference:
 
     missing: Mapping[str, int]
     versions: VersionsToCopy
-    records: Set[str]
+    records: Mapping[str, ObjectInfo]
     payloads: Set[str]
     unproven: Set[str]
 
@@ -196,13 +197,13 @@ class MirrorContents:
         healed = {version for version in torn if self.has_version(version)}
         unproven = self._unproven()
         recorded = {version: False for _, version in unproven}
-        records = set()
+        records = {}
         there = self._noted(self.store.list(EDGE_PREFIX), recorded)
         for info, is_there in compared(source.list(EDGE_PREFIX), there):
             if not is_there:
                 missing[info.key] = info.nbytes
             if not is_there or version_of(info.key) in healed:
-                records.add(info.key)
+                records[info.key] = info
         old = {version for version in (*self._gaps, *torn) if version < min(self._end, head + 1)}
         self._doubtful = {key for key, version in unproven if not recorded[version]}
         for key in self._doubtful:

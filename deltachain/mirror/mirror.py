@@ -36,7 +36,7 @@ from deltachain.format.keys import (
 )
 from deltachain.format.prune_record import PruneRecord
 from deltachain.mirror.contents import MirrorContents, VersionsToCopy
-from deltachain.mirror.pipeline import CopyPipeline
+from deltachain.mirror.pipeline import CopyOutcome, CopyPipeline
 from deltachain.mirror.plan import (
     ObjectCopy,
     version_copies,
@@ -311,13 +311,9 @@ class Mirror:
         self.is_copying = True
         try:
             for outcome in pipeline.run(copies, stop):
-                copy = outcome.copy
-                if outcome.is_lost:
-                    if self._is_pruned_now(copy):
-                        continue
-                    self._leave_out(copy.key)
+                if not self._note(outcome):
                     continue
-                self._contents.add(copy.key, copy.nbytes)
+                copy = outcome.copy
                 objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
                 if copy.version is not None and copy.key == manifest_key(copy.version):
                     self.version = max(self.version, copy.version)
@@ -327,6 +323,19 @@ class Mirror:
                 yield receipt()
         finally:
             self.is_copying = False
+
+    def _note(self, outcome: CopyOutcome) -> bool:
+        """Note what became of a copy; return whether the mirror has the object."""
+        copy = outcome.copy
+        if outcome.is_lost:
+            if not self._is_pruned_now(copy):
+                self._leave_out(copy.key)
+            return False
+        if outcome.is_other and self._opened:
+            why = f"{copy.key} was made again in {self.source.url}, and is kept as it was before"
+            self._opened[2].leave_out(copy.key, why)
+        self._contents.add(copy.key, copy.nbytes)
+        return True
 
     def _leave_out(self, key: str) -> None:
         """Note a payload that the source does not have any more; name the first ones."""

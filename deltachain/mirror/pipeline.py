@@ -19,6 +19,8 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.format.digest import object_digest
+from deltachain.format.documents import EdgeRecord, unseal
+from deltachain.format.keys import EDGE_PREFIX
 from deltachain.mirror.plan import ObjectCopy
 from deltachain.store import Buffer, Store
 from deltachain.threads import Pool
@@ -41,11 +43,13 @@ class CopyOutcome:
         copy: The object.
         nbytes: Bytes written; 0 if the mirror had the object already.
         is_lost: Whether the source does not have it any more.
+        is_other: Whether the mirror has another record of the same edge, which is kept.
     """
 
     copy: ObjectCopy
     nbytes: int
     is_lost: bool = False
+    is_other: bool = False
 
 
 @dataclass(slots=True)
@@ -192,15 +196,35 @@ class CopyPipeline:
         try:
             self._destination.put_if_absent(copy.key, data)
         except AlreadyExistsError:
-            if self._destination.get(copy.key) != data:
+            there = self._destination.get(copy.key)
+            is_other = there != data
+            if is_other and not _is_of_same_edge(copy.key, data, there):
                 raise ForkedChainError(
                     f"{self._destination.url} has another {copy.key} than {self._source.url}",
                     version=copy.version,
                     hint="if a publisher continued here, this is not a mirror any more; if the "
                     "object is damaged, delete it and mirror again",
                 ) from None
-            return CopyOutcome(copy, 0)
+            return CopyOutcome(copy, 0, is_other=is_other)
         return CopyOutcome(copy, copy.nbytes)
+
+
+def _is_of_same_edge(key: str, one: Buffer, other: Buffer) -> bool:
+    """Return whether two objects are records of the same edge, such as one that was made again."""
+    if not key.startswith(EDGE_PREFIX):
+        return False
+    try:
+        found = {_edge_of(unseal(bytes(data), EdgeRecord, key=key)) for data in (one, other)}
+    except FormatError:
+        return False
+    return len(found) == 1
+
+
+def _edge_of(record: EdgeRecord) -> tuple[object, ...]:
+    """Return what tells an edge from others, but not how it is stored."""
+    edge = record.edge
+    states = (record.manifest, record.base_state, record.state)
+    return record.chain, record.version, edge.kind, edge.base, *states
 
 
 def _has_room(copy: ObjectCopy, on_the_way: Sequence[_Job]) -> bool:

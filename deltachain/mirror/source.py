@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Final, Literal
 
 from deltachain.chain.chain import Chain
@@ -33,6 +33,7 @@ from deltachain.mirror.plan import (
     check_record_place,
     identity_copies,
 )
+from deltachain.store import ObjectInfo
 from deltachain.threads import Pool
 from deltachain.types import Version
 
@@ -85,19 +86,31 @@ class SourceDocuments:
         self._proven: OrderedDict[Version, Committed] = OrderedDict()
         self._identity, self._documents = chain.identity, chain.documents
         self._digests: OrderedDict[str, str] = OrderedDict()
-        self._due, self._gone = set[str](), set[str]()
+        self._due: dict[str, ObjectInfo | None] = {}
+        self._gone = set[str]()
+        self._left_out: dict[str, ObjectInfo | None] = {}
 
-    def note_due(self, keys: Iterable[str]) -> None:
-        """Note the edge records that a comparison of both stores found due, in place of others."""
-        self._due = {key for key in keys if version_of(key) is not None}
+    def note_due(self, found: Mapping[str, ObjectInfo]) -> None:
+        """Note the edge records that a comparison of both stores found due, in place of others.
+
+        A record that was gone is due again, and so is one that was left out, if another one is in
+        its place since.
+        """
+        self._due = {key: info for key, info in found.items() if version_of(key) is not None}
+        self._gone.difference_update(found)
+        left_out = self._left_out.items()
+        self._left_out = {key: info for key, info in left_out if found.get(key, info) == info}
 
     def note_edges(self, edges: Iterable[EdgeSummary]) -> None:
         """Note edge records that the head hint lists, which proves nothing."""
-        self._due.update(
-            edge.record
-            for edge in edges
-            if edge.record == edge_key(edge.version, edge.kind, edge.base)
-        )
+        for edge in edges:
+            if edge.record == edge_key(edge.version, edge.kind, edge.base):
+                self._due.setdefault(edge.record)
+
+    def leave_out(self, key: str, why: str) -> None:
+        """Leave out an edge record while the source has it as it is now."""
+        logger.warning("%s, and is left out", why)
+        self._left_out[key] = self._due.get(key)
 
     @property
     def identity(self) -> tuple[ObjectCopy, ...]:
@@ -107,7 +120,7 @@ class SourceDocuments:
     @property
     def due(self) -> Set[str]:
         """Keys of edge records that the mirror may lack, and that the source has."""
-        return self._due - self._gone
+        return self._due.keys() - self._gone - self._left_out.keys()
 
     def read(self, versions: Iterable[Version]) -> Iterator[VersionDocuments]:
         """Yield the documents of versions: edge records that it is the first to list, the manifest.
@@ -149,8 +162,7 @@ class SourceDocuments:
             try:
                 record = committed and self._record(committed, key, self._digests.get(key, ""))
             except SignatureError as exc:
-                logger.warning("%s, and is left out", exc)
-                self._gone.add(key)
+                self.leave_out(key, str(exc))
                 continue
             if committed and record:
                 yield VersionDocuments(committed=committed, documents=(record,))

@@ -14,8 +14,9 @@ from deltachain.chain.reachable import is_reachable
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import BrokenChainError, DeltaChainError, ObjectNotFoundError
 from deltachain.format.keys import PAYLOADS
-from deltachain.maintain import Maintained, Maintainer
+from deltachain.maintain import KeepRule, Maintained, Maintainer, Pruner
 from deltachain.maintain.added_edges import add_anchor, upload_anchor
+from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.faults import FaultyStore
@@ -249,3 +250,24 @@ class CountingReads(FaultyStore):
     def read(self, key: str, **options: Any) -> Any:
         self.reads.add(key)
         return super().read(key, **options)
+
+
+@pytest.mark.parametrize("lost", [101, 104])
+def test_a_skip_around_a_lost_delta_stays_with_the_kept_versions_behind_it(lost: int) -> None:
+    """It begins before the newest versions; the way to the head needs a later anchor only."""
+    grown = Grown(MemoryStore())
+    for anchor, head in ((64, 70), (112, 113)):
+        grown.grow(head - grown.head, density=0.01)
+        add_anchor(grown.chain, grown.chain.read(anchor))
+        Maintainer(grown.chain, None).hint(grown.chain.read(head))
+    grown.grow(129 - grown.head, density=0.01)
+    Maintainer(Chain.open(grown.store), None).round()
+    for info in list(grown.store.list(f"deltas/{lost:020d}")):
+        grown.store.delete(info.key)
+    reached = [version for version in range(100, 130) if is_reachable(grown.chain, version)]
+    assert {*range(104, 130)} <= {*reached}
+    pruner = Pruner(Survey(Chain.open(grown.store)), KeepRule(last=30), grace_s=0.0)
+    deleted = [pruner.run() for _ in range(2)]
+    assert any(plan is not None and plan.due for plan in deleted)
+    chain = Chain.open(grown.store)
+    assert [version for version in range(100, 130) if is_reachable(chain, version)] == reached

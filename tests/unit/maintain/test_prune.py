@@ -184,12 +184,13 @@ def test_orphans_go_and_parts_on_their_way_stay(grown: Grown) -> None:
     lost = f"anchors/{32:020d}-00000000-{digits}/00000.safetensors"
     skip = f"skips/{40:020d}-00000000-{digits}/00000.safetensors"
     coming = f"deltas/{60:020d}-00000000-{digits}/00000.safetensors"
-    for key in (old, late, lost, skip, coming):
+    odd = f"skips/{45:020d}-00000000-{digits}/00000.safetensors"  # another program's: any span
+    for key in (old, late, lost, skip, coming, odd):
         store.put(key, b"x" * 10)
     plan = pruner_of(grown, last=1000).run()
     assert plan is not None
     assert {info.key for info in plan.orphans} == {old, lost, skip}
-    assert {late, coming} <= payloads(store).keys()
+    assert {late, coming, odd} <= payloads(store).keys()
     assert all(proof.rebuilt for proof in verify(Chain.open(store)))
 
 
