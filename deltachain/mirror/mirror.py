@@ -13,7 +13,6 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.head_hint import MAX_HINT
 from deltachain.chain.identity import has_versions
 from deltachain.chain.mirror_record import MirrorRecord, read_mirror
-from deltachain.chain.reachable import plan_present
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
@@ -36,6 +35,7 @@ from deltachain.format.keys import (
 )
 from deltachain.format.prune_record import PruneRecord
 from deltachain.mirror.contents import MirrorContents, VersionsToCopy
+from deltachain.mirror.newcomers import check_newcomers
 from deltachain.mirror.pipeline import CopyOutcome, CopyPipeline
 from deltachain.mirror.plan import (
     ObjectCopy,
@@ -393,14 +393,4 @@ class Mirror:
             return
         self._is_checked = True
         chain = Chain.open(self._destination, self._trust)
-        try:
-            plan_present(chain, None, chain.read(self.version))
-        except BrokenChainError as exc:
-            first = min(self.left_out, default="")
-            gone = f": {len(self.left_out)} payloads are gone from the source, {first} first"
-            raise BrokenChainError(
-                f"no newcomer can join the mirror {self._destination.url} at version "
-                f"{self.version}{gone if first else ''}",
-                version=self.version,
-                hint="what can be copied was copied; publish an anchor, and the mirror heals",
-            ) from exc
+        check_newcomers(chain, self.version, self.left_out)
