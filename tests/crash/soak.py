@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -32,11 +31,11 @@ SAMPLE_S: Final = 10.0
 VERSION_S: Final = 0.1
 GRACE_S: Final = 60.0
 KEPT: Final = 512
-WARM_UP_S: Final = 300.0
-"""Seconds after deltas were pruned first before which memory may still grow.
+WARM_UP: Final = 12_000
+"""Versions of a run until which memory may still grow.
 
-Until then every version is kept: a model as small as this one gets its first anchor after some
-8,800 versions, and what a process holds grows with what is kept.
+A model as small as this one gets its first anchor after some 8,800 versions. Until then most
+deltas are kept, and what a process holds grows with what is kept.
 """
 
 MOST_GROWTH: Final = 0.1
@@ -158,10 +157,9 @@ def sample(folder: Path, children: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the processes and the store."""
     store = open_store(str(folder / "chain"))
     chain = Chain.open(store)
-    head, pruned = chain.head(), chain.prunes.newest()
+    head = chain.head()
     return {
         "head": head.version if head else -1,
-        "is_pruned": pruned is not None and pruned.closes(1),
         "processes": {role: measure(child.pid or 0) for role, child in children.items()},
         "nbytes": sum(info.nbytes for info in store.list()),
     }
@@ -199,9 +197,8 @@ def run(folder: Path, minutes: float) -> int:
 
 
 def report(found: list[dict[str, Any]]) -> int:
-    """Print growth of memory and open files after the first prune; return 1 if something grew."""
-    pruned = next((row["seconds"] for row in found if row["is_pruned"]), math.inf)
-    warm = [row for row in found if row["seconds"] >= pruned + WARM_UP_S]
+    """Print growth of memory and open files after the warm-up; return 1 if something grew."""
+    warm = [row for row in found if row["head"] >= max(0, found[0]["head"]) + WARM_UP]
     if len(warm) < LEAST_SAMPLES:
         say("too short to tell growth: let it run on for an hour at least")
         return 0
