@@ -31,6 +31,7 @@ from deltachain.kernels.reference import Changes, SplitSteps
 from deltachain.kernels.tile_classes import count_bins
 from deltachain.kernels.tile_decoder import decode_tiles
 from deltachain.kernels.tile_encoder import encode_tiles
+from deltachain.kernels.tile_steps import stage_tiles
 from deltachain.types import BITS_DTYPES, Bits, Indices
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "scatter_",
     "split_steps",
     "stage_steps",
+    "stage_tiles",
 ]
 
 NAME: Final = "numba"

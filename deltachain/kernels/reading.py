@@ -198,7 +198,7 @@ def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple
 
 
 @compiled
-def _locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:  # noqa: ANN401
+def locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:  # noqa: ANN401
     """Keep the indices and steps of the elements of a box, with their positions; count them."""
     offset, at, dims = box
     count = 0
@@ -218,7 +218,7 @@ def _locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:  # noqa:
 
 
 @compiled
-def _move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any) -> None:  # noqa: ANN401
+def move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any) -> None:  # noqa: ANN401
     """Gather old bits and compute new ones; add both to the lanes of their digests."""
     positions, old, new = out
     for i in range(positions.shape[0]):  # by itself, so that many loads are under way at once
@@ -260,15 +260,15 @@ def _stage_steps(
         short, long = magnitude[e : e + exceptions], wide[w : w + wides]
         if not _steps((sign, exception), at, short, long, steps):
             return -2
-        held = _locate(indices, steps, box, positions[count : count + nnz])
+        held = locate(indices, steps, box, positions[count : count + nnz])
         mine = slice(count, count + held)
-        _move(weights, indices, steps, keys, (positions[mine], old[mine], new[mine]), lanes)
+        move(weights, indices, steps, keys, (positions[mine], old[mine], new[mine]), lanes)
         count += held
         g, n, e, w = g + gap_count, n + nnz, e + exceptions, w + wides
     return count
 
 
-def _released(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+def released(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     """Return the first elements, without the memory of the others if those are the most."""
     return array[:count].copy() if 2 * count < array.size else array[:count]
 
@@ -295,7 +295,7 @@ def stage_steps(
     if count < 0:
         raise ValueError((LEAVES, CANONICAL)[-count - 1])
     added0, added1, removed0, removed1 = lanes.tolist()
-    positions, old, new = (_released(array, count) for array in kept)
+    positions, old, new = (released(array, count) for array in kept)
     return StagedSteps(
         positions=positions,
         old=old,

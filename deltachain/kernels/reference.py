@@ -12,11 +12,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels.tiles import TileGrid, count_bins, decode_tiles, encode_tiles
+from deltachain.kernels.tiles import (
+    TileGrid,
+    TileStreams,
+    count_bins,
+    decode_tiles,
+    encode_tiles,
+)
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 __all__ = [
     "TileGrid",
+    "TileStreams",
     "count_bins",
     "decode_tiles",
     "encode_tiles",
@@ -319,7 +326,34 @@ def stage_steps(
     Raises:
         ValueError: The streams break a rule of FORMAT.md 4.
     """
-    indices, steps = decode_steps(segments, streams)
+    return _staged(*decode_steps(segments, streams), box, weights, key)
+
+
+def stage_tiles(
+    segments: npt.NDArray[np.int64],
+    streams: TileStreams,
+    box: WindowPlace,
+    weights: Bits,
+    key: tuple[int, int],
+) -> StagedSteps:
+    """Decode tiles as :func:`decode_tiles`, and stage the steps of the elements of a box.
+
+    Args:
+        segments: See :func:`decode_tiles`.
+        streams: Their tiles; the old bits may be a part of ``weights``.
+        box: Elements held, and their positions in ``weights``.
+        weights: ``(n,)`` live bits; not written.
+        key: Digest key of the tensor.
+
+    Raises:
+        ValueError: The tiles break a rule of FORMAT.md 4.
+    """
+    return _staged(*decode_tiles(segments, streams), box, weights, key)
+
+
+def _staged(
+    indices: Indices, steps: Bits, box: WindowPlace, weights: Bits, key: tuple[int, int]
+) -> StagedSteps:
     rest, positions = indices - box.offset, np.full(indices.size, box.at)
     inside = rest >= 0
     for size, there, live in box.dims.tolist():

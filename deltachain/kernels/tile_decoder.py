@@ -25,7 +25,7 @@ from deltachain.kernels.tile_classes import (
     thread_scratch,
 )
 from deltachain.kernels.tile_ranks import MARGIN, peek, read_ranks
-from deltachain.kernels.tiles import ENDS, MAGNITUDES, RANKS, Bytes, TileGrid
+from deltachain.kernels.tiles import ENDS, MAGNITUDES, RANKS, TileStreams
 from deltachain.kernels.words import (
     HAS_DEPOSIT,
     WORD,
@@ -49,6 +49,8 @@ _INVERSE_BITS: Final = 40
 """Bits of the inverse of a width, which gives the row of each of ``2**20`` elements exactly."""
 _FEW: Final = 3
 """One bits of a word that are written without a branch."""
+BROKEN: Final = (RANKS, MAGNITUDES, ENDS)
+"""What is wrong with tiles for which a kernel returns -1, -2 or -3."""
 
 
 @inlined
@@ -230,85 +232,95 @@ def _sizes(data: Any, at: Any, end: Any, ends: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def _decode(
-    segments: Any,  # noqa: ANN401
-    data: Any,  # noqa: ANN401
-    old: Any,  # noqa: ANN401
-    grid: Any,  # noqa: ANN401
-    scratch: Any,  # noqa: ANN401
-    out: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any, out: Any) -> Any:  # noqa: ANN401
+    """Decode a segment; return the number of elements, or -1 to -3.
+
+    Args:
+        segment: Row of the segment.
+        at: Its first byte.
+        given: Bytes of all segments with ``MARGIN`` zeros behind them; the old bits, and the flat
+            index of the first; columns and cuts; rule of the bins; their classes.
+        wanted: ``(cuts,)`` bool: its tiles to decode.
+        room: Fields of the thread's scratch, and room for the ends of the tiles.
+        out: Indices, with ``WORD`` more than there are elements, and steps.
+    """
+    data, old, zero, (columns, cuts), rule, table = given
+    marks, counts, positions, steps, codes, listed, sized, tile, ends = room
+    start, length, nnz, nbytes = segment[0], segment[1], segment[2], segment[3]
+    begin = _sizes(data, at, at + nbytes, ends)
+    if begin < 0:
+        return np.int64(-3)
+    found, skipped = np.int64(0), False
+    width, rows, stride = length, np.int64(1), np.int64(0)
+    if cuts > 1:
+        width, rows, stride = columns // cuts, length // columns, columns
+    inverse = _U((1 << _INVERSE_BITS) // width + 1)
+    shape = rows, width * cuts
+    apart = bin_segment(old[start - zero :], shape, cuts, rule, codes)
+    for t in range(cuts):
+        span, begin = (begin, ends[t]), ends[t]
+        if not wanted[t]:
+            skipped = True
+            continue
+        mine = codes, t * apart
+        classes = tile, table, classify(codes, t * apart, rows * width, table, tile)
+        box, into = (width, stride, t * width, inverse), (positions, steps, found, listed, sized)
+        found = _decode_tile(data, span, mine, classes, box, into)
+        if found < 0:
+            return found
+    if found > nnz or (not skipped and found != nnz):
+        return np.int64(-1)
+    used = marks[: (length + 63) >> 6], counts
+    _sort(positions[:found], steps, start, used, out)
+    return found
+
+
+@compiled
+def _decode(segments: Any, given: Any, wanted: Any, room: Any, out: Any) -> Any:  # noqa: ANN401
     """Decode all segments; return the number of elements, or -1 to -3."""
-    columns, cuts, zero, rule, coded_table, wanted = grid
-    table = class_table(coded_table)
-    marks, counts, positions, steps, codes, listed, sized, tile = scratch
-    ends = np.empty(cuts, np.int64)
     at, count = np.int64(0), np.int64(0)
     for s in range(segments.shape[0]):
-        start, length, nnz, nbytes = segments[s, 0], segments[s, 1], segments[s, 2], segments[s, 3]
-        end = at + nbytes
-        begin = _sizes(data, at, end, ends)
-        if begin < 0:
-            return np.int64(-3)
-        found, skipped = np.int64(0), False
-        width, rows, stride = length, np.int64(1), np.int64(0)
-        if cuts > 1:
-            width, rows, stride = columns // cuts, length // columns, columns
-        inverse = _U((1 << _INVERSE_BITS) // width + 1)
-        shape = rows, width * cuts
-        apart = bin_segment(old[start - zero :], shape, cuts, rule, codes)
-        for t in range(cuts):
-            span, begin = (begin, ends[t]), ends[t]
-            if wanted.shape[0] and not wanted[s, t]:
-                skipped = True
-                continue
-            mine = codes, t * apart
-            classes = tile, table, classify(codes, t * apart, rows * width, table, tile)
-            box, into = (
-                (width, stride, t * width, inverse),
-                (positions, steps, found, listed, sized),
-            )
-            found = _decode_tile(data, span, mine, classes, box, into)
-            if found < 0:
-                return found
-        if found > nnz or (not skipped and found != nnz):
-            return np.int64(-1)
-        here = slice(count, count + found)
-        rest = out[0][count:], out[1][here]
-        _sort(positions[:found], steps, start, (marks[: (length + 63) >> 6], counts), rest)
+        rest = out[0][count:], out[1][count:]
+        found = decode_segment(segments[s], at, given, wanted[s], room, rest)
+        if found < 0:
+            return found
         count += found
-        at = end
+        at += segments[s, 3]
     return count
 
 
-def decode_tiles(
-    segments: npt.NDArray[np.int64],
-    data: Bytes,
-    old: Bits,
-    table: Bytes,
-    grid: TileGrid,
-    wanted: npt.NDArray[np.bool_] | None = None,
-) -> tuple[Indices, Bits]:
-    """Decode the tiles of some segments of one tensor; see the reference."""
-    nnz = int(segments[:, 2].sum())
-    indices, values = slab.empty(nnz + WORD, np.int64), slab.empty(nnz, old.dtype)
-    chosen = np.empty((0, 0), np.bool_) if wanted is None else wanted
+def arguments(
+    segments: npt.NDArray[np.int64], streams: TileStreams
+) -> tuple[tuple[Any, ...], npt.NDArray[np.bool_], tuple[Any, ...]]:
+    """Return what :func:`decode_segment` takes: given, wanted of each segment, and room."""
+    data, old, table, grid, wanted = streams
     held = thread_scratch(int(segments[:, 1].max(initial=0)))
-    steps, tile = held.steps.view(old.dtype), held.tile
-    scratch = (
+    room = (
         held.marks,
         held.counts,
         held.positions,
-        steps,
+        held.steps.view(old.dtype),
         held.codes,
         held.listed,
         held.sized,
-        tile,
+        held.tile,
+        np.empty(grid.cuts, np.int64),
     )
     padded = np.zeros(data.size + MARGIN, np.uint8)
     padded[: data.size] = data
-    how = grid.columns, grid.cuts, grid.start, rule_of(grid, old), table, chosen
-    count = _decode(segments, padded, old, how, scratch, (indices, values))
+    classes = class_table(table)
+    classes = classes._replace(fold=np.uint8(classes.fold))  # numba returns a Python int
+    sides = grid.columns, grid.cuts
+    given = padded, old, grid.start, sides, rule_of(grid, old), classes
+    chosen = np.ones((len(segments), grid.cuts), np.bool_) if wanted is None else wanted
+    return given, chosen, room
+
+
+def decode_tiles(segments: npt.NDArray[np.int64], streams: TileStreams) -> tuple[Indices, Bits]:
+    """Decode the tiles of some segments of one tensor; see the reference."""
+    nnz = int(segments[:, 2].sum())
+    indices, values = slab.empty(nnz + WORD, np.int64), slab.empty(nnz, streams.old.dtype)
+    count = _decode(segments, *arguments(segments, streams), (indices, values))
     if count < 0:
-        raise ValueError((RANKS, MAGNITUDES, ENDS)[-count - 1])
+        raise ValueError(BROKEN[-count - 1])
     return indices[:count], values[:count]

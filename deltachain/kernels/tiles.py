@@ -73,6 +73,25 @@ class CodedTiles(NamedTuple):
     nbytes: npt.NDArray[np.int64]
 
 
+class TileStreams(NamedTuple):
+    """Tiles of one tensor and what a reader needs to decode them.
+
+    Attributes:
+        data: The bytes of some segments, of the lengths that the segments say; untrusted.
+        old: Bits before the change, from flat index ``grid.start`` on.
+        table: ``(512,)`` rates and sizes, known to be canonical.
+        grid: The tiles.
+        wanted: ``(n, cuts)`` bool: tiles to decode; by default all. Of the others, old bits are not
+            read.
+    """
+
+    data: Bytes
+    old: Bits
+    table: Bytes
+    grid: TileGrid
+    wanted: npt.NDArray[np.bool_] | None = None
+
+
 def bins(bits: Bits, shift: int, mask: int) -> Bytes:
     """Return the bin of each element, by its bits."""
     kind = bits.dtype.type
@@ -120,24 +139,12 @@ def encode_tiles(
     return CodedTiles(np.frombuffer(b"".join(pieces), np.uint8), np.array(nbytes, np.int64))
 
 
-def decode_tiles(
-    segments: npt.NDArray[np.int64],
-    data: Bytes,
-    old: Bits,
-    table: Bytes,
-    grid: TileGrid,
-    wanted: npt.NDArray[np.bool_] | None = None,
-) -> tuple[Indices, Bits]:
+def decode_tiles(segments: npt.NDArray[np.int64], streams: TileStreams) -> tuple[Indices, Bits]:
     """Decode the tiles of some segments of one tensor.
 
     Args:
         segments: ``(n, 6)``: start, length, nnz, bytes, 0 and 0 of each segment.
-        data: Their bytes, of the lengths that the segments say; contents are untrusted.
-        old: Bits before the change, from flat index ``grid.start`` on.
-        table: ``(512,)`` rates and sizes, known to be canonical.
-        grid: The tiles.
-        wanted: ``(n, cuts)``: tiles to decode; by default all. Of the others, old bits are not
-            read.
+        streams: Their tiles.
 
     Returns:
         ``(nnz,)`` flat int64 indices, strictly increasing inside the segments, and ``(nnz,)``
@@ -146,6 +153,7 @@ def decode_tiles(
     Raises:
         ValueError: The tiles break a rule of FORMAT.md 4.
     """
+    data, old, table, grid, wanted = streams
     found = [np.empty(0, np.int64)], [old[:0]]
     at = 0
     for number, (start, length, nnz, nbytes, _, _) in enumerate(segments.tolist()):

@@ -32,6 +32,7 @@ join_steps = reference.join_steps
 scatter_ = reference.scatter_
 split_steps = reference.split_steps
 stage_steps = reference.stage_steps
+stage_tiles = reference.stage_tiles
 count_bins = tiles.count_bins
 decode_tiles = tiles.decode_tiles
 encode_tiles = tiles.encode_tiles

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -40,6 +41,7 @@ from deltachain.replica.spool import (
     read_index,
     writer_is_gone,
 )
+from deltachain.subscribe.targets.patch import STAGED
 from deltachain.types import TensorSpec
 
 POLL_S: Final = (0.001, 0.004)
@@ -109,13 +111,10 @@ class TensorPlan:
         name = self.spec.name
         if old is None or not part.needs_old(name):
             return part.read(name, near)
-        try:
+        if self.from_nothing:
             return part.read(name, near, old=old)
-        except MalformedError as exc:
-            if self.from_nothing:
-                raise
-            what = f"{name!r} does not hold the bits before {exc}"
-            raise BaseMismatchError(what, tensor=name) from exc
+        with bits_are_at_fault(name):
+            return part.read(name, near, old=old)
 
     def _before(
         self,
@@ -135,15 +134,35 @@ class TensorPlan:
             return None
         return before.after(deltas)
 
-    def steps(self, low: int, high: int) -> TensorReader | None:
-        """Return the reader of the segments near ``[low, high)`` if they are all of one ``step``.
+    def steps(
+        self, low: int, high: int, old: Callable[[int, int], OldBits] | None = None
+    ) -> TensorReader | None:
+        """Return the reader of the segments near ``[low, high)`` if one object has steps of all.
 
         ``None`` for a tensor plan that has to be folded, or is stored otherwise.
+
+        Args:
+            low: Flat index of the first element.
+            high: Flat index after the last one.
+            old: See :meth:`read`.
         """
         (part, *more), name = self.parts or (None,), self.spec.name
-        if part is None or more or self.base is not None or part.rows[name].encoding != "step":
+        if part is None or more or self.base is not None or self.from_nothing:
             return None
-        return part.reader(name, (low, high))
+        if part.rows[name].encoding not in STAGED:
+            return None
+        before = self._before((), low, high, old) if part.needs_old(name) else None
+        return part.reader(name, (low, high), old=before)
+
+
+@contextmanager
+def bits_are_at_fault(name: str) -> Iterator[None]:
+    """Raise :exc:`BaseMismatchError` where an encoding that needs old bits cannot be decoded."""
+    try:
+        yield
+    except MalformedError as exc:
+        what = f"{name!r} does not hold the bits before {exc}"
+        raise BaseMismatchError(what, tensor=name) from exc
 
 
 class SpoolReader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
@@ -14,7 +15,7 @@ from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta
 from deltachain.kernels import host
 from deltachain.kernels.segments import StreamLayout, TensorStreams
-from deltachain.replica.spool_reader import TensorPlan
+from deltachain.replica.spool_reader import TensorPlan, bits_are_at_fault
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.live import LiveElements
@@ -242,14 +243,17 @@ def stage(
 
 def _prepared(given: TensorPlan, share: Share) -> list[tuple[HolderKey, Write]]:
     """Read a tensor plan, and compute its writes at every place."""
-    reader = given.steps(share.low, share.high) if share.places and share.on_host else None
-    if reader is not None:
-        patches = ((slot, prepare_steps(place, reader), place) for slot, place in share.places)
-        return [(slot, Write(patch, [place])) for slot, patch, place in patches]
     if not share.places:
         return []
-    old = partial(_held_bits, share, given.spec) if share.on_host else None
-    return _placed(share, given.read(share.low, share.high, old))
+    if not share.on_host:
+        return _placed(share, given.read(share.low, share.high))
+    old = partial(_held_bits, share, given.spec)
+    reader = given.steps(share.low, share.high, old)
+    if reader is None or (reader.old is not None and len(share.places) > 1):
+        return _placed(share, given.read(share.low, share.high, old))
+    with nullcontext() if reader.old is None else bits_are_at_fault(given.spec.name):
+        patches = [(slot, prepare_steps(place, reader), place) for slot, place in share.places]
+    return [(slot, Write(patch, [place])) for slot, patch, place in patches]
 
 
 def _held_bits(share: Share, spec: TensorSpec, low: int, high: int) -> OldBits:

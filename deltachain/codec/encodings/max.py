@@ -30,6 +30,7 @@ from deltachain.kernels.tiles import (
     NEVER,
     Bytes,
     TileGrid,
+    TileStreams,
     most_nbytes,
 )
 from deltachain.types import TensorSpec
@@ -52,6 +53,8 @@ BINNED: Final[Mapping[str, tuple[int, int]]] = {
 highest bits of it. Of dtypes of one byte, it is the code; of all others, there is one bin."""
 
 _STEP: Final = StepEncoding()
+_UNUSED: Final = np.full(2 * BINS, NEVER, np.uint8)
+"""Rates and sizes of a tensor that did not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +118,41 @@ class MaxEncoding(Encoding):
         segments = [Segment(start, length, nnz, n) for (start, length), nnz, n in rows]
         return EncodedTensor(cuts, segments)
 
-    @override
-    def decode(self, tensor: TensorReader) -> TensorDelta:
+    def streams_of(self, tensor: TensorReader) -> tuple[npt.NDArray[np.int64], TileStreams]:
+        """Return the segments of a tensor, and their tiles, for the kernels that decode them.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: Rates and sizes break a rule of FORMAT.md 4.
+            OldBitsError: There are no bits before the change, or of a part of a tile only.
+        """
         spec, old = tensor.spec, tensor.old
         if old is None:
             raise OldBitsError(
                 f"{tensor.key}: {spec.name!r} needs the bits before it, which are not at hand here",
                 hint="publish with encoding='step'; engines with weights on a device need it",
             )
+        grid = _grid(spec, tensor.row.gap, old.start)
         if not tensor.segments:
-            none = np.empty(0, spec.bits_dtype)
-            return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=none)
+            nothing = np.empty(0, np.uint8)
+            return tensor.table, TileStreams(nothing, old.bits, _UNUSED, grid)
         first, last = tensor.segments[0], tensor.segments[-1]
         if first.start < old.start or last.start + last.length > old.stop:
             raise _cut(tensor)
-        grid = _grid(spec, tensor.row.gap, old.start)
-        table, data = tensor.units("class"), tensor.units("tile")
+        table = tensor.units("class")
         if not _is_canonical(table, grid.mask):
             raise tensor.malformed("rates and sizes are not canonical")
         wanted = None if old.held is None else _wanted(tensor, grid, old.held)
+        return tensor.table, TileStreams(tensor.units("tile"), old.bits, table, grid, wanted)
+
+    @override
+    def decode(self, tensor: TensorReader) -> TensorDelta:
+        segments, streams = self.streams_of(tensor)
         try:
-            indices, steps = host.decode_tiles(tensor.table, data, old.bits, table, grid, wanted)
+            indices, steps = host.decode_tiles(segments, streams)
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
-        return TensorDelta(spec=spec, indices=indices, values=steps)
+        return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
 
 
 def _wanted(

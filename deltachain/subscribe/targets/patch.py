@@ -6,13 +6,14 @@ given as :class:`.live.LiveElements`: a whole tensor, or a window of it in an en
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
 
 from deltachain.codec import Change, Part, encode_part
+from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
@@ -20,12 +21,17 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import move_at, write_
 from deltachain.kernels.protocol import LiveBits, kernels_for
+from deltachain.kernels.reference import StagedSteps
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.exchange import Exchange
 from deltachain.subscribe.targets.live import LiveElements, WholeTensor
 from deltachain.types import StateDigest, TensorSpec
 
 _STEP: Final = StepEncoding()
+_MAX: Final = MaxEncoding()
+
+STAGED: Final = frozenset([_STEP.name, _MAX.name])
+"""Encodings that :func:`prepare_steps` takes."""
 
 PEEK: Final = 4096
 """Number of elements to compare first in the search for two that differ; nearly always enough."""
@@ -142,22 +148,29 @@ def prepare(
 
 
 def prepare_steps(live: LiveElements, reader: TensorReader) -> Patch:
-    """Compute a patch straight from the streams of a ``step``-encoded tensor; nothing is written.
+    """Compute a patch straight from the streams of a tensor of ``STAGED``; nothing is written.
 
     Equals :func:`prepare` of the decoded delta, in one pass over the changes.
 
     Args:
         live: Live elements on the host.
-        reader: Reader of all segments with elements that are in ``live``.
+        reader: Reader of all segments with elements that are in ``live``; for ``max`` with the bits
+            before the change.
 
     Raises:
         DigestMismatchError: A frame differs from its digest in the directory.
-        MalformedError: The streams contradict the directory.
+        MalformedError: The streams contradict the directory, or ``max`` the bits before.
+        OldBitsError: ``max`` needs other bits before the change than those at hand.
     """
-    segments, streams = _STEP.streams_of(reader)
-    weights: Any = live.storage
+    place: Any = live.box, live.storage, digest_key(reader.spec)
+    stage: Callable[..., StagedSteps]
+    streams: tuple[Any, ...]
+    if reader.row.encoding == _MAX.name:
+        stage, streams = host.stage_tiles, _MAX.streams_of(reader)
+    else:
+        stage, streams = host.stage_steps, _STEP.streams_of(reader)
     try:
-        found = host.stage_steps(segments, streams, live.box, weights, digest_key(reader.spec))
+        found = stage(*streams, *place)
     except ValueError as exc:
         raise reader.malformed(str(exc)) from exc
     return Patch(

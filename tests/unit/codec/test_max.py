@@ -15,7 +15,8 @@ from deltachain.codec.encodings import max as encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import ConfigError, MalformedError
-from deltachain.kernels import jit, tiles
+from deltachain.kernels import jit, reference, tiles
+from deltachain.kernels.reference import WindowPlace
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
 from tests.unit.codec.test_roundtrip import DENSITIES, delta_of
 
@@ -199,12 +200,15 @@ def check_kernels(
         if damage and data.size:
             data[rng.integers(data.size)] ^= 1 << rng.integers(8)
         for chosen in (None, wanted):
-            found = [
-                decoded(kernel, segments, data, old, table, grid, chosen) for kernel in (tiles, jit)
-            ]
+            streams = tiles.TileStreams(data, old, table, grid, chosen)
+            found = [decoded(kernel, segments, streams) for kernel in (tiles, jit)]
             assert found[0] == found[1]
+            for box in boxes(grid, delta.spec.numel):
+                staged = [outcome(kernel, segments, streams, box) for kernel in (reference, jit)]
+                assert staged[0] == staged[1]
+                assert (staged[0] is None) == (found[0] is None)
         if not damage:
-            whole = decoded(jit, segments, data, old, table, grid, None)
+            whole = decoded(jit, segments, tiles.TileStreams(data, old, table, grid))
             assert whole == (delta.indices.tolist(), delta.values.tolist())
 
 
@@ -214,3 +218,31 @@ def decoded(kernel: ModuleType, *args: object) -> tuple[list[int], list[int]] | 
     except ValueError:
         return None
     return indices.tolist(), steps.tolist()
+
+
+def boxes(grid: tiles.TileGrid, numel: int) -> list[WindowPlace]:
+    """All elements in order; the later columns of each row, with a row of live bits between."""
+    columns, rows = grid.columns, numel // grid.columns
+    later = np.array([(rows, columns, 2 * columns), (columns - columns // 2, 1, 1)])
+    return [
+        WindowPlace(0, 0, np.array([(numel, 1, 1)])),
+        WindowPlace(columns // 2, 3, later),
+    ]
+
+
+def outcome(
+    kernel: ModuleType, segments: Bits, streams: tiles.TileStreams, box: WindowPlace
+) -> list[object] | None:
+    """What a kernel stages, with live bits that are not those before, and stay as they are."""
+    room = box.at + 1 + int(((box.dims[:, 0] - 1) * box.dims[:, 2]).sum())
+    live = np.random.default_rng(5).integers(0, 256, room * 8, np.uint8)
+    weights = live.view(streams.old.dtype)[:room]
+    before = weights.copy()
+    try:
+        staged = kernel.stage_tiles(segments, streams, box, weights, (1 << 63, 12345))
+    except ValueError:
+        return None
+    finally:
+        np.testing.assert_array_equal(weights, before)
+    arrays = [(array.dtype, array.tolist()) for array in staged[:3]]
+    return [*arrays, *staged[3:]]

@@ -21,7 +21,7 @@ from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
 from deltachain.replica.staged import Share, _held_bits, _prepared
 from deltachain.replica.windows import Placement
-from deltachain.subscribe.targets.patch import write
+from deltachain.subscribe.targets.patch import prepare, write
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.unit.replica.replicas import SHAPES, Followed
 
@@ -129,6 +129,35 @@ def test_live_bits_are_read_where_they_lie_and_never_written() -> None:
     again = live.clone()
     _prepared(plan_of(states, ("max", "max", "step")), share)
     assert torch.equal(live, again)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_one_pass_over_tiles_equals_decoding_first(axis: int) -> None:
+    """A tensor plan of one object is staged from its streams; one of several is folded before."""
+    states = versions(1)
+    plan = plan_of(states, ("max",))
+    for live, offset in shards(states[0], 2, axis):
+        share = share_of(live, offset)
+        old = partial(_held_bits, share, SPEC)
+        assert plan.steps(share.low, share.high, old) is not None
+        ((_, staged),) = _prepared(plan, share)
+        decoded = prepare(share.places[0][1], plan.read(share.low, share.high, old))
+        assert staged.patch.effect == decoded.effect
+        for one, other in (
+            (staged.patch.indices, decoded.indices),
+            (staged.patch.old, decoded.old),
+            (staged.patch.new, decoded.new),
+        ):
+            np.testing.assert_array_equal(one, other)
+        assert decoded.nnz > 2000
+
+
+def test_one_pass_over_tiles_names_bits_that_are_not_those_before() -> None:
+    states = versions(1)
+    other = states[0] ^ np.uint16(1 << 9)
+    live, offset = shards(other, 2, 0)[0]
+    with pytest.raises(BaseMismatchError, match="'w' does not hold the bits before"):
+        _prepared(plan_of(states, ("max",)), share_of(live, offset))
 
 
 def test_ranks_that_cut_tiles_take_another_way_where_there_is_one(tmp_path: Path) -> None:
