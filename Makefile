@@ -32,9 +32,9 @@ examples: venv venv-vllm venv-sglang  ## run every example, with a small model
 	$(BIN)/pytest -m slow tests/e2e/test_examples.py
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
-# Three processes for two cores: most tests wait for a server or a child. Each has servers of its own.
-test: venv  ## the tests that need no GPU: nine minutes
-	$(BIN)/pytest -n 3 --dist worksteal
+# Four processes for two cores: most tests wait for a server or a child. Each has servers of its own.
+test: venv  ## the tests that need no GPU: eight minutes
+	$(BIN)/pytest -n 4 --dist worksteal
 
 test-long: venv venv-vllm venv-sglang  ## the tests that take minutes, each example among them
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"

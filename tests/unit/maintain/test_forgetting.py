@@ -185,7 +185,12 @@ def decided(pruner: Pruner) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("seed", "life_of"),
-    [*((seed, Life) for seed in range(6)), (105, HarderLife), (110, HarderLife)],
+    [
+        (0, Life),
+        (105, HarderLife),
+        *(pytest.param(seed, Life, marks=pytest.mark.slow) for seed in range(1, 6)),
+        pytest.param(110, HarderLife, marks=pytest.mark.slow),
+    ],
 )
 def test_a_pruner_that_forgets_decides_as_one_that_has_just_read_everything(
     seed: int, life_of: type[Life]

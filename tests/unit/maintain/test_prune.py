@@ -233,7 +233,10 @@ def grow_maintained(last: int, tag: Version, versions: int) -> Grown:
     return made
 
 
-@pytest.mark.parametrize("tag", [66, 130, 137])
+SLOW_TAGS = [pytest.param(tag, marks=pytest.mark.slow) for tag in (66, 130)]
+
+
+@pytest.mark.parametrize("tag", [137, *SLOW_TAGS])
 def test_readers_find_their_way_to_what_was_kept(tag: Version) -> None:
     """A reader knows the anchors that manifests list, and no others."""
     grown = grow_maintained(40, tag, 260)
