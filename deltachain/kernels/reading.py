@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -243,17 +244,16 @@ def _stage_steps(
     streams: Any,  # noqa: ANN401
     firsts: Any,  # noqa: ANN401
     place: Any,  # noqa: ANN401
-    scratch: Any,  # noqa: ANN401
     out: Any,  # noqa: ANN401
 ) -> int:
     """Stage all segments; return the number of elements, or -1 and -2 as :func:`_decode_steps`."""
     gaps, sign, exception, magnitude, wide = streams
     box, weights, keys, lanes = place
-    positions, old, new = out
+    indices_room, steps_room, positions, old, new = out
     count, g, n, e, w = 0, 0, 0, 0, 0
     for s in range(segments.shape[0]):
         start, length, nnz, gap_count, exceptions, wides = segments[s]
-        indices, steps = scratch[0][:nnz], scratch[1][:nnz]
+        indices, steps = indices_room[:nnz], steps_room[:nnz]
         if not _offsets(gaps[g : g + gap_count], start, length, indices):
             return -1
         at = firsts[0] + _U(n), firsts[1] + _U(n)
@@ -268,7 +268,7 @@ def _stage_steps(
     return count
 
 
-def released(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+def _released(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
     """Return the first elements, without the memory of the others if those are the most."""
     return array[:count].copy() if 2 * count < array.size else array[:count]
 
@@ -284,18 +284,43 @@ def stage_steps(
 
     A segment's indices and steps stay in cache: only what is kept is written to memory.
     """
-    nnz, most = int(segments[:, 2].sum()), int(segments[:, 2].max(initial=0))
-    kept = np.empty(nnz, np.int64), np.empty(nnz, weights.dtype), np.empty(nnz, weights.dtype)
-    lanes = np.zeros(4, np.uint64)
-    place = (box.offset, box.at, box.dims), weights, (_U(key[0]), _U(key[1])), lanes
+    most = int(segments[:, 2].max(initial=0))
     scratch = np.empty(most, np.int64), np.empty(most, streams.wide.dtype)
     firsts = _U(streams.sign_at), _U(streams.exception_at)
     arrays = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
-    count = _stage_steps(segments, arrays, firsts, place, scratch, kept)
+    run = partial(_stage_steps, segments, arrays, firsts)
+    return run_stage(run, segments, scratch, (box, weights, key), (LEAVES, CANONICAL))
+
+
+def run_stage(
+    run: Callable[..., int],
+    segments: npt.NDArray[np.int64],
+    scratch: tuple[Any, Any],
+    live: tuple[WindowPlace, Bits, tuple[int, int]],
+    broken: Sequence[str],
+) -> StagedSteps:
+    """Run a kernel that stages segments.
+
+    Args:
+        run: Kernel. It takes the place, with lanes of digests to add to; and scratch, with room for
+            positions, old and new bits behind it. It returns their number, or -1 and less.
+        segments: Segments, with their ``nnz`` in column 2.
+        scratch: Room for the indices and steps of a segment.
+        live: Box, weights and digest key; see :func:`stage_steps`.
+        broken: What is wrong if the kernel returns -1, -2, ...
+
+    Raises:
+        ValueError: The kernel returned less than 0.
+    """
+    (offset, at, dims), weights, (key0, key1) = live
+    nnz, kind = int(segments[:, 2].sum()), weights.dtype
+    kept = np.empty(nnz, np.int64), np.empty(nnz, kind), np.empty(nnz, kind)
+    lanes = np.zeros(4, np.uint64)
+    count = run(((offset, at, dims), weights, (_U(key0), _U(key1)), lanes), (*scratch, *kept))
     if count < 0:
-        raise ValueError((LEAVES, CANONICAL)[-count - 1])
+        raise ValueError(broken[-count - 1])
     added0, added1, removed0, removed1 = lanes.tolist()
-    positions, old, new = (released(array, count) for array in kept)
+    positions, old, new = (_released(array, count) for array in kept)
     return StagedSteps(
         positions=positions,
         old=old,

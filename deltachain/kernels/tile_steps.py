@@ -5,33 +5,33 @@ A segment's indices and steps stay in cache, and its old bits are read again whi
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from deltachain.kernels.compiling import compiled
-from deltachain.kernels.reading import locate, move, released
+from deltachain.kernels.reading import locate, move, run_stage
 from deltachain.kernels.reference import StagedSteps, WindowPlace
 from deltachain.kernels.tile_decoder import BROKEN, arguments, decode_segment
 from deltachain.kernels.tiles import TileStreams
 from deltachain.kernels.words import WORD
-from deltachain.types import Bits, StateDigest
-
-_U = np.uint64
+from deltachain.types import Bits
 
 
 @compiled
 def _stage(segments: Any, given: Any, wanted: Any, room: Any, place: Any, out: Any) -> Any:  # noqa: ANN401
     """Stage all segments; return the number of elements, or -1 to -3."""
     box, weights, keys, lanes = place
-    scratch, (positions, old, new) = out
+    indices_room, steps_room, positions, old, new = out
+    scratch = indices_room, steps_room
     at, count = np.int64(0), np.int64(0)
     for s in range(segments.shape[0]):
         found = decode_segment(segments[s], at, given, wanted[s], room, scratch)
         if found < 0:
             return found
-        indices, steps = scratch[0][:found], scratch[1][:found]
+        indices, steps = indices_room[:found], steps_room[:found]
         held = locate(indices, steps, box, positions[count : count + found])
         mine = slice(count, count + held)
         move(weights, indices, steps, keys, (positions[mine], old[mine], new[mine]), lanes)
@@ -48,20 +48,7 @@ def stage_tiles(
     key: tuple[int, int],
 ) -> StagedSteps:
     """Decode tiles, and stage the steps of the elements of a box; see the reference."""
-    nnz, most = int(segments[:, 2].sum()), int(segments[:, 2].max(initial=0))
-    kept = np.empty(nnz, np.int64), np.empty(nnz, weights.dtype), np.empty(nnz, weights.dtype)
-    lanes = np.zeros(4, np.uint64)
-    place = (box.offset, box.at, box.dims), weights, (_U(key[0]), _U(key[1])), lanes
+    most = int(segments[:, 2].max(initial=0))
     scratch = np.empty(most + WORD, np.int64), np.empty(most, weights.dtype)
-    count = _stage(segments, *arguments(segments, streams), place, (scratch, kept))
-    if count < 0:
-        raise ValueError(BROKEN[-count - 1])
-    added0, added1, removed0, removed1 = lanes.tolist()
-    positions, old, new = (released(array, count) for array in kept)
-    return StagedSteps(
-        positions=positions,
-        old=old,
-        new=new,
-        added=StateDigest(added0, added1),
-        removed=StateDigest(removed0, removed1),
-    )
+    run = partial(_stage, segments, *arguments(segments, streams))
+    return run_stage(run, segments, scratch, (box, weights, key), BROKEN)
