@@ -137,7 +137,7 @@ class PublishConfig:
     ``None``: no server."""
 
     metadata: dict[str, str] = field(default_factory=dict)
-    """User metadata, written into every manifest."""
+    """User metadata, written into every manifest: text by name."""
 
     @classmethod
     def at(cls, url: str, config: PublishConfig | None, **settings: Any) -> PublishConfig:  # noqa: ANN401 - fields
@@ -153,6 +153,12 @@ class PublishConfig:
         return replace(config, url=url, **settings)
 
     def __post_init__(self) -> None:
+        for name, value in self.metadata.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise ConfigError(
+                    f"metadata has {name!r}: {value!r}, expected text by name",
+                    hint="convert it: {name: str(value)}",
+                )
         if self.encoding != AUTO:
             ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)

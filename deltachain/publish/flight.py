@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from operator import index
+from typing import SupportsIndex, TypeAlias
 
+from deltachain.errors import ConfigError
 from deltachain.publish.diff import Diff
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.session import Attempt
@@ -32,3 +34,20 @@ class Flight:
     attempt: Attempt
     covered: Sequence[Published]
     outcome: Published = field(default_factory=Future)
+
+
+def whole_step(step: SupportsIndex | None) -> int | None:
+    """Return the trainer's step as an ``int``: a reader would refuse any other in a manifest.
+
+    Raises:
+        ConfigError: It is no integer of Python, NumPy or torch.
+    """
+    if step is None:
+        return None
+    try:
+        return int(index(step))
+    except TypeError as exc:
+        raise ConfigError(
+            f"step={step!r} is no whole number, but {type(step).__name__}",
+            hint="give an int, such as the number of optimizer steps, or leave step out",
+        ) from exc

@@ -27,7 +27,7 @@ from deltachain.publish.beside import BackgroundWork
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import NO_CHANGES
 from deltachain.publish.figures import PublishTotals, publisher_figures
-from deltachain.publish.flight import Flight, Published
+from deltachain.publish.flight import Flight, Published, whole_step
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.quantise.begin import find_layers
@@ -88,6 +88,7 @@ class Publisher(Closeable):
         self._session: Session | None = None
         self._flight: Flight | None = None
         self._landed: Future[None] | None = None
+        self._is_closed = False
         self._anchors: AnchorThread | None = None
         self._beside: BackgroundWork | None = None
         self._waiting: list[Published] = []
@@ -177,10 +178,16 @@ class Publisher(Closeable):
         Returns:
             Future of the receipt or error.
 
+        Args:
+            step: Step of the trainer, a whole number of any integer type.
+
         Raises:
+            ConfigError: ``step`` is no whole number, or the publisher is closed or not attached.
             DeltaChainError: An earlier publish failed and ``on_error`` is ``raise``.
         """
-        session = self._require_session()
+        session, step = self._require_session(), whole_step(step)
+        if self._is_closed:
+            raise ConfigError("this publisher is closed", hint="make another one: it goes on here")
         future: Published = Future()
         self._waiting.append(future)
         self._waiting_step = step
@@ -228,6 +235,7 @@ class Publisher(Closeable):
                 self._anchors.abandon("the publisher was interrupted")
             raise
         finally:
+            self._is_closed = True
             for future in self._take_waiting():  # no version will cover it any more
                 future.set_exception(self._failure or ChainError("closed before it was published"))
             self._pool.shutdown()

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Event
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from deltachain.chain.chain import Chain
 from deltachain.codec import Part
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher, PublishReceipt
@@ -69,6 +71,45 @@ def test_attaching_twice_is_refused(attach: Attach) -> None:
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         PublishConfig(url="memory://unused", **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metadata", [{"lr": 0.1}, {"run": None}, {1: "a"}])
+def test_metadata_that_readers_would_refuse_is_refused(metadata: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="metadata") as caught:
+        PublishConfig(url="memory://unused", metadata=metadata)
+    assert "str(value)" in caught.value.hint
+
+
+@pytest.mark.parametrize("step", [5.0, "5", float("nan"), torch.tensor(5.0)])
+def test_a_step_that_readers_would_refuse_is_refused(
+    attach: Attach, store: MemoryStore, step: int
+) -> None:
+    publisher = attach(plain_model())
+    with pytest.raises(ConfigError, match="no whole number") as caught:
+        publisher.publish(step=step)
+    assert caught.value.hint
+    assert publisher.publish(step=6).result().version == 1
+    recompute(store)
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), True, -(1 << 80)])
+def test_a_step_of_any_integer_type_is_committed_as_a_number(
+    attach: Attach, store: MemoryStore, step: int
+) -> None:
+    attach(plain_model()).publish(step=step).result()
+    assert Chain.open(store).read(1).manifest.step == int(step)
+
+
+def test_nothing_is_published_after_closing(store: MemoryStore) -> None:
+    model = plain_model()
+    publisher = Publisher("memory://unused", store=store).attach(model)
+    publisher.close()
+    train_(model, 1)
+    with pytest.raises(ConfigError, match="closed") as caught:
+        publisher.publish(step=1)
+    assert "another" in caught.value.hint
+    publisher.close()
+    assert Chain.open(store).newest(0) == 0
 
 
 def test_before_attaching_there_is_no_version(store: MemoryStore) -> None:
