@@ -135,7 +135,12 @@ def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
     Args:
         folder: The checkpoint folder.
         trusted: Whether references to remote code are kept.
+
+    Raises:
+        ConfigError: There is no such folder.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder", hint="name a folder of configuration files")
     return {
         file.name: without_remote_code(
             file.name, file.read_bytes(), trusted=trusted, where=str(folder)

@@ -14,6 +14,7 @@ from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
 from deltachain.publish.encoding_choice import AUTO
 from deltachain.publish.quantise.settings import Quantization
+from deltachain.store import Location, location_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,13 +153,16 @@ class PublishConfig:
             return cls(url=url, **settings)
         return replace(config, url=url, **settings)
 
+    @classmethod
+    def of(cls, config: PublishConfig | Location) -> PublishConfig:
+        """Return settings, also for a URL or a folder alone."""
+        return config if isinstance(config, cls) else cls(url=location_of(config))
+
     def __post_init__(self) -> None:
-        for name, value in self.metadata.items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise ConfigError(
-                    f"metadata has {name!r}: {value!r}, expected text by name",
-                    hint="convert it: {name: str(value)}",
-                )
+        _check_metadata(self.metadata)
+        for name in ("base", "assets", "signing_key"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, Path(value).expanduser())
         if self.encoding != AUTO:
             ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)
@@ -176,9 +180,22 @@ class PublishConfig:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {values}")
-        if self.anchor_memory < 0:
-            raise ConfigError(f"anchor_memory={self.anchor_memory!r}: must not be negative")
-        if self.anchor_factor <= 0 or self.part_nbytes <= 0 or self.deadline_s <= 0:
-            raise ConfigError("anchor_factor, part_nbytes and deadline_s must be positive")
-        if self.anchor_every is not None and self.anchor_every < 1:
-            raise ConfigError(f"anchor_every={self.anchor_every!r}: expected 1 or more versions")
+        _check_numbers(self)
+
+
+def _check_metadata(metadata: Mapping[Any, Any]) -> None:
+    for name, value in metadata.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise ConfigError(
+                f"metadata has {name!r}: {value!r}, expected text by name",
+                hint="convert it: {name: str(value)}",
+            )
+
+
+def _check_numbers(config: PublishConfig) -> None:
+    if config.anchor_memory < 0:
+        raise ConfigError(f"anchor_memory={config.anchor_memory!r}: must not be negative")
+    if config.anchor_factor <= 0 or config.part_nbytes <= 0 or config.deadline_s <= 0:
+        raise ConfigError("anchor_factor, part_nbytes and deadline_s must be positive")
+    if config.anchor_every is not None and config.anchor_every < 1:
+        raise ConfigError(f"anchor_every={config.anchor_every!r}: expected 1 or more versions")

@@ -37,7 +37,7 @@ from deltachain.publish.ranks.collectives import FAILURES
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import Attempt, Session
-from deltachain.store import Store, open_store
+from deltachain.store import Location, Store, open_store
 from deltachain.threads import Pool
 from deltachain.tracing import VersionSpan
 from deltachain.types import Version
@@ -59,7 +59,7 @@ class Publisher(Closeable):
     through the store of the process group, never weights.
 
     Args:
-        config: Settings, or the URL alone.
+        config: Settings, or the URL or the folder alone.
         store: An open store to use instead of the URL's.
 
     Attributes:
@@ -79,8 +79,8 @@ class Publisher(Closeable):
     # outcome is done, except for reading the number ``session.head``. ``last`` is one reference,
     # replaced atomically. The thread of anchors uses what ``Session.begin_anchor`` returned.
 
-    def __init__(self, config: PublishConfig | str, *, store: Store | None = None) -> None:
-        self.config = PublishConfig(url=config) if isinstance(config, str) else config
+    def __init__(self, config: PublishConfig | Location, *, store: Store | None = None) -> None:
+        self.config = PublishConfig.of(config)
         self.last: PublishReceipt | None = None
         self.totals = PublishTotals()
         self._store = store or open_store(self.config.url, self.config.storage_options, writer=True)
@@ -133,7 +133,9 @@ class Publisher(Closeable):
         self._ranks = Ranks.alone() if alone else join()
         session = begin(
             self._store,
-            lambda: collect_weights(model, dtype=config.dtype, checkpoint=config.base),
+            lambda: collect_weights(
+                model, dtype=config.dtype, checkpoint=config.base, alone=self.is_alone
+            ),
             config,
             lambda: collect_assets(model, config) if assets is None else checked(assets, config),
             self._ranks,

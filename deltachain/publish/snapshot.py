@@ -76,8 +76,20 @@ class _Digested(NamedTuple):
     digest: StateDigest = StateDigest()
 
 
+class _Frozen(NamedTuple):
+    """A weight that is not trained, as it was published.
+
+    Attributes:
+        digest: Its state digest.
+        writes: Writes in place to its tensor until then.
+    """
+
+    digest: StateDigest
+    writes: int
+
+
 class Snapshot:
-    """Last published bits of all trainable weights.
+    """Last published bits of all trainable weights, and digests of the others.
 
     ``diff_`` advances the snapshot; ``restore`` reverts that. Not thread-safe.
 
@@ -105,6 +117,7 @@ class Snapshot:
         self._diffs: dict[torch.device, DeviceDiff] = {}
         self._state = StateDigest()
         self._digested: dict[tuple[str, str], _Digested] = {}  # until the first change
+        self._frozen: dict[str, _Frozen] = {}
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
         for weight in trained:
@@ -120,7 +133,9 @@ class Snapshot:
             digests = pool.ordered(_fill, self._windows(slabs), ahead=ahead, small=_is_small)
             for weight, window, digest in digests:
                 self._state += digest
-                if not weight.frozen:
+                if weight.frozen:
+                    self._add_frozen(weight, digest)
+                else:
                     self._add_digest(weight, window, digest)
         if where == "device" and trained and not self._diffs:
             raise ConfigError(
@@ -160,14 +175,45 @@ class Snapshot:
         numel, total = self._digested.get(names, _Digested())
         self._digested[names] = _Digested(numel + len(window.indices), total + digest)
 
+    def _add_frozen(self, weight: Weight, digest: StateDigest) -> None:
+        so_far = self._frozen.get(weight.spec.name, _Frozen(StateDigest(), 0)).digest
+        self._frozen[weight.spec.name] = _Frozen(so_far + digest, weight.writes)
+
+    def _check_frozen(self, weight: Weight) -> None:
+        """Raise if a weight that is not compared has other bits than those published.
+
+        Writes are counted, so that bits are read again only after one: a checkpoint that is loaded
+        once more writes the same bits.
+        """
+        known = self._frozen.get(weight.spec.name)
+        if known is None or weight.writes == known.writes:
+            return
+        bits = wire_bits(weight)
+        windows = weight.element_map.windows(WINDOW_NUMEL)
+        if sum((digest_window(one, bits) for one in windows), StateDigest()) != known.digest:
+            raise ConfigError(
+                f"{weight.spec.name!r} did not require a gradient when the publisher was attached, "
+                "and was changed since",
+                hint="let what changes require a gradient before attaching, or attach an export, "
+                "which is compared whole: attach(lambda: model.state_dict().items())",
+            )
+        self._frozen[weight.spec.name] = known._replace(writes=weight.writes)
+
     def diff_(self) -> Diff:
-        """Find the changes since the last call, and advance the snapshot: all or nothing."""
+        """Find the changes since the last call, and advance the snapshot: all or nothing.
+
+        Raises:
+            ConfigError: A weight is not as it was when the publisher was attached: its shape or
+                dtype, whether it is frozen, or the bits of a frozen one.
+        """
         found: dict[str, Changes] = {}
         try:
             for weight in self._source.live_weights():
                 kept = self._kept.get(weight.spec.name)
                 if kept is not None:
                     self._diff(weight, kept, found)
+                else:
+                    self._check_frozen(weight)
             for one in self._diffs.values():
                 one.settle(found)
             diff = map_changes(found, self._source.weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from deltachain.errors import ConfigError
 from deltachain.store.base import Capabilities, ObjectInfo, Store, check_key
@@ -18,14 +18,19 @@ __all__ = [
     "Buffer",
     "Capabilities",
     "FileStore",
+    "Location",
     "MemoryStore",
     "ObjectInfo",
     "Opener",
     "Store",
     "check_key",
+    "location_of",
     "open_store",
     "register",
 ]
+
+Location: TypeAlias = "str | os.PathLike[str]"
+"""URL of a store, or path of its folder."""
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
@@ -35,8 +40,20 @@ _KNOWN: Final = (
 )
 
 
+def location_of(url: object) -> str:
+    """Return a URL or the path of a folder as text; ``~`` in a path is the user's home.
+
+    Raises:
+        ConfigError: It is neither text nor a path, or empty.
+    """
+    text = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
+    if not text or "\0" in text:
+        raise ConfigError("a store needs a URL or a path", hint=f"give {_KNOWN}")
+    return os.path.expanduser(text)  # noqa: PTH111 - leaves URLs as they are
+
+
 def open_store(
-    url: str | os.PathLike[str],
+    url: Location,
     options: Mapping[str, Any] | None = None,
     *,
     writer: bool = False,
@@ -44,8 +61,8 @@ def open_store(
     """Open the store at a URL, or in the folder of a path.
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
-    are folders of a file system, created by the first write. ``s3://bucket/prefix`` is a bucket of
-    any S3-compatible server; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix``
+    are folders of a file system, created by the first write; ``~`` is the user's home.
+    ``s3://bucket/prefix`` is a bucket of any S3-compatible server; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix``
     is a bucket of the Hugging Face Hub; see ``deltachain.store.hf``. ``dist://name`` is the memory
     of a ``torch.distributed`` job; see ``deltachain.store.dist``. Other packages add schemes; see
     ``deltachain.store.registry``. Any other scheme is passed to fsspec, which guarantees less; see
@@ -67,9 +84,7 @@ def open_store(
         b'first'
         >>> store.close()
     """
-    text = os.fspath(url)
-    if not text or "\0" in text:
-        raise ConfigError("a store needs a URL or a path", hint=f"give {_KNOWN}")
+    text = location_of(url)
     match = _URL.match(text)
     if match is None:
         return FileStore(text)

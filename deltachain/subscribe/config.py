@@ -9,6 +9,7 @@ from typing import Any
 
 from deltachain.chain.trust import Trust
 from deltachain.errors import ConfigError
+from deltachain.store import Location, location_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,15 @@ class SubscribeConfig:
         """
         return Trust.of_reader(self.trusted_keys, self.max_heartbeat_age_s)
 
+    @classmethod
+    def of(cls, config: SubscribeConfig | Location) -> SubscribeConfig:
+        """Return settings, also for a URL or a folder alone."""
+        return config if isinstance(config, cls) else cls(url=location_of(config))
+
     def __post_init__(self) -> None:
+        base: Any = self.base
+        if isinstance(base, str):
+            object.__setattr__(self, "base", Path(base).expanduser())
         polls = self.poll_s is None or self.poll_s > 0
         if not polls or self.stage_budget < 0 or self.undo_applies < 0:
             raise ConfigError("poll_s must be positive, stage_budget and undo_applies not negative")

@@ -23,7 +23,7 @@ from deltachain.errors import (
     StoreWentBackError,
 )
 from deltachain.format.publish_phases import phases_of
-from deltachain.store import Store, open_store
+from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, newest_after
 from deltachain.subscribe.follow import follow
@@ -51,7 +51,7 @@ class Subscriber(Closeable):
     thread-safe: one call writes at a time, and a swap of an outdated stage is refused.
 
     Args:
-        config: Settings, or the URL alone.
+        config: Settings, or the URL or the folder alone.
         target: Torch module, dict of tensors by name, path of a folder, or any :class:`Target`.
         store: The store; opened from the URL if ``None``.
 
@@ -62,9 +62,9 @@ class Subscriber(Closeable):
     """
 
     def __init__(
-        self, config: SubscribeConfig | str, target: TargetLike, *, store: Store | None = None
+        self, config: SubscribeConfig | Location, target: TargetLike, *, store: Store | None = None
     ) -> None:
-        self.config = SubscribeConfig(url=config) if isinstance(config, str) else config
+        self.config = SubscribeConfig.of(config)
         self.target = as_target(target)
         self.pinned = self.poisoned = self.is_told = False
         self.last: ApplyReceipt | None = None

@@ -34,6 +34,7 @@ class Weight:
         frozen: Whether it is not trained; it is then part of anchors and digests only.
         element_map: Map from its elements to those of the checkpoint.
         is_buffer: Whether it is a buffer, whose values may differ between ranks.
+        writes: Writes in place to the parameter or buffer so far.
     """
 
     spec: TensorSpec
@@ -41,6 +42,7 @@ class Weight:
     frozen: bool
     element_map: ElementMap
     is_buffer: bool = False
+    writes: int = 0
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
@@ -91,7 +93,8 @@ class ModelTensors:
         for name, tensor in self.live():
             weight = missing.pop(name, None)
             if weight is not None:
-                yield replace(weight, tensor=_unchanged(weight, tensor))
+                local = _unchanged(weight, tensor)
+                yield replace(weight, tensor=local, writes=_writes_to(tensor, local))
         if missing:
             raise ConfigError(f"{min(missing)!r} is gone since the publisher was attached")
 
@@ -130,13 +133,18 @@ def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
     if weight.frozen and tensor.requires_grad:
         raise ConfigError(
             f"{name!r} was frozen when the publisher was attached, and is trained now",
-            hint="decide what is frozen before attaching",
+            hint="close the publisher before unfreezing, and attach another one after it: the "
+            "chain goes on from its head",
         )
     return local
 
 
 def collect_weights(
-    model: nn.Module | TensorSource, *, dtype: str | None = None, checkpoint: Path | None = None
+    model: nn.Module | TensorSource,
+    *,
+    dtype: str | None = None,
+    checkpoint: Path | None = None,
+    alone: bool = False,
 ) -> ModelTensors:
     """Collect the parameters and buffers of a model in this process, tied ones once.
 
@@ -146,6 +154,8 @@ def collect_weights(
         dtype: Wire dtype of every floating point weight.
         checkpoint: Folder of the model's checkpoint, for the wire dtypes; by default the folder
             that the model was loaded from, if any.
+        alone: Whether no other rank publishes. A model without any parameter that requires a
+            gradient is then compared whole; ranks would have to agree on that.
 
     Raises:
         ConfigError: The model cannot be published as it is; the hint names an alternative.
@@ -175,11 +185,32 @@ def collect_weights(
         )
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
-    return ModelTensors(tuple(weights), specs, named, partial(named_tensors, model))
+    found = _compared_if_none_is_trained(weights) if alone else tuple(weights)
+    return ModelTensors(found, specs, named, partial(named_tensors, model))
+
+
+def _compared_if_none_is_trained(weights: list[Weight]) -> tuple[Weight, ...]:
+    """Return the weights; all of them as trained if none is.
+
+    Nobody publishes a model that never changes: where no parameter requires a gradient, as in an
+    average of weights or an evolution strategy, something else writes to them.
+    """
+    still = all(weight.frozen or weight.is_buffer for weight in weights)
+    return tuple(replace(weight, frozen=weight.frozen and not still) for weight in weights)
+
+
+def _writes_to(*tensors: Tensor) -> int:
+    """Return how often they were written in place, as far as torch counts: not by ``.data``."""
+    return sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
     """Collect the tensors of an export, without keeping references."""
+    if not callable(live):
+        raise ConfigError(
+            f"a {type(live).__name__} is neither a module nor a function that yields tensors",
+            hint="give the module itself; of a dict of tensors, attach(lambda: tensors.items())",
+        )
     weights: dict[str, Weight] = {}
     for name, tensor in live():
         if name in weights:

@@ -93,7 +93,10 @@ def _open_root(root: Path, *, create: bool) -> int:
         if not create:
             raise
     except NotADirectoryError as exc:
-        raise ConfigError(f"{root} cannot hold a store: it is not a folder") from exc
+        raise ConfigError(
+            f"{root} cannot hold a store: it is not a folder",
+            hint="a chain is in a folder: name that which has, or will have, chain.json",
+        ) from exc
     missing = [folder for folder in (root, *root.parents) if not folder.exists()]
     for folder in reversed(missing):
         with suppress(FileExistsError):

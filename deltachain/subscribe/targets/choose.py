@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from deltachain.errors import ConfigError
 from deltachain.subscribe.targets.base import Target
 from deltachain.subscribe.targets.folder import FolderTarget
 
@@ -18,12 +19,21 @@ TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.Pa
 
 
 def as_target(thing: TargetLike) -> Target:
-    """Return the target for a module, a dict of tensors or a path; return a target unchanged."""
+    """Return the target for a module, a dict of tensors or a path; return a target unchanged.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
     if isinstance(thing, str | os.PathLike):
-        return FolderTarget(Path(thing))
+        return FolderTarget(Path(thing).expanduser())
     torch = sys.modules.get("torch")  # if there is a module, torch is imported already
     if isinstance(thing, Mapping) or (torch is not None and isinstance(thing, torch.nn.Module)):
         from deltachain.subscribe.targets.tensors import TensorTarget  # noqa: PLC0415
 
         return TensorTarget(thing)
+    if not hasattr(thing, "bind"):
+        raise ConfigError(
+            f"a {type(thing).__name__} is no target",
+            hint="give a torch module, a dict of tensors by name, or the path of a folder",
+        )
     return cast("Target", thing)

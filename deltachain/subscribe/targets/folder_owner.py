@@ -32,7 +32,10 @@ class OwnFolder(FolderTarget):
         """
         with explained(self.folder):
             if self.folder.exists() and not self.folder.is_dir():
-                raise ConfigError(f"{self.folder} is not a folder")
+                raise ConfigError(
+                    f"{self.folder} is not a folder",
+                    hint="name a new folder, or one that this chain fills",
+                )
             weights = [file.name for file in self.folder.glob("*.safetensors")]
             if weights and not (self.folder / HELD_FILE).is_file():
                 raise ConfigError(

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from deltachain.chain.chain import Chain
 from deltachain.codec import Part
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher, PublishReceipt
-from deltachain.store import MemoryStore
+from deltachain.store import MemoryStore, open_store
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
 
@@ -71,6 +73,39 @@ def test_attaching_twice_is_refused(attach: Attach) -> None:
 def test_settings_that_mean_nothing_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
         PublishConfig(url="memory://unused", **settings)  # type: ignore[arg-type]
+
+
+def test_paths_are_text_or_path_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "config.json").write_bytes(b"{}")
+    named: Any = "~/files"
+    for place in ("~/run-1", tmp_path / "run-2"):
+        with Publisher(place) as publisher:
+            publisher.attach(plain_model(), assets={"config.json": b"{}"})
+        assert (tmp_path / Path(place).name / "chain.json").is_file()
+    config = PublishConfig(url=str(tmp_path / "run-3"), assets=named)
+    with Publisher(config).attach(plain_model()) as publisher:
+        assert dict(Chain.open(open_store(publisher.url)).assets()) == {"config.json": b"{}"}
+
+
+def test_assets_that_are_no_folder_are_refused(attach: Attach, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent is not a folder") as caught:
+        attach(plain_model(), assets=tmp_path / "absent")
+    assert caught.value.hint
+
+
+def test_what_is_no_setting_is_refused() -> None:
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="URL or a path"):
+        Publisher(nothing)
+
+
+@pytest.mark.parametrize("thing", [plain_model().state_dict(), 3, None])
+def test_what_is_no_model_is_refused(attach: Attach, thing: Any) -> None:
+    with pytest.raises(ConfigError, match="neither a module") as caught:
+        attach(thing)
+    assert "lambda: tensors.items()" in caught.value.hint
 
 
 @pytest.mark.parametrize("metadata", [{"lr": 0.1}, {"run": None}, {1: "a"}])
@@ -186,6 +221,19 @@ def test_frozen_weights_are_in_the_anchor_and_in_no_delta(
     (delta,) = (Part.from_bytes(store.get(info.key)) for info in store.list("deltas/"))
     assert set(anchor.rows) - set(delta.rows) == {"frozen.weight"}
     assert same(recompute(store)[1].state, {"frozen.weight": bits_of(model)["frozen.weight"]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_model_of_which_nothing_is_trained_is_compared_whole(
+    attach: Attach, store: MemoryStore, dtype: torch.dtype
+) -> None:
+    average = plain_model()
+    average.requires_grad_(False).to(dtype)
+    publisher = attach(average)
+    for weight in average.parameters():
+        weight.data.copy_(torch.randn(weight.shape).to(dtype))  # as averages of weights do
+    assert publisher.publish(step=1).result().nnz > 0
+    assert same(recompute(store)[1].state, bits_of(average))
 
 
 @pytest.mark.parametrize("encoding", ["step", "overwrite", "raw"])

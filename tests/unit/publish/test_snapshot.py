@@ -132,6 +132,34 @@ def test_a_frozen_weight_that_is_trained_later_is_refused() -> None:
         snapshot.diff_()
 
 
+def test_a_frozen_weight_that_is_written_to_is_refused() -> None:
+    model = TinyModel()
+    snapshot = snapshot_of(model)
+    with torch.no_grad():
+        model.frozen.weight[3, 2] += 1
+    for _ in range(2):  # as long as it is so
+        with pytest.raises(ConfigError, match=r"frozen\.weight.*changed since") as caught:
+            snapshot.diff_()
+    assert "state_dict" in caught.value.hint
+    with torch.no_grad():
+        model.frozen.weight[3, 2] -= 1
+        model.frozen.weight.copy_(TinyModel().frozen.weight)
+    assert listed(snapshot.diff_()) == {}
+
+
+def test_a_load_of_equal_bits_leaves_frozen_weights_as_they_are() -> None:
+    model = TinyModel()
+    snapshot = snapshot_of(model)
+    model.load_state_dict(TinyModel().state_dict())
+    assert listed(snapshot.diff_()) == {}
+
+
+def test_a_frozen_inference_tensor_is_no_obstacle() -> None:
+    with torch.inference_mode():
+        model = TinyModel()
+    assert listed(snapshot_of(model).diff_()) == {}
+
+
 def test_empty_tensors_have_no_changes() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.empty(3, 0))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,29 @@ def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir("/")
     opened.put("a", b"data")
     assert (tmp_path / "runs/1/a").read_bytes() == b"data"
+
+
+def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    for place in ("~/run", Path("~/run")):
+        assert open_store(place).url == (tmp_path / "home" / "run").as_uri()
+    assert open_store("runs/~x").url == (tmp_path / "runs" / "~x").as_uri()
+
+
+@pytest.mark.parametrize("place", [None, "", 3, b"folder", ["folder"]])
+def test_what_is_no_location_is_refused(place: Any) -> None:
+    with pytest.raises(ConfigError, match="URL or a path") as caught:
+        open_store(place)
+    assert "s3://" in caught.value.hint
+
+
+def test_a_file_is_no_store(tmp_path: Path) -> None:
+    (tmp_path / "chain.json").write_bytes(b"{}")
+    for place in (tmp_path / "chain.json", tmp_path / "chain.json" / "run"):
+        with pytest.raises(ConfigError, match="not a folder") as caught:
+            open_store(place).put("a", b"data")
+        assert "name" in caught.value.hint
 
 
 def test_opening_writes_nothing(tmp_path: Path) -> None:

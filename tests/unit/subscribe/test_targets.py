@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
-from deltachain.errors import BaseMismatchError, ChainError, ObjectNotFoundError
+from deltachain.errors import BaseMismatchError, ChainError, ConfigError, ObjectNotFoundError
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.faults import FaultyStore
@@ -20,6 +21,22 @@ Subscribe = Callable[..., Subscriber]
 
 def assert_holds(replica: Replica, model: nn.Module) -> None:
     assert same(replica.bits(), bits_of(model))
+
+
+# What is no target
+
+
+@pytest.mark.parametrize("thing", [3, None, ["0.weight"]])
+def test_what_is_no_target_is_refused(thing: Any, store: MemoryStore) -> None:
+    with pytest.raises(ConfigError, match="no target") as caught:
+        Subscriber(SubscribeConfig(url=store.url), thing, store=store)
+    assert "module" in caught.value.hint
+
+
+def test_the_url_comes_before_the_target() -> None:
+    swapped: Any = TinyModel()
+    with pytest.raises(ConfigError, match="URL or a path"):
+        Subscriber(swapped, "policy")
 
 
 # Joining
