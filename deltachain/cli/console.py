@@ -6,6 +6,8 @@ and everything else to stderr; an error is a JSON object there, on the last line
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import logging
 import os
@@ -24,6 +26,22 @@ PIPE_WIDTH: Final = 140
 """Width of output that is not a terminal, so that no line is truncated in a file."""
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
+_PLAIN: Final = {"✓": "ok", "…": "~", "━": "-", **dict.fromkeys(_EIGHTHS[1:] + "█", "#")}
+"""What stands for a character that the encoding of stdout lacks; a question mark for others."""
+
+
+def print_in_any_encoding() -> None:
+    """Let stdout replace what its encoding lacks: a result is not lost for want of a tick."""
+
+    def replaced(error: UnicodeError) -> tuple[str, int]:
+        if not isinstance(error, UnicodeEncodeError):
+            raise error
+        lacking = error.object[error.start : error.end]
+        return "".join(_PLAIN.get(character, "?") for character in lacking), error.end
+
+    codecs.register_error("deltachain.plain", replaced)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if it is closed
+        sys.stdout.reconfigure(errors="deltachain.plain")
 
 
 def out() -> Console:
@@ -44,8 +62,8 @@ def _console(*, stderr: bool) -> Console:
 
 
 def write_json(document: Mapping[str, Any]) -> None:
-    """Print a JSON object as one line on stdout."""
-    sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
+    """Print a JSON object as one line on stdout, in ASCII: stdout may have any encoding."""
+    sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
     sys.stdout.flush()
 
 
@@ -57,7 +75,7 @@ def say(words: str, style: str = "") -> None:
 def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
     """Print an error and its hint on stderr; with ``as_json``, as one JSON object on one line."""
     if as_json:
-        sys.stderr.write(json.dumps({"error": error_row(error)}, ensure_ascii=False) + "\n")
+        sys.stderr.write(json.dumps({"error": error_row(error)}) + "\n")
         return
     message = clean(str(error.args[0]) if error.args else type(error).__name__)
     text = Text.assemble(("error  ", "bold red"), (message, "red"))

@@ -46,6 +46,26 @@ def test_help_and_version_load_nothing_heavy(args: list[str]) -> None:
     assert python(code).strip() == "set()"
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_results_are_printed_in_any_encoding(pushed: Pushed, tmp_path: Path, encoding: str) -> None:
+    def run(*words: object) -> bytes:
+        done = subprocess.run(
+            [sys.executable, "-m", "deltachain", *map(str, words)],
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, b""), done.stderr.decode()
+        return done.stdout
+
+    folder = tmp_path / "é 名"
+    tick = "✓" if encoding == "utf-8" else "ok"
+    assert run("pull", pushed.url, "--out", folder).decode(encoding).startswith(f"{tick}  version")
+    assert ("█" if encoding == "utf-8" else "#") in run("stats", pushed.url).decode(encoding)
+    told = json.loads(run("pull", pushed.url, "--out", folder, "--json"))
+    assert told["out"] == str(folder)
+
+
 def test_looking_following_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) -> None:
     old, new = (write_checkpoint(tmp_path / name, pushed.states[n]) for n, name in enumerate("ab"))
     commands: list[list[object]] = [
