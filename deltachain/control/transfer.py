@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -226,7 +227,7 @@ class DeltaChainWeightTransfer:
         if not announced.enough:
             logger.warning("%s; training goes on", announced)
 
-    def _announce_later(self, flight: Published) -> None:
+    def _announce_later(self, flight: Future[PublishReceipt]) -> None:
         """Announce a late version without waiting; called in the publisher's thread."""
         if flight.exception() is None and self._note(flight.result()):
             self._announce(flight.result().version, "none", 0.0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from operator import index
-from typing import SupportsIndex, TypeAlias
+from typing import SupportsIndex
+
+from typing_extensions import override
 
 from deltachain.errors import ConfigError
 from deltachain.publish.diff import Diff
@@ -14,7 +16,30 @@ from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.session import Attempt
 from deltachain.types import Version
 
-Published: TypeAlias = "Future[PublishReceipt]"
+
+class Published(Future[PublishReceipt]):
+    """Future of the receipt of the version that covers a call of ``publish``.
+
+    Args:
+        cover: Called before a thread waits for the result: the thread that publishes must not wait
+            for its own next call.
+    """
+
+    def __init__(self, cover: Callable[[Published], None]) -> None:
+        super().__init__()
+        self._cover = cover
+
+    @override
+    def result(self, timeout: float | None = None) -> PublishReceipt:
+        """Return the receipt; see :meth:`concurrent.futures.Future.result`."""
+        self._cover(self)
+        return super().result(timeout)
+
+    @override
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error; see :meth:`concurrent.futures.Future.exception`."""
+        self._cover(self)
+        return super().exception(timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +58,7 @@ class Flight:
     diff: Diff
     attempt: Attempt
     covered: Sequence[Published]
-    outcome: Published = field(default_factory=Future)
+    outcome: Future[PublishReceipt] = field(default_factory=Future)
 
 
 def whole_step(step: SupportsIndex | None) -> int | None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from functools import partial
+from threading import get_ident
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +24,7 @@ from deltachain.errors import (
     RankError,
 )
 from deltachain.publish.anchor_thread import AnchorThread
+from deltachain.publish.at_exit import close_at_exit, is_closed
 from deltachain.publish.beside import BackgroundWork
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import NO_CHANGES
@@ -37,6 +39,7 @@ from deltachain.publish.ranks.collectives import FAILURES
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import Attempt, Session
+from deltachain.publish.waiting import WaitingCalls
 from deltachain.store import Location, Store, open_store
 from deltachain.threads import Pool
 from deltachain.tracing import VersionSpan
@@ -91,8 +94,8 @@ class Publisher(Closeable):
         self._is_closed = False
         self._anchors: AnchorThread | None = None
         self._beside: BackgroundWork | None = None
-        self._waiting: list[Published] = []
-        self._waiting_step: int | None = None
+        self._waiting = WaitingCalls()
+        self._caller: int | None = None
         self._failed: Flight | None = None
         self._fenced: PublisherFencedError | None = None
         self._failure: DeltaChainError | None = None
@@ -145,6 +148,7 @@ class Publisher(Closeable):
         session.anchor_ranks = self._ranks.clone()
         self._barrier = PublishBarrier(self._ranks)
         self._session, self._anchors = session, AnchorThread(session)
+        close_at_exit(self)
         figures = partial(publisher_figures, session.writer, self.totals)
         self._beside = BackgroundWork(session.writer, config, figures, leads=self._ranks.leads)
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
@@ -174,8 +178,9 @@ class Publisher(Closeable):
         """Publish the changes since the last version.
 
         While a version is in flight, the changes are left to the next call, or this call waits if
-        so configured; the future then resolves with the version that covers them. Ranks call this
-        after the same steps; calls are matched by ``step``.
+        so configured; the future then resolves with the version that covers them. Without other
+        ranks, the thread that calls this may wait for the result at once. Ranks call this after the
+        same steps; calls are matched by ``step``.
 
         Returns:
             Future of the receipt or error.
@@ -190,9 +195,9 @@ class Publisher(Closeable):
         session, step = self._require_session(), whole_step(step)
         if self._is_closed:
             raise ConfigError("this publisher is closed", hint="make another one: it goes on here")
-        future: Published = Future()
-        self._waiting.append(future)
-        self._waiting_step = step
+        future = Published(self._cover)
+        self._waiting.add(future, step)
+        self._caller = get_ident()
         self._barrier.call(step)
         self._try(session, free=not self._is_busy or self.config.when_busy == "wait")
         return future
@@ -238,8 +243,8 @@ class Publisher(Closeable):
             raise
         finally:
             self._is_closed = True
-            for future in self._take_waiting():  # no version will cover it any more
-                future.set_exception(self._failure or ChainError("closed before it was published"))
+            self._waiting.fail(self._failure or ChainError("closed before it was published"))
+            is_closed(self)
             self._pool.shutdown()
             if self._anchors is not None and self._beside is not None:
                 self._anchors.close()
@@ -254,8 +259,8 @@ class Publisher(Closeable):
         traceback: TracebackType | None,
     ) -> None:
         if error is not None and self._ranks.count > 1:
-            for future in self._take_waiting():  # a flush would wait for ranks that may not come
-                future.set_exception(RankError("training ended before this was published"))
+            # A flush would wait for ranks that may not come.
+            self._waiting.fail(RankError("training ended before this was published"))
         super().__exit__(kind, error, traceback)
 
     @property
@@ -282,36 +287,37 @@ class Publisher(Closeable):
             error = flight.outcome.exception()
             self._require_session().restore(flight.diff)
             self._failed = flight
-        if error is None:
-            return
-        if isinstance(error, PublisherFencedError):
-            self._fenced = error
-            self._stop(error)
-        else:
+        if error is not None:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """Raise an error, or log it and leave the waiting calls to the next version."""
+        if isinstance(error, PublisherFencedError):
+            self._fenced = error
+            self._stop(error)
+            return
         if self.config.on_error == "warn" and isinstance(error, DeltaChainError):
             self._failure = error
             logger.warning("publish failed, the next version makes up for it: %s", error)
             return
-        for future in self._take_waiting():
-            future.set_exception(error)
+        self._waiting.fail(error)
         raise error
 
     def _stop(self, error: PublisherFencedError) -> None:
         """Fail all waiting calls: another publisher owns the chain, so none will be committed."""
         self._require_anchors().abandon("another publisher owns the chain")
-        for future in self._take_waiting():
-            future.set_exception(error)
+        self._waiting.fail(error)
         if self.config.on_error == "raise":
             raise error
         logger.warning("not published: %s", error)
 
-    def _take_waiting(self) -> list[Published]:
-        waiting, self._waiting = self._waiting, []
-        return [future for future in waiting if future.set_running_or_notify_cancel()]
+    def _cover(self, published: Published) -> None:
+        """Publish now what was left to the next call, if that call's own thread waits for it.
+
+        Ranks do not: all would have to wait at once.
+        """
+        if self.is_alone and get_ident() == self._caller and published in self._waiting:
+            self._try(self._require_session(), free=True)
 
     def _try(self, session: Session, *, free: bool) -> None:
         """Launch a version, if no rank has one in flight."""
@@ -320,11 +326,7 @@ class Publisher(Closeable):
         except DeltaChainError as error:
             if not self._is_busy:
                 self._land()  # an earlier error is raised first
-            if isinstance(error, PublisherFencedError):
-                self._fenced = error
-                self._stop(error)
-            else:
-                self._fail(error)
+            self._fail(error)
         else:
             if decision.go:
                 self._land()
@@ -365,11 +367,11 @@ class Publisher(Closeable):
             topic=self._barrier.topic,
             diff=diff,
             failure=failure,
-            step=self._waiting_step,
+            step=self._waiting.step,
             diff_s=time.perf_counter() - start,
             span=span,
         )
-        flight = Flight(head + 1, diff, attempt, self._take_waiting())
+        flight = Flight(head + 1, diff, attempt, self._waiting.take())
         self._flight = flight
         self._landed = self._pool.submit(self._run, session, flight)
 

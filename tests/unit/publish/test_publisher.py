@@ -337,6 +337,23 @@ def test_waiting_mode_commits_every_call(store: MemoryStore, attach: Attach) -> 
     assert all(same(found[v].state, truth[v]) for v in found)
 
 
+def test_a_call_that_was_left_may_be_waited_for(store: MemoryStore, attach: Attach) -> None:
+    gate = Gate(store)
+    model = TinyModel()
+    publisher = attach(model, on=gate.store)
+    gate.close()
+    train_(model, 1)
+    first = publisher.publish(step=1)
+    assert gate.reached.wait(60)
+    train_(model, 2)
+    left = publisher.publish(step=2)
+    assert publisher.is_left(left)
+    gate.opened.set()
+    assert left.result().step == 2  # by the thread that would have to call publish again
+    assert first.result().version == 1
+    assert same(recompute(store)[2].state, bits_of(model))
+
+
 def test_a_future_that_was_cancelled_does_not_disturb_the_others(
     store: MemoryStore, attach: Attach
 ) -> None:

@@ -1,0 +1,76 @@
+"""Scripts that end without closing their publisher."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deltachain.store import open_store
+from deltachain.testing.models import bits_of, plain_model, recompute, same, train_
+
+SCRIPT = """
+import os
+import torch
+import deltachain
+from deltachain.testing.models import plain_model, train_
+
+model = plain_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+{made}
+for step in range(1, 5):
+    train_(model, step)
+    {publish}
+{end}
+"""
+BY_HAND = (
+    "publisher = deltachain.Publisher({url!r}).attach(model)",
+    "publisher.publish(step=step)",
+)
+BY_STEPS = (
+    "for p in model.parameters(): p.grad = torch.zeros_like(p)\n"
+    "deltachain.attach(model, optimizer, url={url!r})",
+    "optimizer.step()",
+)
+
+
+def run(url: str, way: tuple[str, str], end: str) -> subprocess.CompletedProcess[str]:
+    code = SCRIPT.format(made=way[0].format(url=url), publish=way[1], end=end)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("way", [BY_HAND, BY_STEPS])
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+def test_the_last_version_is_committed(
+    tmp_path: Path, way: tuple[str, str], end: str, code: int
+) -> None:
+    done = run(str(tmp_path), way, end)
+    assert done.returncode == code, done.stderr
+    assert "Exception ignored" not in done.stderr
+    model = plain_model()
+    for step in range(1, 5):
+        train_(model, step)
+    found = recompute(open_store(tmp_path))
+    assert found[max(found)].committed.manifest.step == 4
+    assert same(found[max(found)].state, bits_of(model))
+
+
+def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
+    done = run(
+        str(tmp_path), BY_HAND, "publisher.flush()\nif os.fork() == 0: raise SystemExit\nos.wait()"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "closing the publisher" not in done.stderr
+
+
+def test_what_fails_at_the_end_is_told(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    end = f"publisher.flush()\nimport shutil; shutil.rmtree({folder!r})\npublisher.publish(step=9)"
+    done = run(folder, BY_HAND, end)
+    assert done.returncode == 0, done.stderr
+    assert f"closing the publisher at {Path(folder).as_uri()} as Python ended" in done.stderr
+    assert "hint" in done.stderr
