@@ -119,7 +119,7 @@ def maintain(  # noqa: PLR0913 - one argument an option
                 c.say_error(error)  # the next round tries again
             else:
                 if found is not None:
-                    _tell(found, as_json=as_json, but_no_way=once)
+                    _tell(found, as_json=as_json, once=once)
                 if once:
                     _check_joinable(found, url)
             if once or stop.wait(pause):
@@ -269,13 +269,13 @@ def _until_interrupted(stop: Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _tell(found: Maintained, *, as_json: bool, but_no_way: bool) -> None:
-    """Print what a round did; nothing for a round without work.
+def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:
+    """Print what a round did; nothing for one of many rounds without work.
 
     Args:
         found: The round.
         as_json: Whether to print a JSON object.
-        but_no_way: Whether to leave out that newcomers cannot join, which ends the command.
+        once: Whether it was the only round: that newcomers cannot join then ends the command.
     """
     if as_json:
         c.write_json(
@@ -298,7 +298,9 @@ def _tell(found: Maintained, *, as_json: bool, but_no_way: bool) -> None:
         words += _prune_words(_pruned(pruned))
     if words:
         c.out().print(f"version {found.head:>5}  " + "; ".join(words), soft_wrap=True)
-    is_first_said = but_no_way and found.no_way is not None
+    elif once and not found.failed:
+        c.say(f"nothing to do up to version {found.head}")
+    is_first_said = once and found.no_way is not None
     for failure in found.failed[is_first_said:]:
         c.say(f"warning  {failure}", "yellow")
 

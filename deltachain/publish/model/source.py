@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,10 @@ from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwr
 from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
+
+_SAME_TENSORS: Final = (
+    "all versions of a chain have the same tensors: attach another publisher, at a URL of its own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class ModelTensors:
         agree: Function that every rank calls before each iteration over the live tensors, with a
             unique name of the version: tensors may depend on weights of other ranks.
         ext: Extension data of the chain's table, part of its identity.
+        parameters: Names of all parameters of the module on this rank; none for other sources.
     """
 
     weights: tuple[Weight, ...]
@@ -79,6 +84,7 @@ class ModelTensors:
     live: TensorSource
     agree: Callable[[str], None] = _without_others
     ext: Mapping[str, Any] = field(default_factory=dict)
+    parameters: frozenset[str] = frozenset()
 
     def live_weights(self) -> Iterator[Weight]:
         """Yield the weights with their current tensors, in the order of ``live``.
@@ -87,7 +93,8 @@ class ModelTensors:
         creates new ones each time.
 
         Raises:
-            ConfigError: A weight is missing, has another shape or dtype, or is no longer frozen.
+            ConfigError: A weight is missing, has another shape or dtype, or is no longer frozen;
+                or the module has a parameter that it had not.
         """
         missing = {weight.spec.name: weight for weight in self.weights}
         for name, tensor in self.live():
@@ -95,8 +102,18 @@ class ModelTensors:
             if weight is not None:
                 local = _unchanged(weight, tensor)
                 yield replace(weight, tensor=local, writes=_writes_to(tensor, local))
+            elif self.parameters and isinstance(tensor, nn.Parameter):
+                self._check_known(name)
         if missing:
-            raise ConfigError(f"{min(missing)!r} is gone since the publisher was attached")
+            raise ConfigError(
+                f"{min(missing)!r} is gone since the publisher was attached", hint=_SAME_TENSORS
+            )
+
+    def _check_known(self, name: str) -> None:
+        if name not in self.parameters:
+            raise ConfigError(
+                f"{name!r} was not there when the publisher was attached", hint=_SAME_TENSORS
+            )
 
     @property
     def numel(self) -> int:
@@ -128,7 +145,7 @@ def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
         raise ConfigError(
             f"{name!r} is {local.dtype}{tuple(local.shape)}, and was {then.dtype}"
             f"{tuple(then.shape)} when the publisher was attached",
-            hint="publish between steps, when FSDP has sharded everything again",
+            hint=f"publish between steps, when FSDP has sharded everything again; {_SAME_TENSORS}",
         )
     if weight.frozen and tensor.requires_grad:
         raise ConfigError(
@@ -186,7 +203,9 @@ def collect_weights(
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
     found = _compared_if_none_is_trained(weights) if alone else tuple(weights)
-    return ModelTensors(found, specs, named, partial(named_tensors, model))
+    parameters = frozenset(name for name, t in named_tensors(model) if isinstance(t, nn.Parameter))
+    live_now = partial(named_tensors, model)
+    return ModelTensors(found, specs, named, live_now, parameters=parameters)
 
 
 def _compared_if_none_is_trained(weights: list[Weight]) -> tuple[Weight, ...]:

@@ -50,7 +50,8 @@ def test_a_round_tells_what_it_added_and_retired(url: Path) -> None:
     assert report["pruned"]["deleted"]["objects"] == 0
     assert report["pruned"]["waiting"]["nbytes"] > 0
     again = ok("maintain", url, "--once", "--keep-last", 20)
-    assert again.stdout == ""  # nothing is left to do
+    assert again.stdout == ""
+    assert f"nothing to do up to version {VERSIONS - 1}" in again.stderr
 
 
 def test_a_round_without_pruning_deletes_and_retires_nothing(url: Path) -> None:

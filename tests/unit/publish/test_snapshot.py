@@ -124,6 +124,21 @@ def test_a_weight_that_changed_shape_is_refused() -> None:
         snapshot.diff_()
 
 
+def test_a_parameter_that_is_new_or_gone_is_refused() -> None:
+    model = TinyModel()
+    snapshot = snapshot_of(model)
+    model.layer.register_parameter("gate", nn.Parameter(torch.zeros(3)))
+    with pytest.raises(ConfigError, match=r"'layer\.gate' was not there") as caught:
+        snapshot.diff_()
+    assert "URL of its own" in caught.value.hint
+    del model.layer.gate
+    assert listed(snapshot.diff_()) == {}
+    del model.layer.bias
+    with pytest.raises(ConfigError, match=r"'layer\.bias' is gone") as caught:
+        snapshot.diff_()
+    assert "URL of its own" in caught.value.hint
+
+
 def test_a_frozen_weight_that_is_trained_later_is_refused() -> None:
     model = TinyModel()
     snapshot = snapshot_of(model)
