@@ -18,13 +18,11 @@ __all__ = [
     "Buffer",
     "Capabilities",
     "FileStore",
-    "Location",
     "MemoryStore",
     "ObjectInfo",
     "Opener",
     "Store",
     "check_key",
-    "location_of",
     "open_store",
     "register",
 ]
