@@ -4,6 +4,9 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 BIN := .venv/bin
 
+# Tests start deltachain hundreds of times: each start would compile all of it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
 .PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu

@@ -308,7 +308,8 @@ def arguments(
     )
     padded = np.zeros(data.size + MARGIN, np.uint8)
     padded[: data.size] = data
-    classes = class_table(table)
+    # Read-only arrays have a type of their own, for which numba would compile everything again.
+    classes = class_table(table.copy())
     classes = classes._replace(fold=np.uint8(classes.fold))  # numba returns a Python int
     sides = grid.columns, grid.cuts
     given = padded, old, grid.start, sides, rule_of(grid, old), classes

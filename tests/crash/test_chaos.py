@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import subprocess
@@ -26,6 +27,7 @@ from tests.crash.chaos.scene import KINDS, ROOT
 from tests.crash.chaos.trainer import BEGIN, SESSION, file_of, keep
 from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
 from tests.engines.trainer import RATE
+from tests.small_disk import may_mount, run_on_small_disk
 
 PROMPT = [5, 6, 7, 8]
 LENGTH = 48
@@ -72,6 +74,36 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Diar
         return diary
 
     return note
+
+
+FILLED = """
+import sys, time
+from pathlib import Path
+from tests.crash.chaos.filler import LOOK_S, Filler
+
+disk = Path(sys.argv[1])
+spool = bytes(1 << 17)
+(disk / "spool").write_bytes(spool)
+filler = Filler(lambda: disk)
+assert filler.begin()
+(disk / "spool").unlink()
+wanted = time.monotonic() + 60
+while (disk / "filler").stat().st_size <= len(spool) and time.monotonic() < wanted:
+    time.sleep(LOOK_S)
+try:
+    (disk / "spool").write_bytes(spool)
+except OSError as error:
+    print(error.errno)
+filler.end()
+(disk / "spool").write_bytes(spool)
+"""
+
+
+@pytest.mark.skipif(not may_mount(), reason="nothing can be mounted here")
+def test_a_full_disk_stays_full_when_an_engine_deletes_its_files(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    done = run_on_small_disk("tmpfs", disk, 1 << 18, FILLED, disk)
+    assert (done.returncode, done.stdout.split()) == (0, [str(errno.ENOSPC)]), done.stderr
 
 
 def test_a_request_may_be_refused_during_an_accident_only(noted: Callable[..., Diary]) -> None:

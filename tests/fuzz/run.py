@@ -27,6 +27,7 @@ with atheris.instrument_imports(
             "tile_decoder",
             "tile_encoder",
             "tile_ranks",
+            "tile_steps",
             "words",
         )
     ],

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
+import numpy as np
+
+from deltachain.codec import ENCODINGS, Change, encode_part
+from deltachain.codec.old_bits import OldBits
+from deltachain.delta import changes
 from deltachain.format import keys
+from deltachain.types import StateDigest, TensorSpec
 from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.format.freeze import parts
 from tests.format.test_stranger_tiles import part_of as max_part
-from tests.fuzz.targets import FROZEN, MANIFEST_KEY, RECORD_KEY, TAG_KEY
+from tests.fuzz.targets import FROZEN, MANIFEST_KEY, RECORD_KEY, TAG_KEY, old_of
 from tests.hostile.corpus import CORPUS
 from tests.hostile.scene import Scene
 
@@ -23,6 +30,17 @@ KEYS: Final = {
 }
 
 
+def max_of(spec: TensorSpec) -> bytes:
+    """A part that every seventh element of the fuzzer's old bits changed by; one for each width."""
+    old = old_of(spec)
+    new = old.copy()
+    new[::7] += np.array(1, spec.bits_dtype)
+    before = partial(OldBits, old)
+    delta = changes(spec, old, new)
+    change = Change(delta, StateDigest(), encoding=ENCODINGS.get("max"), old=before)
+    return encode_part([change]).data
+
+
 def seeds(target: str) -> Iterator[tuple[str, bytes]]:
     """Objects for one target, by a name that a file can have."""
     if target == "part":
@@ -30,6 +48,8 @@ def seeds(target: str) -> Iterator[tuple[str, bytes]]:
             yield f"sound-{name}", data
         for cuts in (1, 2, 3, 6):
             yield f"sound-max-{cuts}", max_part(cuts)
+        for dtype in ("F8_E4M3", "BF16", "F32", "F64"):
+            yield f"sound-max-{dtype}", max_of(TensorSpec("w", dtype, (40,)))
         for number, name in enumerate(FORGERIES):
             yield f"forged-{number:03}", forged(name)
         return

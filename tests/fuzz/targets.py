@@ -43,6 +43,8 @@ from deltachain.format.documents import (
 from deltachain.format.tag import Tag
 from deltachain.kernels import host
 from deltachain.store import MemoryStore
+from deltachain.subscribe.targets.live import WholeTensor
+from deltachain.subscribe.targets.patch import STAGED, prepare, prepare_steps
 from deltachain.types import MAX_NUMEL, Bits, TensorSpec
 from tests.format import freeze_tags, stranger
 from tests.format.freeze import chain
@@ -103,6 +105,7 @@ def read_part(data: bytes) -> None:
         deltas = [read_tensor(part, name) for name in part.rows]
         for delta in deltas:
             check_delta(delta)
+            check_stage(part, delta)
         if part.nnz <= COMPARED_NNZ:
             compare_with_stranger(data, deltas)
 
@@ -135,6 +138,24 @@ def check_delta(delta: TensorDelta) -> None:
         host.digest_at(digest_key(spec), indices, delta.values)
     twice = fold(delta, delta).validate()
     must(twice.nnz <= delta.nnz, "folding invented elements")
+
+
+def check_stage(part: Part, delta: TensorDelta) -> None:
+    """Streams that can be read are staged in one pass as their delta is."""
+    spec = delta.spec
+    if part.rows[spec.name].encoding not in STAGED or spec.numel > MAX_OLD:
+        return
+    live = WholeTensor(old_of(spec))
+    reader = part.reader(spec.name, old=OldBits(old_of(spec)))
+    try:
+        found = prepare_steps(live, reader)
+    except REFUSALS as exc:
+        raise FindingError("what is read is not staged") from exc
+    expected = prepare(live, delta)
+    must(found.change == expected.change, "staged with another effect")
+    for field in ("indices", "old", "new"):
+        one, other = getattr(found, field), getattr(expected, field)
+        must(np.array_equal(one, other), f"{field} of a patch differ")
 
 
 def compare_with_stranger(data: bytes, deltas: list[TensorDelta]) -> None:

@@ -16,6 +16,7 @@ from deltachain.chain.chain import Chain
 from deltachain.dashboard.alerts import AlertKind
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
+from tests.crash.chaos.filler import Filler
 from tests.crash.chaos.scene import ALERT_LAG, MAX_SILENCE_S, Party, Scene
 from tests.small_disk import may_mount
 
@@ -172,14 +173,10 @@ def delete(scene: Scene, dice: Random) -> Accident:
 
 def full_disk(scene: Scene, dice: Random) -> Accident:
     one = _engine(scene, dice)
-    filler = "filler"
+    filler = Filler(lambda: one.seen_disk)
 
-    def fill() -> None:
-        with suppress(OSError), (one.seen_disk / filler).open("wb") as file:
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        if not (one.seen_disk / filler).exists():
+    def begin() -> None:
+        if not filler.begin():
             raise VoidError("the disk cannot be reached")
 
     return Accident(
@@ -187,8 +184,8 @@ def full_disk(scene: Scene, dice: Random) -> Accident:
         parties=frozenset({one.kind}),
         detail=one.kind,
         seconds=dice.uniform(10, 40),
-        begin=fill,
-        end=lambda: (one.seen_disk / filler).unlink(missing_ok=True),
+        begin=begin,
+        end=filler.end,
         alerts=(AlertKind.BEHIND, AlertKind.NOT_READY),
         engine=one.url,
         versions=ALERT_LAG + 8,
