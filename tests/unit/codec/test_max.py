@@ -6,6 +6,7 @@ from functools import partial
 from types import ModuleType
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -231,7 +232,10 @@ def boxes(grid: tiles.TileGrid, numel: int) -> list[WindowPlace]:
 
 
 def outcome(
-    kernel: ModuleType, segments: Bits, streams: tiles.TileStreams, box: WindowPlace
+    kernel: ModuleType,
+    segments: npt.NDArray[np.int64],
+    streams: tiles.TileStreams,
+    box: WindowPlace,
 ) -> list[object] | None:
     """What a kernel stages, with live bits that are not those before, and stay as they are."""
     room = box.at + 1 + int(((box.dims[:, 0] - 1) * box.dims[:, 2]).sum())
