@@ -10,6 +10,7 @@ import pytest
 
 from deltachain.store import open_store
 from deltachain.testing.models import bits_of, plain_model, recompute, same, train_
+from tests.crash.places import open_place
 
 SCRIPT = """
 import os
@@ -57,6 +58,18 @@ def test_the_last_version_is_committed(
     found = recompute(open_store(tmp_path))
     assert found[max(found)].committed.manifest.step == 4
     assert same(found[max(found)].state, bits_of(model))
+
+
+@pytest.mark.parametrize("kind", ["s3", "hf"])
+def test_the_last_version_is_committed_over_a_network(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of clients have ended by then, and no other may be started."""
+    place = open_place(kind, tmp_path, request.getfixturevalue, monkeypatch.setenv)
+    done = run(place.url(), BY_STEPS, "")
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+    found = recompute(open_store(place.url()))
+    assert found[max(found)].committed.manifest.step == 4, done.stderr
 
 
 def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
