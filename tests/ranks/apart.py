@@ -40,9 +40,9 @@ def comes_late(rank: int, url: str, folder: str) -> None:
 
 def flushes_alone(rank: int, url: str, folder: str) -> None:
     """One rank flushes while a version waits, and does not meet the others there."""
-    slow = Fault("slow", "deltas/", seconds=1.0, times=1)
+    slow = Fault("slow", "deltas/", seconds=4.0, times=1)
     store = FaultyStore(open_store(url, writer=True), slow)
-    config = PublishConfig(url=url, dtype="BF16", on_error="warn", deadline_s=1.0)
+    config = PublishConfig(url=url, dtype="BF16", on_error="warn", deadline_s=4.0)
     model = LAYOUTS["stages"]()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
@@ -77,7 +77,7 @@ def misses_one(rank: int, url: str, folder: str) -> None:
     model = LAYOUTS["rows"]()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
-    config = PublishConfig(url=url, dtype="BF16", when_busy="wait", on_error="warn", deadline_s=1.0)
+    config = PublishConfig(url=url, dtype="BF16", when_busy="wait", on_error="warn", deadline_s=4.0)
     with Publisher(config).attach(model) as publisher:
         for number in range(4):
             train_step("rows", model, optimizer, number)
