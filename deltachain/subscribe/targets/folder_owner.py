@@ -12,6 +12,7 @@ from deltachain.chain.chain import Chain
 from deltachain.checkpoint import ASSET_SUFFIXES, HELD_FILE, INDEX_FILE, write_atomic
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.format.documents import parse
+from deltachain.format.keys import CHAIN_KEY
 from deltachain.remote_code import without_remote_code
 from deltachain.subscribe import FolderTarget, HeldVersion, Patch
 from deltachain.subscribe.targets.folder import HeldFile, explained
@@ -28,13 +29,23 @@ class OwnFolder(FolderTarget):
         """Match tensors by name in a folder filled by a chain; see :class:`FolderTarget`.
 
         Raises:
-            ConfigError: The folder has weights without any record of a chain.
+            ConfigError: The folder has weights without any record of a chain, or is where a chain
+                is stored.
         """
         with explained(self.folder):
             if self.folder.exists() and not self.folder.is_dir():
                 raise ConfigError(
                     f"{self.folder} is not a folder",
                     hint="name a new folder, or one that this chain fills",
+                )
+            here = self.folder.absolute()
+            within = next(
+                (one for one in (here, *here.parents) if (one / CHAIN_KEY).is_file()), None
+            )
+            if within is not None:
+                raise ConfigError(
+                    f"{within} has a chain, which only its publisher may write to",
+                    hint="name a folder beside the chain",
                 )
             weights = [file.name for file in self.folder.glob("*.safetensors")]
             if weights and not (self.folder / HELD_FILE).is_file():

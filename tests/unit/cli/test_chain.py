@@ -85,6 +85,16 @@ def test_a_folder_of_another_chain_is_left_alone(pushed: Pushed, tmp_path: Path)
     assert same(read_checkpoint(folder), pushed.states[0])
 
 
+@pytest.mark.parametrize("inside", [".", "weights", "a/b"])
+def test_nothing_is_written_where_a_chain_is_stored(pushed: Pushed, inside: str) -> None:
+    before = sorted(pushed.url.rglob("*"))
+    for command in (("pull",), ("follow", "--once")):
+        done = invoke(command[0], pushed.url, "--out", pushed.url / inside, *command[1:])
+        assert done.code == 2
+        assert "has a chain, which only its publisher may write to" in " ".join(done.stderr.split())
+    assert sorted(pushed.url.rglob("*")) == before
+
+
 def test_pushing_what_the_head_holds_commits_nothing(pushed: Pushed, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "again", pushed.states[-1])
     before = sorted(file for file in pushed.url.rglob("*") if file.is_file())
