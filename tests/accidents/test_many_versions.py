@@ -25,7 +25,7 @@ from tests.crash.places import KINDS, Place, open_place
 VERSIONS = 20_000
 BEHIND = 19_000
 DOCUMENTS = 80
-"""Documents that a follower so far behind asks for: about fifty are skips, which it looks up by name."""
+"""Documents that a follower so far behind asks for: about fifty are skips, looked up by name."""
 
 BUDGET = 100
 """Requests that a follower on a free token of the Hub has in five minutes."""
