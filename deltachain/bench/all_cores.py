@@ -17,7 +17,7 @@ from deltachain.bench.timing import Candidate, round_robin
 from deltachain.codec import Part
 from deltachain.codec.old_bits import OldBits
 from deltachain.subscribe.targets.live import WholeTensor
-from deltachain.subscribe.targets.patch import Patch, prepare
+from deltachain.subscribe.targets.patch import Patch, prepare_steps
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits
 
@@ -48,7 +48,7 @@ def _stage(data: bytes, old: Mapping[str, Bits], pool: Pool) -> list[Patch]:
     part = Part.from_bytes(data)
 
     def one(name: str) -> Patch:
-        return prepare(WholeTensor(old[name]), part.read(name, old=OldBits(old[name])))
+        return prepare_steps(WholeTensor(old[name]), part.reader(name, old=OldBits(old[name])))
 
     return list(pool.map(one, part.rows))
 

@@ -203,6 +203,13 @@ def locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:  # noqa: 
     """Keep the indices and steps of the elements of a box, with their positions; count them."""
     offset, at, dims = box
     count = 0
+    if dims.shape[0] == 1 and dims[0, 1] == dims[0, 2] == 1:  # a whole tensor, or a run of it
+        numel = dims[0, 0]
+        for i in range(indices.shape[0]):
+            rest = indices[i] - offset
+            indices[count], steps[count], positions[count] = indices[i], steps[i], at + rest
+            count += (rest >= 0) & (rest < numel)
+        return count
     for i in range(indices.shape[0]):
         rest, position = indices[i] - offset, at
         inside = rest >= 0
@@ -295,7 +302,7 @@ def stage_steps(
 def run_stage(
     run: Callable[..., int],
     segments: npt.NDArray[np.int64],
-    scratch: tuple[Any, Any],
+    scratch: tuple[Any, ...],
     live: tuple[WindowPlace, Bits, tuple[int, int]],
     broken: Sequence[str],
 ) -> StagedSteps:
@@ -305,7 +312,7 @@ def run_stage(
         run: Kernel. It takes the place, with lanes of digests to add to; and scratch, with room for
             positions, old and new bits behind it. It returns their number, or -1 and less.
         segments: Segments, with their ``nnz`` in column 2.
-        scratch: Room for the indices and steps of a segment.
+        scratch: More room that the kernel takes before that.
         live: Box, weights and digest key; see :func:`stage_steps`.
         broken: What is wrong if the kernel returns -1, -2, ...
 

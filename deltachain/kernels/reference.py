@@ -106,7 +106,7 @@ class StagedSteps(NamedTuple):
     """Steps of the elements of a box, ready to write.
 
     Attributes:
-        positions: ``(n,)`` int64 positions in the storage.
+        positions: ``(n,)`` int64 positions in the storage, in any order, each once.
         old: ``(n,)`` old bits.
         new: ``(n,)`` new bits.
         added: State digest of the new bits.

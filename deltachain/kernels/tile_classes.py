@@ -215,7 +215,7 @@ class SegmentScratch(NamedTuple):
         spans: Number of spans of the largest segment so far.
         marks: A bit for each element of the segment; zero between uses.
         counts: Room for a number for each word of them.
-        positions: Room for a place of each element.
+        positions: Room for a flat index of each element.
         steps: Room for the step of each element.
         codes: Room for the bins of up to 64 tiles.
         listed: Room for a position of each element.
@@ -226,7 +226,7 @@ class SegmentScratch(NamedTuple):
     spans: int
     marks: npt.NDArray[np.uint64]
     counts: npt.NDArray[np.uint32]
-    positions: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int64]
     steps: npt.NDArray[np.uint64]
     codes: Bytes
     listed: npt.NDArray[np.int32]
@@ -259,7 +259,7 @@ def _scratch(spans: int) -> SegmentScratch:
         "members": (classes * words, np.uint64),
         "listed": (SPAN * spans + WORD, np.int32),
         "sized": (SPAN * spans, np.uint8),
-        "positions": (SPAN * spans, np.int32),
+        "positions": (SPAN * spans, np.int64),
         "steps": (SPAN * spans, np.uint64),
     }
     sizes = [_aligned(count * np.dtype(kind).itemsize) for count, kind in rooms.values()]

@@ -2,8 +2,8 @@
 
 The ranks of a class are read first, then taken to positions by the numbers of its elements before
 spans and words of the tile: neither waits for the other. Where the size of a magnitude depends on
-the element, the class is listed before. The places of a segment are marked, and what is marked
-before each gives the order.
+the element, the class is listed before. Elements of a segment are found tile by tile and class by class. To
+order them, their places are marked, and what is marked before each gives its number.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from deltachain.kernels.compiling import compiled, inlined
 from deltachain.kernels.tile_classes import (
     SPAN,
     SPAN_WORDS,
+    SegmentScratch,
     bin_segment,
     class_table,
     classify,
@@ -87,7 +88,7 @@ def _place(tile: Any, at: Any, rank: Any) -> Any:  # noqa: ANN401
 
 @compiled
 def _place_class(tile: Any, which: Any, spans: Any, box: Any, positions: Any, some: Any) -> None:  # noqa: ANN401
-    """Replace some ranks in a class by positions in the segment.
+    """Replace some ranks in a class by flat indices.
 
     ``which`` is the number of classes and that of the class; ``some`` is the first rank and the one
     behind the last.
@@ -99,7 +100,7 @@ def _place_class(tile: Any, which: Any, spans: Any, box: Any, positions: Any, so
         words, first = SPAN_WORDS * (number * count + kind), SPAN * number
         while i < stop and positions[_U(i)] < behind:
             position = first + _place(tile, words, positions[_U(i)] - before)
-            positions[_U(i)] = _in_segment(position, box)
+            positions[_U(i)] = _flat(position, box)
             i += 1
 
 
@@ -125,19 +126,23 @@ def _list_sizes(bins: Any, first: Any, sizes: Any, listed: Any, total: Any, size
 
 @compiled
 def _place_listed(listed: Any, box: Any, positions: Any, some: Any) -> None:  # noqa: ANN401
-    """Replace ranks in a class that is listed by positions in the segment."""
+    """Replace some ranks in a class that is listed by flat indices."""
     for i in range(some[0], some[1]):
-        positions[_U(i)] = _in_segment(np.int64(listed[_U(positions[_U(i)])]), box)
+        positions[_U(i)] = _flat(np.int64(listed[_U(positions[_U(i)])]), box)
 
 
 @inlined
-def _in_segment(position: Any, box: Any) -> Any:  # noqa: ANN401
-    """Return the position in the segment of one in a tile."""
-    width, stride, shift, inverse = box
+def _flat(position: Any, box: Any) -> Any:  # noqa: ANN401
+    """Return the flat index of a position in a tile.
+
+    ``box`` is the width of the tile; the elements of a row of the tensor, or 0 if the tile is one
+    row; the flat index of its first element; and the inverse of the width.
+    """
+    width, stride, first, inverse = box
     if stride:
         row = np.int64((_U(position) * inverse) >> _U(_INVERSE_BITS))
-        position += row * (stride - width) + shift
-    return position
+        position += row * (stride - width)
+    return first + position
 
 
 @inlined
@@ -159,7 +164,7 @@ def _write_ones(word: Any, first: Any, out: Any, at: Any) -> Any:  # noqa: ANN40
 
 @compiled
 def _decode_tile(data: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
-    """Append places and steps of one tile; return their number so far, or -1 to -3."""
+    """Append indices and steps of one tile; return their number so far, or -1 to -3."""
     at, end = 8 * span[0], 8 * span[1]
     tile, table, spans = classes
     positions, steps, found, listed, sized = out
@@ -186,18 +191,18 @@ def _decode_tile(data: Any, span: Any, codes: Any, classes: Any, box: Any, out: 
 
 @compiled
 def _sort(positions: Any, steps: Any, start: Any, scratch: Any, out: Any) -> None:  # noqa: ANN401
-    """Write the places and steps of a segment by ascending place."""
+    """Write the indices and steps of a segment, whose first index is ``start``, in order."""
     marks, counts = scratch
     indices, values = out
     for i in range(positions.shape[0]):
-        position = _U(positions[i])
+        position = _U(positions[i] - start)
         marks[position >> _U(6)] |= _U(1) << (position & _U(63))
     count = np.int64(0)
     for w in range(marks.shape[0]):
         counts[w] = count
         count += _write_ones(marks[w], start + WORD * w, indices, count)
     for i in range(positions.shape[0]):
-        position = _U(positions[i])
+        position = _U(positions[i] - start)
         before = marks[position >> _U(6)] & ((_U(1) << (position & _U(63))) - _U(1))
         values[_U(counts[position >> _U(6)]) + _U(popcount(before))] = steps[i]
     marks[:] = _U(0)
@@ -232,8 +237,10 @@ def _sizes(data: Any, at: Any, end: Any, ends: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any, out: Any) -> Any:  # noqa: ANN401
+def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any) -> Any:  # noqa: ANN401
     """Decode a segment; return the number of elements, or -1 to -3.
+
+    Their flat indices and steps are left in the scratch, by tile, by class, then in order.
 
     Args:
         segment: Row of the segment.
@@ -242,10 +249,9 @@ def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any, ou
             index of the first; columns and cuts; rule of the bins; their classes.
         wanted: ``(cuts,)`` bool: its tiles to decode.
         room: Fields of the thread's scratch, and room for the ends of the tiles.
-        out: Indices, with ``WORD`` more than there are elements, and steps.
     """
     data, old, zero, (columns, cuts), rule, table = given
-    marks, counts, positions, steps, codes, listed, sized, tile, ends = room
+    positions, steps, codes, listed, sized, tile, ends = room
     start, length, nnz, nbytes = segment[0], segment[1], segment[2], segment[3]
     begin = _sizes(data, at, at + nbytes, ends)
     if begin < 0:
@@ -264,40 +270,49 @@ def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any, ou
             continue
         mine = codes, t * apart
         classes = tile, table, classify(codes, t * apart, rows * width, table, tile)
-        box, into = (width, stride, t * width, inverse), (positions, steps, found, listed, sized)
+        box = width, stride, start + t * width, inverse
+        into = positions, steps, found, listed, sized
         found = _decode_tile(data, span, mine, classes, box, into)
         if found < 0:
             return found
     if found > nnz or (not skipped and found != nnz):
         return np.int64(-1)
-    used = marks[: (length + 63) >> 6], counts
-    _sort(positions[:found], steps, start, used, out)
     return found
 
 
 @compiled
-def _decode(segments: Any, given: Any, wanted: Any, room: Any, out: Any) -> Any:  # noqa: ANN401
-    """Decode all segments; return the number of elements, or -1 to -3."""
+def _decode(
+    segments: Any,  # noqa: ANN401
+    given: Any,  # noqa: ANN401
+    wanted: Any,  # noqa: ANN401
+    room: Any,  # noqa: ANN401
+    order: Any,  # noqa: ANN401
+    out: Any,  # noqa: ANN401
+) -> Any:  # noqa: ANN401
+    """Decode all segments in order; return the number of elements, or -1 to -3."""
     at, count = np.int64(0), np.int64(0)
+    positions, steps = room[0], room[1]
     for s in range(segments.shape[0]):
-        rest = out[0][count:], out[1][count:]
-        found = decode_segment(segments[s], at, given, wanted[s], room, rest)
+        found = decode_segment(segments[s], at, given, wanted[s], room)
         if found < 0:
             return found
+        start, used = segments[s, 0], (segments[s, 1] + 63) >> 6
+        rest = out[0][count:], out[1][count:]
+        _sort(positions[:found], steps, start, (order[0][:used], order[1]), rest)
         count += found
         at += segments[s, 3]
     return count
 
 
 def arguments(
-    segments: npt.NDArray[np.int64], streams: TileStreams
+    segments: npt.NDArray[np.int64], streams: TileStreams, held: SegmentScratch
 ) -> tuple[tuple[Any, ...], npt.NDArray[np.bool_], tuple[Any, ...]]:
-    """Return what :func:`decode_segment` takes: given, wanted of each segment, and room."""
+    """Return what :func:`decode_segment` takes: given, wanted of each segment, and room.
+
+    ``held`` is the scratch of the thread: room begins with its positions and steps.
+    """
     data, old, table, grid, wanted = streams
-    held = thread_scratch(int(segments[:, 1].max(initial=0)))
     room = (
-        held.marks,
-        held.counts,
         held.positions,
         held.steps.view(old.dtype),
         held.codes,
@@ -321,7 +336,9 @@ def decode_tiles(segments: npt.NDArray[np.int64], streams: TileStreams) -> tuple
     """Decode the tiles of some segments of one tensor; see the reference."""
     nnz = int(segments[:, 2].sum())
     indices, values = slab.empty(nnz + WORD, np.int64), slab.empty(nnz, streams.old.dtype)
-    count = _decode(segments, *arguments(segments, streams), (indices, values))
+    held = thread_scratch(int(segments[:, 1].max(initial=0)))
+    order = held.marks, held.counts
+    count = _decode(segments, *arguments(segments, streams, held), order, (indices, values))
     if count < 0:
         raise ValueError(BROKEN[-count - 1])
     return indices[:count], values[:count]

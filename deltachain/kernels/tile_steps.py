@@ -1,6 +1,7 @@
 """Compiled kernel that decodes tiles and stages the steps of a box, a segment at a time.
 
 A segment's indices and steps stay in cache, and its old bits are read again while they are there.
+Elements are not put in order: weights are written at positions in any.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import numpy.typing as npt
 from deltachain.kernels.compiling import compiled
 from deltachain.kernels.reading import locate, move, run_stage
 from deltachain.kernels.reference import StagedSteps, WindowPlace
+from deltachain.kernels.tile_classes import thread_scratch
 from deltachain.kernels.tile_decoder import BROKEN, arguments, decode_segment
 from deltachain.kernels.tiles import TileStreams
-from deltachain.kernels.words import WORD
 from deltachain.types import Bits
 
 
@@ -24,14 +25,13 @@ from deltachain.types import Bits
 def _stage(segments: Any, given: Any, wanted: Any, room: Any, place: Any, out: Any) -> Any:  # noqa: ANN401
     """Stage all segments; return the number of elements, or -1 to -3."""
     box, weights, keys, lanes = place
-    indices_room, steps_room, positions, old, new = out
-    scratch = indices_room, steps_room
+    positions, old, new = out
     at, count = np.int64(0), np.int64(0)
     for s in range(segments.shape[0]):
-        found = decode_segment(segments[s], at, given, wanted[s], room, scratch)
+        found = decode_segment(segments[s], at, given, wanted[s], room)
         if found < 0:
             return found
-        indices, steps = indices_room[:found], steps_room[:found]
+        indices, steps = room[0][:found], room[1][:found]
         held = locate(indices, steps, box, positions[count : count + found])
         mine = slice(count, count + held)
         move(weights, indices, steps, keys, (positions[mine], old[mine], new[mine]), lanes)
@@ -48,7 +48,6 @@ def stage_tiles(
     key: tuple[int, int],
 ) -> StagedSteps:
     """Decode tiles, and stage the steps of the elements of a box; see the reference."""
-    most = int(segments[:, 2].max(initial=0))
-    scratch = np.empty(most + WORD, np.int64), np.empty(most, weights.dtype)
-    run = partial(_stage, segments, *arguments(segments, streams))
-    return run_stage(run, segments, scratch, (box, weights, key), BROKEN)
+    held = thread_scratch(int(segments[:, 1].max(initial=0)))
+    run = partial(_stage, segments, *arguments(segments, streams, held))
+    return run_stage(run, segments, (), (box, weights, key), BROKEN)

@@ -43,8 +43,8 @@ class Patch:
 
     Attributes:
         spec: Spec of the tensor.
-        indices: ``(nnz,)`` int64 positions in the live storage, which for a whole tensor are its
-            flat indices; ``None`` if every element of the view is written.
+        indices: ``(nnz,)`` int64 positions in the live storage, in any order, which for a whole
+            tensor are its flat indices; ``None`` if every element of the view is written.
         old: Bits before, to undo the write; ``None`` if they are not kept, or with ``exchange``.
         new: Bits after; with ``exchange``, the bits before once the patch is written.
         change: Change of the state digest; zero if that of the old bits was not computed.

@@ -237,7 +237,7 @@ def outcome(
     streams: tiles.TileStreams,
     box: WindowPlace,
 ) -> list[object] | None:
-    """What a kernel stages, with live bits that are not those before, and stay as they are."""
+    """What a kernel stages, in order, with live bits that are not those before, and stay so."""
     room = box.at + 1 + int(((box.dims[:, 0] - 1) * box.dims[:, 2]).sum())
     live = np.random.default_rng(5).integers(0, 256, room * 8, np.uint8)
     weights = live.view(streams.old.dtype)[:room]
@@ -248,5 +248,6 @@ def outcome(
         return None
     finally:
         np.testing.assert_array_equal(weights, before)
-    arrays = [(array.dtype, array.tolist()) for array in staged[:3]]
+    order = np.argsort(staged.positions)
+    arrays = [(array.dtype, array[order].tolist()) for array in staged[:3]]
     return [*arrays, *staged[3:]]
