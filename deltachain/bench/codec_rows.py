@@ -41,11 +41,6 @@ class StagingRow:
         """Speed of ``max`` over that of ``step``."""
         return self.step_ns / self.max_ns
 
-    @property
-    def most(self) -> float:
-        """The same for a decoder that does what ``step`` does and reads all old bits."""
-        return self.step_ns / (self.step_ns + self.floor_ns)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRow:

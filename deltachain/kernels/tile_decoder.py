@@ -2,8 +2,8 @@
 
 The ranks of a class are read first, then taken to positions by the numbers of its elements before
 spans and words of the tile: neither waits for the other. Where the size of a magnitude depends on
-the element, the class is listed before. Elements of a segment are found tile by tile and class by class. To
-order them, their places are marked, and what is marked before each gives its number.
+the element, the class is listed before. Elements are found tile by tile and class by class. To put
+a segment in order, its places are marked, and what is marked before each gives its number.
 """
 
 from __future__ import annotations
