@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain import slab
 from deltachain.errors import ConfigError
 from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host, threaded
@@ -316,7 +317,7 @@ def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
         return bits, None  # the cast made new memory, with the bits in it
     if weight.element_map.table is not None:
         return threaded.copy(bits), None  # neighbours are in different windows
-    return np.empty_like(bits), bits
+    return slab.empty(bits.size, bits.dtype), bits
 
 
 def _is_small(one: _Window) -> bool:
