@@ -177,9 +177,11 @@ def percent(share: float) -> str:
 
 
 def moment(seconds: float) -> str:
-    """Format a time of this machine's time zone: ``23 Nov 09:00``."""
+    """Format a time of this machine's time zone: ``23 Nov 09:00``, ``23 Nov 2019``."""
     try:
-        return time.strftime("%d %b %H:%M", time.localtime(seconds))
+        then = time.localtime(seconds)
+        this_year = then.tm_year == time.localtime().tm_year
+        return time.strftime("%d %b %H:%M" if this_year else "%d %b %Y", then)
     except (OverflowError, ValueError, OSError):  # the publisher's clock may be wrong
         return "?"
 

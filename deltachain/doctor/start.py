@@ -14,7 +14,7 @@ from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.plan import Plan
 from deltachain.chain.trust import Trust
 from deltachain.doctor.finding import Finding, Role, failed, fault, note, ok
-from deltachain.doctor.probe import compare_clocks
+from deltachain.doctor.probe import CLOCK, SKEW_S, compare_clocks
 from deltachain.environment import read
 from deltachain.errors import DeltaChainError, ObjectNotFoundError
 from deltachain.format.keys import manifest_key
@@ -22,6 +22,7 @@ from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.retry import between_polls
 from deltachain.room import NoRoomError, check_room
 from deltachain.store import Store
+from deltachain.store.base import ObjectInfo
 from deltachain.subscribe.announcements import RARE
 from deltachain.subscribe.history import require
 from deltachain.tokens import Tokens
@@ -53,8 +54,10 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
         yield failed(CHAIN, exc)
         return
     yield _newest(chain, head)
+    stored = store.find(manifest_key(head.version))
+    yield from _publisher_clock(head, stored)
     if role is Role.FOLLOWER:  # a publisher's writes have told more
-        yield from compare_clocks(store, store.find(manifest_key(head.version)))
+        yield from compare_clocks(store, stored)
         yield from _newcomer(chain, head, environment)
     else:
         yield ok(START, f"a publisher continues with version {head.version + 1}")
@@ -96,6 +99,19 @@ def _newest(chain: Chain, head: Committed) -> Finding:
     return ok(
         CHAIN, f"version {head.version}{step} is the newest, committed {_span(age)} ago{signed}"
     )
+
+
+def _publisher_clock(head: Committed, stored: ObjectInfo | None) -> Iterator[Finding]:
+    """Yield a finding if a manifest is dated after its write, which no copying can cause."""
+    told = None if stored is None else stored.modified
+    ahead_s = head.manifest.time - (time.time() if told is None else told)
+    if ahead_s > SKEW_S:
+        yield note(
+            CLOCK,
+            f"version {head.version} is dated {_span(ahead_s)} after its write to the store: "
+            "the clock of its publisher is ahead",
+            "set the clock of the publisher: alerts on the age of versions come that much later",
+        )
 
 
 def _newcomer(chain: Chain, head: Committed, environment: Mapping[str, str]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ import pytest
 
 import deltachain
 from deltachain.cli.app import PANELS
-from deltachain.cli.console import bar, clean, count, nbytes, percent
+from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
 from tests.unit.cli.support import (
     Pushed,
     invoke,
@@ -221,3 +221,11 @@ def test_the_package_can_be_run() -> None:
     command = [sys.executable, "-m", "deltachain", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert deltachain.__version__ in done.stdout
+
+
+def test_a_time_of_another_year_shows_the_year() -> None:
+    now = time.localtime()
+    today = time.mktime((now.tm_year, now.tm_mon, now.tm_mday, 9, 5, 0, 0, 0, -1))
+    assert moment(today) == time.strftime("%d %b 09:05", now)
+    then = time.mktime((now.tm_year - 2, 11, 24, 3, 49, 0, 0, 0, -1))
+    assert moment(then) == f"24 Nov {now.tm_year - 2}"

@@ -216,6 +216,19 @@ def test_a_chain_that_no_trusted_key_signed(chain: Path, monkeypatch: pytest.Mon
     assert (found.check, "signature" in found.said) == ("chain", True)
 
 
+def test_a_publisher_whose_clock_is_ahead_is_named(chain: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(chain, copy)
+    newest = max((copy / "manifests").iterdir())
+    os.utime(newest, (0, time.time() - 2 * SKEW_S - 60))
+    (found,) = [one for one in examined(copy) if one.check == "clock"]
+    assert found.grade is Grade.NOTE
+    assert "3 minutes after its write" in found.said
+    assert "the clock of its publisher is ahead" in found.said
+    os.utime(newest)  # as of a copy that is younger than its version
+    assert not [one for one in examined(copy) if one.check == "clock"]
+
+
 def test_no_chain_is_a_note_for_followers_and_fine_for_publishers(tmp_path: Path) -> None:
     assert faults(tmp_path / "new") == faults(tmp_path / "new", PUBLISHER) == []
     (found,) = [one for one in examined(tmp_path / "new") if one.check == "chain"]
