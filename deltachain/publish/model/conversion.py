@@ -53,6 +53,41 @@ class Conversion:
     table: Indices | None = None
 
 
+class SaveConversion:
+    """What transformers makes of the names and tensors of a model when it saves the model.
+
+    Names are those of the whole model saved at once: some are changed only if others are there.
+
+    Args:
+        model: Model, wrapped or not; only models of transformers have conversions.
+        shapes: Full shapes of all live tensors.
+    """
+
+    def __init__(self, model: nn.Module, shapes: Shapes) -> None:
+        self._model = _saved_by_transformers(model)
+        live = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        there = live if self._model is None else _convert(self._model, live)
+        names = {id(tensor): name for name, tensor in live.items()}
+        self.names = frozenset(there)
+        """Names of the checkpoint."""
+        self.renamed: Mapping[str, str] = {
+            names[id(tensor)]: name for name, tensor in there.items() if id(tensor) in names
+        }
+        """Name in the checkpoint by name of each live tensor that keeps its elements."""
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert some tensors of the model to tensors of the checkpoint.
+
+        Raises:
+            ValueError, RuntimeError, KeyError, IndexError: They are converted only with others.
+        """
+        moved = {self.renamed[name]: t for name, t in tensors.items() if name in self.renamed}
+        others = {name: t for name, t in tensors.items() if name not in self.renamed}
+        if self._model is None or not others:
+            return moved | others
+        return moved | _convert(self._model, others)
+
+
 def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
     """Find the conversions of all tensors that differ between model and checkpoint.
 
@@ -61,30 +96,36 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
         shapes: Full shapes of all live tensors.
 
     Raises:
-        ConfigError: The checkpoint has values that are computed instead of moved.
+        ConfigError: The checkpoint has values that are computed instead of moved, or names that
+            cannot be found.
     """
-    saved = _saved_by_transformers(model)
-    if saved is None:
-        return {}
+    saving = SaveConversion(model, shapes)
     known: dict[object, list[Conversion]] = {}
-    found: dict[str, Conversion] = {}
-    for group in _groups(saved, shapes):
-        there = _convert(saved, {name: torch.empty(shapes[name], device="meta") for name in group})
+    found = {
+        name: Conversion((Destination(there, shapes[name], 0, 0, _numel(shapes[name])),))
+        for name, there in saving.renamed.items()
+        if there != name
+    }
+    converted = {name: shape for name, shape in shapes.items() if name not in saving.renamed}
+    names = set(saving.renamed.values())
+    for group in _groups(saving, converted):
+        there = saving.convert({name: torch.empty(shapes[name], device="meta") for name in group})
+        names |= set(there)
         alike = (
             tuple((_unnumbered(name), shapes[name]) for name in group),
             tuple((_unnumbered(name), tuple(tensor.shape)) for name, tensor in there.items()),
         )
         if alike not in known:
-            known[alike] = _numbered(saved, {name: shapes[name] for name in group})
+            known[alike] = _numbered(saving, {name: shapes[name] for name in group})
         for name, conversion in zip(group, known[alike], strict=True):
             found[name] = _renamed(conversion, list(there))
+    if names != saving.names:
+        raise ConfigError(
+            f"the checkpoint of the model has {sorted(saving.names - names)[:3]}, and "
+            f"{sorted(names - saving.names)[:3]} were found instead",
+            hint=INSTEAD,
+        )
     return found
-
-
-def as_saved(model: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Convert one tensor of a model to the tensors of a checkpoint."""
-    saved = _saved_by_transformers(model)
-    yield from ((name, tensor),) if saved is None else _convert(saved, {name: tensor}).items()
 
 
 def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
@@ -130,20 +171,16 @@ def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
     return converted
 
 
-def _groups(model: PreTrainedModel, shapes: Shapes) -> Iterator[list[str]]:
+def _groups(saving: SaveConversion, shapes: Shapes) -> Iterator[list[str]]:
     """Yield converted live tensors, grouped by shared checkpoint tensors."""
     groups: list[tuple[list[str], set[str]]] = []
     stubborn: list[str] = []
     for name, shape in shapes.items():
-        meta = torch.empty(shape, device="meta")
         try:
-            there = _convert(model, {name: meta})
+            names = set(saving.convert({name: torch.empty(shape, device="meta")}))
         except (ValueError, RuntimeError, KeyError, IndexError):
             stubborn.append(name)  # converted only together with others
             continue
-        if there.get(name) is meta:
-            continue
-        names = set(there)
         meeting = [group for group in groups if group[1] & names]
         groups = [group for group in groups if not group[1] & names]
         members = [*(member for group in meeting for member in group[0]), name]
@@ -153,13 +190,13 @@ def _groups(model: PreTrainedModel, shapes: Shapes) -> Iterator[list[str]]:
         yield stubborn
 
 
-def _numbered(model: PreTrainedModel, shapes: Shapes) -> list[Conversion]:
+def _numbered(saving: SaveConversion, shapes: Shapes) -> list[Conversion]:
     """Convert element numbers instead of weights; name targets by their position."""
     numbered = {
         name: (torch.arange(_numel(shape)) + (number << NUMBER_BIT)).view(shape)
         for number, (name, shape) in enumerate(shapes.items())
     }
-    there = [(tensor.shape, tensor.reshape(-1)) for tensor in _convert(model, numbered).values()]
+    there = [(tensor.shape, tensor.reshape(-1)) for tensor in saving.convert(numbered).values()]
     codes = [flat.numpy() for _, flat in there]
     everything = np.sort(np.concatenate(codes))
     before = np.concatenate([tensor.reshape(-1).numpy() for tensor in numbered.values()])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltachain.checkpoint import read_assets
 from deltachain.errors import ConfigError
-from deltachain.publish.model.conversion import as_saved
+from deltachain.publish.model.conversion import SaveConversion
 from deltachain.torch_names import named_tensors
 
 if TYPE_CHECKING:
@@ -63,11 +63,14 @@ def merged_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple
         for name, layer in base.named_modules()
         if adapter in getattr(layer, "lora_A", ())
     }
+    own_tensors = {
+        name.replace(".base_layer", ""): tensor
+        for name, tensor in named_tensors(base)
+        if ".lora_" not in name
+    }
+    saving = SaveConversion(base, {name: tuple(t.shape) for name, t in own_tensors.items()})
     seen: dict[int, str] = {}
-    for name, tensor in named_tensors(base):
-        if ".lora_" in name:
-            continue
-        own = name.replace(".base_layer", "")
+    for own, tensor in own_tensors.items():
         first = seen.setdefault(id(tensor), own)
         if first != own:
             if first in layers or own in layers:
@@ -76,7 +79,7 @@ def merged_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple
         weight = tensor.detach()
         if own in layers:
             weight = _added(layers[own], adapter, weight)
-        yield from as_saved(base, own, weight)
+        yield from saving.convert({own: weight}).items()
 
 
 def _added(layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401 - of peft

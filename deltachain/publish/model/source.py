@@ -281,19 +281,23 @@ def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 
 
 def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return tensors by their first name, and the other names of tied ones."""
-    names: dict[int, str] = {}
+    """Return tensors by the name that checkpoints have, and the other names of tied ones.
+
+    Checkpoints of transformers leave out the names that the model calls tied to others; of other
+    models, the first name counts.
+    """
+    left_out = getattr(model, "all_tied_weights_keys", None) or {}
+    names: dict[int, list[str]] = {}
     live: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
     for name, tensor in named_tensors(model):
-        if id(tensor) in names:
-            aliases[name] = names[id(tensor)]
-            continue
-        if name in live:
+        if live.setdefault(name, tensor) is not tensor:
             raise ConfigError(f"two weights of the model are called {name!r} once unwrapped")
-        names[id(tensor)] = name
-        live[name] = tensor
-    return live, aliases
+        names.setdefault(id(tensor), []).append(name)
+    aliases: dict[str, str] = {}
+    for tied in names.values():
+        chosen = next((name for name in tied if name not in left_out), tied[0])
+        aliases |= {name: chosen for name in tied if name != chosen}
+    return {name: live[name] for name in live if name not in aliases}, aliases
 
 
 def _refuse_adapters(model: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deltachain.errors import ConfigError
-from deltachain.publish.model.conversion import as_saved
+from deltachain.publish.model.conversion import SaveConversion
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.quantise.fused import check_fused
 from deltachain.publish.quantise.recipe import FLOATS
@@ -121,14 +121,14 @@ def layers_of_config(config: Mapping[str, Any]) -> Layers:
         raise ConfigError("the checkpoint is quantised already", hint=ALREADY)
     model = _without_data(config)
     parameters = model.named_parameters(remove_duplicate=False)  # tied ones by each name
-    shapes = {normalise(name): tensor.shape for name, tensor in parameters}
+    shapes = {normalise(name): tuple(tensor.shape) for name, tensor in parameters}
+    saving = SaveConversion(model, shapes)
 
     def saved(live: str) -> Iterable[str]:
         if live not in shapes:
             return ()
         try:
-            there = as_saved(model, live, torch.empty(shapes[live], device="meta"))
-            return [name for name, _ in there]
+            return saving.convert({live: torch.empty(shapes[live], device="meta")})
         except (ValueError, RuntimeError, KeyError, IndexError):  # not by itself
             return [live]
 

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.core_model_loading import (
     Chunk,
+    GroupWeightRename,
     Transpose,
     WeightConverter,
     revert_weight_conversion,
@@ -71,6 +72,16 @@ def joined() -> Any:
     return model
 
 
+def shifted() -> Any:
+    """One that names a norm as its checkpoint names another, and only if the other is there."""
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    there = ["a_layernorm", "input_layernorm"]
+    model._weight_conversions = [
+        GroupWeightRename(there, ["input_layernorm", "post_attention_layernorm"])
+    ]
+    return model
+
+
 def as_checkpoint(source: ModelTensors) -> dict[str, bytes]:
     """What a follower would write: every tensor put together from windows."""
     found = {spec.name: bytearray(spec.nbytes) for spec in source.specs}
@@ -82,7 +93,7 @@ def as_checkpoint(source: ModelTensors) -> dict[str, bytes]:
     return {name: bytes(data) for name, data in found.items()}
 
 
-@pytest.mark.parametrize("make", [moe, renamed, transposed, joined])
+@pytest.mark.parametrize("make", [moe, renamed, transposed, joined, shifted])
 def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
     model = make()  # type: ignore[operator]
     for number, parameter in enumerate(model.parameters()):
@@ -103,6 +114,16 @@ def test_layers_of_one_shape_share_their_table() -> None:
         if "up_proj" in w.spec.name
     }
     assert len(tables) == 1
+
+
+def test_converted_tensors_whose_names_depend_on_others_are_refused() -> None:
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    model._weight_conversions = [
+        GroupWeightRename(["mlp.a_proj", "mlp.down_proj"], ["mlp.down_proj", "mlp.gate_proj"]),
+        WeightConverter("mlp.gate_proj.turned", "mlp.gate_proj.weight", [Transpose(0, 1)]),
+    ]
+    with pytest.raises(ConfigError, match=r"down_proj\.turned.*were found instead"):
+        collect_weights(model)
 
 
 def test_values_that_are_computed_when_saving_are_refused() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import CamembertConfig, CamembertForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import ConfigError
@@ -131,6 +131,21 @@ def test_tied_weights_are_published_once_under_their_first_name() -> None:
     assert [w.spec.name for w in source.weights].count("embed.weight") == 1
     assert "head.weight" not in {w.spec.name for w in source.weights}
     assert source.table().aliases == {"head.weight": "embed.weight"}
+
+
+def test_tied_weights_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    config = CamembertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, is_decoder=True
+    )
+    model = CamembertForCausalLM(config)  # its head, whose names are left out, comes first
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    source = collect_weights(model)
+    assert {spec.name for spec in source.specs} == set(saved)
+    assert source.aliases == {
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    }
 
 
 def test_persistent_buffers_are_weights_and_others_are_not() -> None:
