@@ -85,6 +85,31 @@ def test_a_folder_of_another_chain_is_left_alone(pushed: Pushed, tmp_path: Path)
     assert same(read_checkpoint(folder), pushed.states[0])
 
 
+@pytest.mark.parametrize("option", ["--out=~/policy", "-o~/policy"])
+def test_a_home_that_no_shell_expands_is_that_of_the_user(
+    pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    ok("pull", pushed.url, option)
+    assert same(read_checkpoint(home / "policy"), pushed.states[-1])
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("command", ["pull", "follow"])
+@pytest.mark.parametrize("inside", [".", "a/b"])
+def test_a_file_is_no_folder(pushed: Pushed, tmp_path: Path, command: str, inside: str) -> None:
+    file = tmp_path / "policy"
+    file.write_text("notes")
+    done = invoke(command, pushed.url, "--out", file / inside)
+    assert done.code == 2
+    assert "is not a folder" in " ".join(done.stderr.split())
+    assert "hint" in done.stderr
+    assert file.read_text() == "notes"
+
+
 @pytest.mark.parametrize("inside", [".", "weights", "a/b"])
 def test_nothing_is_written_where_a_chain_is_stored(pushed: Pushed, inside: str) -> None:
     before = sorted(pushed.url.rglob("*"))
