@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
@@ -202,3 +202,14 @@ def show_warnings() -> None:
     if not any(isinstance(handler, _Words) for handler in logger.handlers):
         logger.addHandler(_Words(logging.WARNING))
         logger.propagate = False
+
+
+def ranges(versions: Sequence[int]) -> str:
+    """Format ascending numbers as ranges."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and runs[-1][-1] == version - 1:
+            runs[-1][1:] = [version]
+        else:
+            runs.append([version])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)

@@ -10,6 +10,7 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.format.keys import manifest_key
 from deltachain.publish import Publisher
 from deltachain.store import open_store
 from deltachain.testing.models import TinyModel, bits_of, train_
@@ -222,6 +223,34 @@ def test_log_shows_the_newest_versions_first(pushed: Pushed) -> None:
     shown = ok("log", pushed.url).stdout
     assert document["chain"] in shown
     assert first["state"][:8] in shown
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"), [([1], "version 1 is"), ([0, 2], "0, 2 are"), ([0, 1], "0 to 1 are")]
+)
+def test_log_shows_what_is_there_and_names_the_gap(
+    pushed: Pushed, lost: list[int], named: str
+) -> None:
+    for version in lost:
+        (pushed.url / manifest_key(version)).unlink()
+    for more in ([], ["--plot"]):
+        done = invoke("log", pushed.url, "-n", 25, *more)
+        assert done.code == 4
+        assert f"{named} missing" in done.stderr
+        assert f"restore {manifest_key(lost[0])}" in " ".join(done.stderr.split())
+    table = invoke("log", pushed.url, "-n", 25).stdout.splitlines()
+    rows = [line.split() for line in table if line.split() and line.split()[0].isdecimal()]
+    assert [int(row[0]) for row in rows] == [3, 2, 1, 0]
+    assert [int(row[0]) for row in rows if row[1:] == ["missing"]] == lost[::-1]
+    done = invoke("log", pushed.url, "-n", 25, "--json")
+    assert done.code == 4
+    assert done.document["missing"] == lost
+    assert [row["version"] for row in done.document["versions"]] == [
+        version for version in (3, 2, 1, 0) if version not in lost
+    ]
+    assert json.loads(done.stderr)["error"]["type"] == "BrokenChainError"
+    above = invoke("log", pushed.url, "-n", 1, "--json")
+    assert (above.code, above.document["missing"]) == (0, [])
 
 
 def test_log_lists_anchors_that_were_added_later(tmp_path: Path) -> None:
