@@ -15,7 +15,6 @@ from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of
 from deltachain.cli.signing import SHOWN_DIGITS, signed, signers
 from deltachain.errors import BrokenChainError, ConfigError
-from deltachain.format.keys import manifest_key
 
 COLUMNS: Final = (
     ">version",
@@ -145,6 +144,8 @@ def _tell_missing(missing: Sequence[int]) -> None:
     Raises:
         BrokenChainError: Some are.
     """
+    from deltachain.format.keys import manifest_key
+
     if missing:
         several = len(missing) > 1
         raise BrokenChainError(
