@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.cells import cell_len
 from rich.text import Text
 
 from deltachain.cli import console as c
@@ -34,11 +33,8 @@ COLUMNS: Final = (
 READS: Final = 16
 """Manifests read at a time."""
 
-GIVE_WAY: Final = (">epoch", "committed", ">dense", ">bits", ">density")
+GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state")
 """Columns that are left out where the terminal is too narrow, in this order."""
-
-BETWEEN: Final = 2
-"""Spaces between two columns."""
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
@@ -248,28 +244,11 @@ def _show(
         if version["signatures"] and "signed by" not in columns:
             columns.append("signed by")
     rows += [(_gap(version), "") for version in reversed(gaps)]
-    columns = _fitting(columns, [row for row, _ in rows], out.width)
     grid = c.table(*columns)
     for row, style in rows:
         grid.add_row(*(row.get(name, "") for name in columns), style=style)
     out.print()
-    out.print(grid)
-
-
-def _fitting(
-    columns: Sequence[str], rows: Sequence[Mapping[str, Text | str]], width: int
-) -> list[str]:
-    """Leave out columns, those of ``GIVE_WAY`` in turn, until a table fits."""
-    widths = {
-        name: max(cell_len(name.lstrip(">")), *(cell_len(str(row.get(name, ""))) for row in rows))
-        for name in columns
-    }
-    left = list(columns)
-    for name in GIVE_WAY:
-        if sum(widths[one] + BETWEEN for one in left) - BETWEEN <= width:
-            break
-        left.remove(name)
-    return left
+    out.print(c.fitted(grid, out.width, *GIVE_WAY))
 
 
 def _gap(version: int) -> dict[str, Text | str]:

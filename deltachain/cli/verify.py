@@ -137,7 +137,7 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
             c.count(totals["nnz"]),
         )
     out = c.out()
-    out.print(grid)
+    out.print(c.fitted(grid, out.width, "frames", "objects", "elements"))
     for proof in done:
         for edge in proof.edges:
             if not edge.proven and not edge.expired and proof.rebuilt:
