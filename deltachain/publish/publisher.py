@@ -132,8 +132,7 @@ class Publisher(Closeable):
         if self._session is not None:
             raise ConfigError("this publisher is attached already", hint="make another one")
         config = self.config
-        join = partial(Ranks.join, group, deadline_s=config.deadline_s)
-        self._ranks = Ranks.alone() if alone else join()
+        self._ranks = Ranks.alone() if alone else Ranks.join(group, deadline_s=config.deadline_s)
         session = begin(
             self._store,
             lambda: collect_weights(
@@ -272,11 +271,6 @@ class Publisher(Closeable):
             raise ConfigError("not attached to a model", hint="call attach(model) first")
         return self._session
 
-    def _require_anchors(self) -> AnchorThread:
-        if self._anchors is None:
-            raise ConfigError("not attached to a model", hint="call attach(model) first")
-        return self._anchors
-
     def _land(self) -> None:
         """Wait for the version in flight; raise or log its failure."""
         flight, self._flight = self._flight, None
@@ -305,7 +299,7 @@ class Publisher(Closeable):
 
     def _stop(self, error: PublisherFencedError) -> None:
         """Fail all waiting calls: another publisher owns the chain, so none will be committed."""
-        self._require_anchors().abandon("another publisher owns the chain")
+        self._require_session().abandon_anchors("another publisher owns the chain")
         self._waiting.fail(error)
         if self.config.on_error == "raise":
             raise error
@@ -389,12 +383,11 @@ class Publisher(Closeable):
         self.totals.count(receipt)
         flight.attempt.span.end(receipt.sequence, attributes=receipt.attributes)
         logger.info("%s", receipt)
-        anchors = self._require_anchors()
         try:
-            if conclusion.anchor_due:
-                anchors.begin(f"{flight.attempt.topic}/anchor")
-            if anchors.is_full:
-                anchors.wait()  # in flight until then: versions published meanwhile are covered
+            if self._anchors is not None:
+                self._anchors.after_version(
+                    f"{flight.attempt.topic}/anchor", due=conclusion.anchor_due
+                )
         finally:
             for future in (flight.outcome, *flight.covered):
                 future.set_result(receipt)
