@@ -105,7 +105,8 @@ def attach(
     if every_steps < 1:
         raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
     inner = unwrap_optimizer(optimizer)
-    publisher = Publisher(PublishConfig.at(url, config, **settings)).attach(model)
+    publisher = Publisher(PublishConfig.at(url, config, **settings))
+    publisher.attach(model, common={"every_steps": every_steps})
     steps = 0
 
     def after_step(*_: object) -> None:

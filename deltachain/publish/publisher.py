@@ -33,6 +33,7 @@ from deltachain.publish.flight import Flight, Published, whole_step
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.quantise.begin import find_layers
+from deltachain.publish.rank_settings import agree
 from deltachain.publish.ranks.barrier import Decision, PublishBarrier
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import FAILURES
@@ -109,6 +110,7 @@ class Publisher(Closeable):
         assets: Mapping[str, bytes] | None = None,
         group: ProcessGroup | None = None,
         alone: bool = False,
+        common: Mapping[str, object] | None = None,
     ) -> Self:
         """Create or continue the chain, so that its newest version equals the current model.
 
@@ -122,9 +124,10 @@ class Publisher(Closeable):
             assets: Small files for the chain; by default those of ``PublishConfig.assets``.
             group: Process group of the publishing ranks; by default all ranks.
             alone: Whether this process has the whole model, and no other rank publishes.
+            common: Settings of the caller that must be the same on all ranks, by name.
 
         Raises:
-            ConfigError: The model cannot be published; the hint names an alternative.
+            ConfigError: The model cannot be published, or the ranks have different settings.
             ChainMismatchError: The URL has the chain of another model.
             PublisherFencedError: Another publisher was first.
             RankError: Another rank failed, or did not answer in time.
@@ -133,6 +136,7 @@ class Publisher(Closeable):
             raise ConfigError("this publisher is attached already", hint="make another one")
         config = self.config
         self._ranks = Ranks.alone() if alone else Ranks.join(group, deadline_s=config.deadline_s)
+        agree(config, self._ranks, url=self.url, further=common)
         session = begin(
             self._store,
             lambda: collect_weights(
