@@ -35,6 +35,20 @@ class AnchorThread:
         kept = session.kept_nbytes
         return kept > 0 and kept > session.config.anchor_memory * session.source.held_nbytes
 
+    def after_version(self, topic: str, *, due: bool) -> None:
+        """Begin an anchor of the newest version if one is due; wait while too much is kept.
+
+        The version is in flight until then: versions published meanwhile are covered.
+
+        Args:
+            topic: Unique name of the anchor among the ranks.
+            due: Whether one is due.
+        """
+        if due:
+            self.begin(topic)
+        if self.is_full:
+            self.wait()
+
     def begin(self, topic: str) -> None:
         """Begin an anchor of the newest version; call before the next diff.
 

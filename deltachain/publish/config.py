@@ -26,6 +26,10 @@ _FLOATS: Final = tuple(name for name in WIRE_DTYPES if name.startswith(("F", "BF
 class PublishConfig:
     """Settings of a :class:`Publisher`; the defaults suit most runs.
 
+    Ranks of a trainer must have the same ``url``, ``encoding``, ``dtype``, ``quantization``,
+    ``when_busy``, ``on_error`` and ``deadline_s``, and all a ``base`` or none; else no rank
+    attaches. The other settings are rank 0's, or each rank's own.
+
     Raises:
         ConfigError: A value is of another type than its field, or not allowed.
 

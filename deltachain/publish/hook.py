@@ -114,7 +114,8 @@ def attach(
     check_every_steps(every_steps)
     inner = unwrap_optimizer(optimizer)
     _check_same(model, inner)
-    publisher = Publisher(PublishConfig.at(url, config, **settings)).attach(model)
+    publisher = Publisher(PublishConfig.at(url, config, **settings))
+    publisher.attach(model, common={"every_steps": every_steps})
     steps = 0
 
     def after_step(*_: object) -> None:

@@ -33,6 +33,7 @@ from deltachain.publish.flight import Flight, Published, whole_step
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.quantise.begin import find_layers
+from deltachain.publish.rank_settings import agree
 from deltachain.publish.ranks.barrier import Decision, PublishBarrier
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import FAILURES
@@ -109,6 +110,7 @@ class Publisher(Closeable):
         assets: Mapping[str, bytes] | None = None,
         group: ProcessGroup | None = None,
         alone: bool = False,
+        common: Mapping[str, object] | None = None,
     ) -> Self:
         """Create or continue the chain, so that its newest version equals the current model.
 
@@ -122,9 +124,10 @@ class Publisher(Closeable):
             assets: Small files for the chain; by default those of ``PublishConfig.assets``.
             group: Process group of the publishing ranks; by default all ranks.
             alone: Whether this process has the whole model, and no other rank publishes.
+            common: Settings of the caller that must be the same on all ranks, by name.
 
         Raises:
-            ConfigError: The model cannot be published; the hint names an alternative.
+            ConfigError: The model cannot be published, or the ranks have different settings.
             ChainMismatchError: The URL has the chain of another model.
             PublisherFencedError: Another publisher was first.
             RankError: Another rank failed, or did not answer in time.
@@ -132,8 +135,8 @@ class Publisher(Closeable):
         if self._session is not None:
             raise ConfigError("this publisher is attached already", hint="make another one")
         config = self.config
-        join = partial(Ranks.join, group, deadline_s=config.deadline_s)
-        self._ranks = Ranks.alone() if alone else join()
+        self._ranks = Ranks.alone() if alone else Ranks.join(group, deadline_s=config.deadline_s)
+        agree(config, self._ranks, url=self.url, further=common)
         session = begin(
             self._store,
             lambda: collect_weights(
@@ -272,11 +275,6 @@ class Publisher(Closeable):
             raise ConfigError("not attached to a model", hint="call attach(model) first")
         return self._session
 
-    def _require_anchors(self) -> AnchorThread:
-        if self._anchors is None:
-            raise ConfigError("not attached to a model", hint="call attach(model) first")
-        return self._anchors
-
     def _land(self) -> None:
         """Wait for the version in flight; raise or log its failure."""
         flight, self._flight = self._flight, None
@@ -305,7 +303,7 @@ class Publisher(Closeable):
 
     def _stop(self, error: PublisherFencedError) -> None:
         """Fail all waiting calls: another publisher owns the chain, so none will be committed."""
-        self._require_anchors().abandon("another publisher owns the chain")
+        self._require_session().abandon_anchors("another publisher owns the chain")
         self._waiting.fail(error)
         if self.config.on_error == "raise":
             raise error
@@ -389,12 +387,11 @@ class Publisher(Closeable):
         self.totals.count(receipt)
         flight.attempt.span.end(receipt.sequence, attributes=receipt.attributes)
         logger.info("%s", receipt)
-        anchors = self._require_anchors()
         try:
-            if conclusion.anchor_due:
-                anchors.begin(f"{flight.attempt.topic}/anchor")
-            if anchors.is_full:
-                anchors.wait()  # in flight until then: versions published meanwhile are covered
+            if self._anchors is not None:
+                self._anchors.after_version(
+                    f"{flight.attempt.topic}/anchor", due=conclusion.anchor_due
+                )
         finally:
             for future in (flight.outcome, *flight.covered):
                 future.set_result(receipt)

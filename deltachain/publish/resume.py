@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Final
 
 import msgspec
 import numpy as np
@@ -37,16 +38,22 @@ from deltachain.types import Bits, StateDigest
 
 logger = logging.getLogger(__name__)
 
+_SAME_STORE: Final = (
+    "every rank must reach the same store: share a folder between hosts, or use a bucket"
+)
+
 
 class Position(msgspec.Struct, frozen=True):
     """Start of rank 0.
 
     Attributes:
+        chain: Id of the chain.
         epoch: Its epoch.
         head: The newest version; -1 for none.
         trusted: Public keys that it trusts, with commas between them; empty if it trusts all.
     """
 
+    chain: str
     epoch: int
     head: int
     trusted: str
@@ -92,7 +99,7 @@ def begin(
         writer = _take_chain(store, source, config, files, state) if ranks.leads else None
         position = collective.broadcast(_position(writer) if writer else None, Position)
     with Collective(ranks, "open") as collective:
-        writer = writer or _open_chain(store, source, config, position)
+        writer = writer or _open_chain(store, source, config, position, ranks.number)
         collective.all_gather(True, bool)
     session = Session(source, snapshot, writer, config, ranks)
     if writer.parent is None:
@@ -105,6 +112,7 @@ def begin(
 def _position(writer: Writer) -> Position:
     trusted = writer.chain.trust.trusted
     return Position(
+        chain=writer.chain.identity.chain,
         epoch=writer.epoch,
         head=writer.parent.version if writer.parent else -1,
         trusted=str(trusted) if trusted else "",
@@ -132,14 +140,28 @@ def _take_chain(
 
 
 def _open_chain(
-    store: Store, source: ModelTensors, config: PublishConfig, position: Position
+    store: Store, source: ModelTensors, config: PublishConfig, position: Position, rank: int
 ) -> Writer:
     """Open the chain on a rank other than 0, which uploads parts without commits.
 
     Only rank 0 needs the signing key; the others trust what it trusts.
+
+    Raises:
+        ConfigError: The store has another chain than that of rank 0.
+        ObjectNotFoundError: The store has no chain, or not the version that rank 0 committed.
     """
-    chain = Chain.open(store, Trust.of_reader(position.trusted, environment={}))
-    parent = chain.read(position.head) if position.head >= 0 else None
+    try:
+        chain = Chain.open(store, Trust.of_reader(position.trusted, environment={}))
+        if chain.identity.chain != position.chain:
+            raise ConfigError(
+                f"{store.url} has chain {chain.identity.chain} on rank {rank}, "
+                f"chain {position.chain} on rank 0",
+                hint=_SAME_STORE,
+            )
+        parent = chain.read(position.head) if position.head >= 0 else None
+    except ObjectNotFoundError as exc:
+        exc.hint = _SAME_STORE
+        raise
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=parent)
     writer.epoch = position.epoch
     return writer

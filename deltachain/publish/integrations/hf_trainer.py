@@ -72,7 +72,7 @@ class DeltaChainCallback(TrainerCallback):
             return
         self.publisher = Publisher(self.config)
         assets = collect_assets(model, self.config, processing_class)
-        self.publisher.attach(model, assets=assets)
+        self.publisher.attach(model, assets=assets, common={"every_steps": self.every_steps})
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object

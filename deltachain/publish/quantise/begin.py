@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 from torch import nn
 
-from deltachain.errors import ConfigError
 from deltachain.publish.model.source import ModelTensors, TensorSource
 from deltachain.publish.quantise.checkpoint_config import read_config, with_quantization
 from deltachain.publish.quantise.layers import (
@@ -56,21 +55,15 @@ def quantised(
     Args:
         source: The weights that this rank publishes.
         find: Function that finds the layers of this rank's weights.
-        quantization: The recipe, and the layers to leave.
+        quantization: The recipe, and the layers to leave; the same on all ranks.
         ranks: All publishing ranks, as seen by the thread that takes diffs.
 
     Raises:
-        ConfigError: The model cannot be quantised so, or the ranks have different libraries.
+        ConfigError: The model cannot be quantised so, or the recipe's library is absent.
         RankError: Another rank failed, or did not answer in time.
     """
     recipe = RECIPES[quantization.recipe]
-    with Collective(ranks, "library") as collective:
-        versions = collective.all_gather(recipe.version(), str)
-    if len(set(versions)) > 1:
-        raise ConfigError(
-            f"the ranks have different versions of {recipe.library}: {sorted(set(versions))}",
-            hint="install one version on every rank",
-        )
+    recipe.version()  # an absent library is named before any work
     with Collective(ranks, "layers") as collective:
         layers = Layers.joined(collective.all_gather(find(), Layers))
     choice = choose(source, layers, quantization)
