@@ -26,7 +26,7 @@ from deltachain.bench.layouts.registry import LAYOUTS
 from deltachain.bench.shapes import LARGE
 from deltachain.bench.timing import Candidate, Timings, one_core, round_robin, say
 from deltachain.bench.updates import Update, updates
-from deltachain.chain.recent_edges import VERSIONS_LISTED
+from deltachain.chain.recent_edges import VERSIONS_LISTED, KnownEdges
 from deltachain.codec import ENCODINGS as REGISTRY
 from deltachain.codec import Change, EncodedPart, Part, encode_part
 from deltachain.codec.old_bits import OldBits
@@ -38,6 +38,9 @@ from deltachain.kernels import host
 from deltachain.types import Bits
 
 ENCODINGS: Final = ("step", "max", "overwrite", "raw")
+LISTED_FROM: Final = 992
+"""The first version of those whose manifests are measured, far from the start of a chain."""
+
 ROUNDS: Final = 10
 """Rounds where layouts of other systems are timed as well."""
 OWN_FACTOR: Final = 4
@@ -83,12 +86,17 @@ def check(changes: ChangedTensors, deltas: Sequence[TensorDelta]) -> None:
 
 
 def manifest_nbytes(part: EncodedPart, numel: int) -> int:
-    """Return the size of the manifest that commits ``part``, in bytes."""
-    digest, state = "0" * 64, "0" * 32
-    version, commit = 1000, "0" * 32
+    """Return the mean size of manifests that commit such parts, in bytes, rounded up."""
+    versions = range(LISTED_FROM, LISTED_FROM + VERSIONS_LISTED)
+    return -(-sum(_manifest_nbytes(part, numel, one) for one in versions) // len(versions))
+
+
+def _manifest_nbytes(part: EncodedPart, numel: int, version: int) -> int:
+    digest, state, commit = "0" * 64, "0" * 32, "0" * 32
     key = payload_key("delta", version, 0, commit, 0)
     ref = ObjectRef(key=key, nbytes=len(part.content), blake3=part.digest, directory=part.directory)
-    recent = tuple(
+    first = version - VERSIONS_LISTED
+    before = tuple(
         EdgeSummary(
             version=number,
             kind="delta",
@@ -98,8 +106,9 @@ def manifest_nbytes(part: EncodedPart, numel: int) -> int:
             encodings=part.encodings,
             state=state,
         )
-        for number in range(version - VERSIONS_LISTED, version)
+        for number in range(first, version)
     )
+    recent, window_from = KnownEdges(before, first).listed(version)
     manifest = Manifest(
         chain=commit,
         version=version,
@@ -114,7 +123,7 @@ def manifest_nbytes(part: EncodedPart, numel: int) -> int:
         numel=numel,
         edge=Edge(kind="delta", base=version - 1, encodings=part.encodings, parts=(ref,)),
         recent=recent,
-        window_from=version - VERSIONS_LISTED,
+        window_from=window_from,
     )
     return len(seal(manifest))
 

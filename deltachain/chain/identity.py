@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from deltachain.chain.checks import check_assets
@@ -183,6 +184,12 @@ def put(
         return read_model(store, trust)  # another publisher may have created one since the check
     table = parse(document, Table, key=TABLE_KEY)
     return identity, table, None, {CHAIN_KEY: data, TABLE_KEY: document}
+
+
+def chain_around(folder: Path) -> Path | None:
+    """Return the folder where a chain is stored that is this one, or that this one is in."""
+    here = folder.absolute()
+    return next((one for one in (here, *here.parents) if (one / CHAIN_KEY).is_file()), None)
 
 
 def has_versions(store: Store) -> bool:

@@ -17,9 +17,9 @@ SHORT_LISTED: Final = 4
 """Of a chain with small deltas, versions whose edges are listed by manifests of versions that this
 number divides; those between list back to the last one of them."""
 
-SMALL_DELTA: Final = 40 << 10
+SMALL_DELTA: Final = 256 << 10
 """Mean size of deltas, in bytes, below which most manifests list few versions: 16 of them take 2.5
-KB, a sixteenth of this."""
+KB, a hundredth of this."""
 
 ANCHORS_LISTED: Final = 2
 """Edges from nothing that every manifest lists, regardless of their age."""

@@ -3,14 +3,13 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
-import signal
 from threading import Event
 from typing import Annotated
 
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.follow import held, show_version, stopping
+from deltachain.cli.follow import held, show_version
 from deltachain.cli.options import (
     AsJsonLines,
     Base,
@@ -23,6 +22,7 @@ from deltachain.cli.options import (
     secret,
 )
 from deltachain.cli.serving import shown_follower
+from deltachain.cli.stopping import end, stopping
 from deltachain.errors import ConfigError
 
 
@@ -102,5 +102,4 @@ def agent(  # noqa: PLR0913 - one argument an option
                 show_version(receipt, as_json=as_json)
         if not as_json:
             c.say(f"{engine} holds {held(led.subscriber.version)}", "dim")
-    if signal.SIGINT in by:
-        raise typer.Exit(130)
+    end(by)

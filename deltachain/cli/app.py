@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -181,7 +182,19 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
 CLONE: Final = Path(deltachain.__file__).parents[1] / "spaces" / "environment"
 """What an installed package lacks, and ``demo-async`` needs."""
 
+
+def at_home(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command in whose paths ``~`` is the user's home: no shell expands ``--out=~/x``."""
+
+    @wraps(command)
+    def run(**values: object) -> None:
+        paths = {name: path for name, path in values.items() if isinstance(path, Path)}
+        command(**(values | {name: Path(os.path.expanduser(paths[name])) for name in paths}))  # noqa: PTH111 - leaves unknown users as they are
+
+    return run
+
+
 for panel, commands in PANELS.items():
     for command in commands:
         hidden = command is demo_async and not CLONE.is_dir()
-        app.command(cls=Command, rich_help_panel=panel, hidden=hidden)(command)
+        app.command(cls=Command, rich_help_panel=panel, hidden=hidden)(at_home(command))

@@ -13,14 +13,21 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from deltachain.errors import DeltaChainError
+
+BETWEEN: Final = 2
+"""Spaces between two columns of a table."""
+
+SHRUNK: Final = 12
+"""Least width of a column that shrinks, if its cells are longer."""
 
 PIPE_WIDTH: Final = 140
 """Width of output that is not a terminal, so that no line is truncated in a file."""
@@ -111,7 +118,7 @@ def table(*columns: str) -> Table:
     A column whose title begins with ``>`` is right-aligned; one that begins with ``~`` shrinks
     first if the terminal is too narrow.
     """
-    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    grid = _borderless()
     for title in columns:
         grid.add_column(
             title.lstrip(">~"),
@@ -120,6 +127,44 @@ def table(*columns: str) -> Table:
             overflow="fold" if title.startswith("~") else "ellipsis",
         )
     return grid
+
+
+def _borderless() -> Table:
+    return Table(box=None, pad_edge=False, padding=(0, BETWEEN, 0, 0), header_style="dim")
+
+
+def fitted(grid: Table, width: int, *give_way: str) -> Table:
+    """Return a table that fits into a width, of which nothing is cut.
+
+    Bars are left out first, then columns with the titles of ``give_way``, in turn. If that is not
+    enough, cells are folded into several lines.
+    """
+    left = list(grid.columns)
+    for title in ("", *give_way):
+        if _width(left) > width:
+            left = [column for column in left if column.header != title]
+    fits = _width(left) <= width
+    found = _borderless()
+    for column in left:
+        found.add_column(
+            column.header,
+            justify=column.justify,
+            no_wrap=column.no_wrap and fits,
+            overflow=column.overflow if fits else "fold",
+        )
+    for row, *cells in zip(grid.rows, *(column.cells for column in left), strict=True):
+        found.add_row(*cells, style=row.style)
+    return found
+
+
+def _width(columns: Sequence[Column]) -> int:
+    """Return the width of columns; of those that shrink, not more than ``SHRUNK``."""
+    widths = (
+        (max(cell_len(str(cell)) for cell in (column.header, *column.cells)), column.no_wrap)
+        for column in columns
+    )
+    shown = [width if whole else min(width, SHRUNK) for width, whole in widths]
+    return sum(shown) + BETWEEN * (len(shown) - 1)
 
 
 def facts(**rows: str) -> Table:
@@ -204,3 +249,14 @@ def show_warnings() -> None:
     if not any(isinstance(handler, _Words) for handler in logger.handlers):
         logger.addHandler(_Words(logging.WARNING))
         logger.propagate = False
+
+
+def ranges(versions: Sequence[int]) -> str:
+    """Format ascending numbers as ranges."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and runs[-1][-1] == version - 1:
+            runs[-1][1:] = [version]
+        else:
+            runs.append([version])
+    return ", ".join(" to ".join(map(str, run)) for run in runs)

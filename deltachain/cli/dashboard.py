@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import closing
+from threading import Event
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,6 +14,7 @@ import typer
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.options import BoardUrls, KeyFile, Poll, TokenFile, Url, secret
+from deltachain.cli.stopping import end, stopping
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
 
     Reads every manifest once, and then whatever is new. The page changes nothing. It asks for the
     token that the replicas ask for; without one it is served to this machine alone. Ends with
-    Ctrl-C.
+    Ctrl-C or SIGTERM.
 
     Example: `deltachain dashboard /mnt/policy`
 
@@ -101,7 +103,6 @@ def dashboard(  # noqa: PLR0913 - one argument an option
         with Watcher(
             index, clients, boards=boards, names=rosters, poll_s=poll_s, limits=limits
         ) as watcher:
-            c.say(f"dashboard of {store.url} at {_address(server)}")
             config = uvicorn.Config(
                 create_app(watcher, token=token),
                 log_level="warning",
@@ -109,7 +110,16 @@ def dashboard(  # noqa: PLR0913 - one argument an option
                 server_header=False,
                 timeout_graceful_shutdown=1,
             )
-            uvicorn.Server(config).run(sockets=[server])
+            service = uvicorn.Server(config)
+
+            def leave() -> None:
+                service.should_exit = True
+
+            # uvicorn handles signals itself while it serves, and sends them again when it is done.
+            with stopping(Event(), leave) as by:
+                c.say(f"dashboard of {store.url} at {_address(server)}")
+                service.run(sockets=[server])
+    end(by)
 
 
 def _clients(engines: Sequence[str], token: str | Path, key: str | Path) -> list[ReplicaClient]:

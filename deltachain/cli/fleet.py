@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import StrEnum
@@ -18,9 +17,9 @@ from rich.live import Live
 
 from deltachain import environment
 from deltachain.cli import console as c
-from deltachain.cli.follow import stopping
 from deltachain.cli.options import AsJson, BoardUrls, KeyFile, TokenFile, secret
 from deltachain.cli.replica_table import replica_json, replica_table
+from deltachain.cli.stopping import end, stopping
 from deltachain.errors import ConfigError, ControlPlaneError
 
 if TYPE_CHECKING:
@@ -247,6 +246,5 @@ def _watch(
         while not stop.is_set():
             rows = round_(live)
             stop.wait(every_s)
-    if signal.SIGINT in by:
-        raise typer.Exit(130)
+    end(by)
     return rows

@@ -4,11 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from threading import Event
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +22,7 @@ from deltachain.cli.options import (
     Url,
 )
 from deltachain.cli.serving import shown_follower
+from deltachain.cli.stopping import end, stopping
 
 if TYPE_CHECKING:
     from deltachain.subscribe import ApplyReceipt, Subscriber
@@ -72,8 +70,7 @@ def follow(  # noqa: PLR0913 - one argument an option
                 show_version(receipt, as_json=as_json)
         if not as_json:
             c.say(f"{out} holds {held(subscriber.version)}", "dim")
-    if signal.SIGINT in by:
-        raise typer.Exit(130)
+    end(by)
 
 
 def _catch_up(
@@ -117,35 +114,3 @@ def show_version(receipt: ApplyReceipt, *, as_json: bool) -> None:
         markup=True,
         soft_wrap=True,
     )
-
-
-@contextmanager
-def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Make Ctrl-C and SIGTERM end a loop between two steps; a second signal ends it at once.
-
-    Args:
-        stop: Set by a signal.
-        wake: Called then, to end a wait.
-    """
-    by: list[int] = []
-
-    def handle(number: int, _: FrameType | None) -> None:
-        by.append(number)
-        stop.set()
-        wake()
-        if len(by) > 1:
-            raise KeyboardInterrupt
-
-    with _handling(signal.SIGINT, handle), _handling(signal.SIGTERM, handle):
-        yield by
-
-
-@contextmanager
-def _handling(
-    number: signal.Signals, handle: Callable[[int, FrameType | None], None]
-) -> Iterator[None]:
-    before = signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)

@@ -222,7 +222,7 @@ def _streams(streams: Mapping[str, Mapping[str, Any]]) -> object:
             "" if bits is None else f"{bits:.2f}",
             c.bar(share),
         )
-    return grid
+    return c.fitted(grid, c.out().width, "raw")
 
 
 def _histogram(classes: Mapping[str, int], title: str) -> object:
@@ -231,7 +231,7 @@ def _histogram(classes: Mapping[str, int], title: str) -> object:
     for label, n in classes.items():
         share = n / total if total else 0.0
         grid.add_row(label, c.count(n), c.percent(share), c.bar(share))
-    return grid
+    return c.fitted(grid, c.out().width)
 
 
 def _show_rows(rows: Sequence[Mapping[str, Any]], limit: int | None) -> None:
@@ -251,7 +251,7 @@ def _show_rows(rows: Sequence[Mapping[str, Any]], limit: int | None) -> None:
         )
     out = c.out()
     out.print(c.heading(title))
-    out.print(grid)
+    out.print(c.fitted(grid, out.width, "dtype", "encoding", "shape"))
     _say_rest(len(rows) - len(shown))
 
 
@@ -268,7 +268,7 @@ def _show_list(title: str, rows: Sequence[Mapping[str, Any]], limit: int | None)
             grid.add_row(c.clean(row["name"]), size, c.clean(row["blake3"][:16]))
     out = c.out()
     out.print(c.heading(f"{title.capitalize()} ({len(rows):,})"))
-    out.print(grid)
+    out.print(c.fitted(grid, out.width, "blake3"))
     _say_rest(len(rows) - len(rows[:limit]))
 
 

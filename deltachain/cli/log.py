@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.cells import cell_len
 from rich.text import Text
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of
 from deltachain.cli.signing import SHOWN_DIGITS, signed, signers
-from deltachain.errors import ConfigError
+from deltachain.errors import BrokenChainError, ConfigError
 
 COLUMNS: Final = (
     ">version",
@@ -34,11 +33,8 @@ COLUMNS: Final = (
 READS: Final = 16
 """Manifests read at a time."""
 
-GIVE_WAY: Final = (">epoch", "committed", ">dense", ">bits", ">density")
+GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state")
 """Columns that are left out where the terminal is too narrow, in this order."""
-
-BETWEEN: Final = 2
-"""Spaces between two columns."""
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
@@ -67,7 +63,8 @@ def log(  # noqa: PLR0913 - one argument an option
     """Show the versions of a chain, newest first.
 
     Prints changed elements, payload size and state digest of each version. Edges that were added
-    later, such as anchors, follow below their version.
+    later, such as anchors, follow below their version. A version whose manifest is missing has a
+    row that says so, and the exit code is then 4.
 
     Example: `deltachain log /mnt/policy -n 5`
 
@@ -87,15 +84,16 @@ def log(  # noqa: PLR0913 - one argument an option
     head = choose(chain, VersionChoice())
     last = head.version if choice == VersionChoice() else choose(chain, choice).version
     first = max(0, last - limit + 1)
-    shown = list(chain.history(first, last, reads=READS))[::-1]
+    shown, missing = read_present(chain, first, last)
     if plot:
-        _plot(shown[::-1])
+        _plot(shown)
+        _tell_missing(missing)
         return
     records: dict[int, list[Edge]] = defaultdict(list)
     for record, summary in edge_records(chain, first, last):
         records[summary.version].append(record.edge)
     model = describe_model(chain)
-    versions = [_version(committed, records, model["nbytes"]) for committed in shown]
+    versions = [_version(committed, records, model["nbytes"]) for committed in shown[::-1]]
     if as_json:
         c.write_json(
             {
@@ -104,10 +102,55 @@ def log(  # noqa: PLR0913 - one argument an option
                 "head": head.version,
                 "model": model,
                 "versions": versions,
+                "missing": missing,
             }
         )
     else:
-        _show(chain, head, model, versions)
+        _show(chain, head, model, versions, missing)
+    _tell_missing(missing)
+
+
+def read_present(chain: Chain, first: int, last: int) -> tuple[list[Committed], list[int]]:
+    """Read the manifests of a range of versions, oldest first.
+
+    Returns:
+        The manifests, and the versions of those that are missing.
+
+    Raises:
+        BrokenChainError: A manifest names another parent than the one before it.
+    """
+    found: list[Committed] = []
+    missing: list[int] = []
+    while first <= last:
+        try:
+            for committed in chain.history(first, last, reads=READS):
+                found.append(committed)
+                first = committed.version + 1
+        except BrokenChainError:
+            if chain.has(first):
+                raise
+            missing.append(first)
+            first += 1
+    return found, missing
+
+
+def _tell_missing(missing: Sequence[int]) -> None:
+    """Raise if manifests are missing, once all others are shown.
+
+    Raises:
+        BrokenChainError: Some are.
+    """
+    from deltachain.format.keys import manifest_key
+
+    if missing:
+        several = len(missing) > 1
+        raise BrokenChainError(
+            f"the manifest{'s' if several else ''} of version{'s' if several else ''} "
+            f"{c.ranges(missing)} {'are' if several else 'is'} missing; all others are shown",
+            version=missing[0],
+            hint=f"restore {manifest_key(missing[0])}{', ...' if several else ''} from a backup, "
+            "then see `deltachain verify`",
+        )
 
 
 def _plot(versions: Sequence[Committed]) -> None:
@@ -171,7 +214,11 @@ def _edge(edge: Edge, dense_nbytes: int) -> dict[str, Any]:
 
 
 def _show(
-    chain: Chain, head: Committed, model: Mapping[str, Any], versions: Iterable[Mapping[str, Any]]
+    chain: Chain,
+    head: Committed,
+    model: Mapping[str, Any],
+    versions: Iterable[Mapping[str, Any]],
+    missing: Iterable[int],
 ) -> None:
     dtypes = ", ".join(f"{dtype} in {n:,}" for dtype, n in model["dtypes"].items())
     tied = f", {model['aliases']} tied" if model["aliases"] else ""
@@ -188,33 +235,25 @@ def _show(
     )
     rows: list[tuple[Mapping[str, Text | str], str]] = []
     columns = [*COLUMNS]
+    gaps = sorted(missing)
     for version in versions:
+        while gaps and gaps[-1] > version["version"]:
+            rows.append((_gap(gaps.pop()), ""))
         rows.append((_row(version), ""))
         rows += [(_added(edge), "dim") for edge in version["edges"]]
         if version["signatures"] and "signed by" not in columns:
             columns.append("signed by")
-    columns = _fitting(columns, [row for row, _ in rows], out.width)
+    rows += [(_gap(version), "") for version in reversed(gaps)]
     grid = c.table(*columns)
     for row, style in rows:
         grid.add_row(*(row.get(name, "") for name in columns), style=style)
     out.print()
-    out.print(grid)
+    out.print(c.fitted(grid, out.width, *GIVE_WAY))
 
 
-def _fitting(
-    columns: Sequence[str], rows: Sequence[Mapping[str, Text | str]], width: int
-) -> list[str]:
-    """Leave out columns, those of ``GIVE_WAY`` in turn, until a table fits."""
-    widths = {
-        name: max(cell_len(name.lstrip(">")), *(cell_len(str(row.get(name, ""))) for row in rows))
-        for name in columns
-    }
-    left = list(columns)
-    for name in GIVE_WAY:
-        if sum(widths[one] + BETWEEN for one in left) - BETWEEN <= width:
-            break
-        left.remove(name)
-    return left
+def _gap(version: int) -> dict[str, Text | str]:
+    """Format the cells of a version without a manifest."""
+    return {">version": str(version), "kind": Text("missing", "red")}
 
 
 def _row(version: Mapping[str, Any]) -> dict[str, Text | str]:

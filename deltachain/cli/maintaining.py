@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -15,6 +12,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, AsJsonLines, Base, Once, Url
+from deltachain.cli.stopping import end, stopping
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -106,7 +104,7 @@ def maintain(  # noqa: PLR0913 - one argument an option
     rule = _rule(keep_last, keep_within, keep_every, tags=keep_tags)
     stop, pause, grace_s = Event(), seconds(every), seconds(grace)
     maintainer: Maintainer | None = None
-    with _until_interrupted(stop):
+    with stopping(stop) as by:
         while not stop.is_set():
             try:
                 maintainer = maintainer or _maintainer(
@@ -123,7 +121,8 @@ def maintain(  # noqa: PLR0913 - one argument an option
                 if once:
                     _check_joinable(found, url)
             if once or stop.wait(pause):
-                return
+                break
+    end(by)
 
 
 def prune(  # noqa: PLR0913 - one argument an option
@@ -250,23 +249,6 @@ def _maintainer(
 
     pruner = _pruner(chain, rule, grace_s) if delete and rule else None
     return Maintainer(chain, pruner, base=base, copy=copy)
-
-
-@contextmanager
-def _until_interrupted(stop: Event) -> Iterator[None]:
-    """Make Ctrl-C and SIGTERM end the loop after the current round; a second one at once."""
-
-    def handle(*_: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import time
 from functools import partial
 from threading import Event
@@ -16,9 +15,9 @@ import typer
 import deltachain
 from deltachain import environment
 from deltachain.cli import console as c
-from deltachain.cli.follow import stopping
 from deltachain.cli.options import AsJsonLines, MetricsAddress, Poll
 from deltachain.cli.serving import shown
+from deltachain.cli.stopping import end, stopping
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,8 +80,7 @@ def mirror(  # noqa: PLR0913 - one argument an option
         )
     if not as_json:
         c.say(done, "dim")
-    if signal.SIGINT in by:
-        raise typer.Exit(130)
+    end(by)
 
 
 def _promote(url: str, other: str | None, *, as_json: bool) -> None:

@@ -94,7 +94,7 @@ def _show(report: dict[str, Any]) -> None:
         share = row["nbytes"] / max(report["nbytes"], 1)
         kinds.add_row(row["kind"], f"{row['objects']:,}", c.nbytes(row["nbytes"]), c.bar(share))
     out.print()
-    out.print(kinds)
+    out.print(c.fitted(kinds, out.width))
     ways = c.table("reader", ">edges", ">bytes")
     for row in report["readers"]:
         who = "newcomer" if row["age"] is None else f"{row['age']:,} behind"
@@ -103,13 +103,13 @@ def _show(report: dict[str, Any]) -> None:
         else:
             ways.add_row(who, f"{row['edges']:,}", c.nbytes(row["nbytes"]))
     out.print()
-    out.print(ways)
+    out.print(c.fitted(ways, out.width))
     prices = c.table("list price", ">a month", ">1,000 versions a month", ">a newcomer")
     for row in report["dollars"]:
         cells = (row["month"], row["thousand_versions"], row["newcomer"])
         prices.add_row(row["provider"], *(_dollars(value) for value in cells))
     out.print()
-    out.print(prices)
+    out.print(c.fitted(prices, out.width))
     prune = report["prune"]
     if prune is None:
         out.print("\npruning would free nothing, since newcomers have no way to the head")

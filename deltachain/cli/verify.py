@@ -137,7 +137,7 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
             c.count(totals["nnz"]),
         )
     out = c.out()
-    out.print(grid)
+    out.print(c.fitted(grid, out.width, "frames", "objects", "elements"))
     for proof in done:
         for edge in proof.edges:
             if not edge.proven and not edge.expired and proof.rebuilt:
@@ -151,7 +151,7 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
         out.print(f"\n{key}: corrupt on the first read, intact on the second", style="yellow")
     _show_signed(report)
     rebuilt = [proof.version for proof in done if proof.rebuilt]
-    span = f"version {rebuilt[0]} is" if len(rebuilt) == 1 else f"versions {_ranges(rebuilt)} are"
+    span = f"version {rebuilt[0]} is" if len(rebuilt) == 1 else f"versions {c.ranges(rebuilt)} are"
     out.print(
         f"\n[bold green]✓[/]  {span} proven in {report['seconds']:.1f} s; state {report['state']}",
         markup=True,
@@ -170,7 +170,7 @@ def _show_signed(report: dict[str, Any]) -> None:
     for key_id, versions in report["signed"].items():
         unchecked = "" if report["checked"] else "; not checked, since no keys are trusted"
         c.out().print(
-            f"\nsigned by {c.clean(key_id[:64])}: versions {_ranges(versions)}{unchecked}",
+            f"\nsigned by {c.clean(key_id[:64])}: versions {c.ranges(versions)}{unchecked}",
             soft_wrap=True,
         )
 
@@ -186,17 +186,7 @@ def _expired(report: dict[str, Any]) -> str:
         causes = ["were pruned"] * bool(report["pruned"]) + ["have expired"] * bool(gone)
         why = f"payloads {' or '.join(causes or ['have expired'])}"
         text.append(
-            f"{what} {_ranges(versions)} cannot be rebuilt, because {why}; the manifests are intact"
+            f"{what} {c.ranges(versions)} cannot be rebuilt, because {why}; "
+            "the manifests are intact"
         )
     return "; ".join(text)
-
-
-def _ranges(versions: Sequence[int]) -> str:
-    """Format ascending numbers as ranges."""
-    runs: list[list[int]] = []
-    for version in versions:
-        if runs and runs[-1][-1] == version - 1:
-            runs[-1][1:] = [version]
-        else:
-            runs.append([version])
-    return ", ".join(" to ".join(map(str, run)) for run in runs)

@@ -16,6 +16,7 @@ from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import write_header
 from deltachain.codec.encodings import EncodedTensor, Encoding
 from deltachain.codec.encodings.dense import DenseEncoding
+from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.codec.encodings.overwrite import OverwriteEncoding
 from deltachain.codec.encodings.plain import PlainEncoding
 from deltachain.codec.encodings.raw import RawEncoding
@@ -38,6 +39,9 @@ its own."""
 
 TURNS: Final = 8
 """Changes of the element width from tensor to tensor above which a width has one bucket."""
+
+MAX_TURNS: Final = 2
+"""The same in parts with the encoding ``max``, for the fewest bytes."""
 
 SMALL: Final = 1 << 22
 """Bytes of a part before compression below which threads cost more than they save."""
@@ -133,14 +137,17 @@ def _buckets(changes: Sequence[Change], *, raw: bool) -> tuple[list[list[Change]
     """
     widths = [change.delta.spec.itemsize for change in changes]
     turns = [0, *accumulate(one != other for one, other in pairwise(widths))]
-    groups = widths if turns[-1] > TURNS and not raw else turns
+    most = (
+        MAX_TURNS if any(isinstance(change.encoding, MaxEncoding) for change in changes) else TURNS
+    )
+    groups = widths if turns[-1] > most and not raw else turns
     buckets: list[list[Change]] = []
     numbers: list[int] = []
     filled: dict[int, tuple[int, int]] = {}
     for change, group in zip(changes, groups[: len(changes)], strict=True):
         number, numel = filled.get(group, (-1, 0))
-        most = 2 * BUCKET if change.delta.spec.itemsize == 1 else BUCKET
-        if number < 0 or numel + change.delta.spec.numel > most:
+        room = 2 * BUCKET if change.delta.spec.itemsize == 1 else BUCKET
+        if number < 0 or numel + change.delta.spec.numel > room:
             number, numel = len(buckets), 0
             buckets.append([])
         buckets[number].append(change)

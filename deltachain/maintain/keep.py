@@ -8,6 +8,7 @@ from typing import Final
 
 from deltachain.errors import ConfigError
 from deltachain.format.documents import EdgeSummary
+from deltachain.kinds import check_kinds
 from deltachain.types import Version
 
 KEEP_LAST: Final = 1024
@@ -29,7 +30,7 @@ class KeepRule:
         tags: Whether to keep every tagged version.
 
     Raises:
-        ConfigError: A number is not positive.
+        ConfigError: A value is of another type than its field, or a number is not positive.
     """
 
     last: int = KEEP_LAST
@@ -38,6 +39,7 @@ class KeepRule:
     tags: bool = True
 
     def __post_init__(self) -> None:
+        check_kinds(self)
         if self.last < 1:
             raise ConfigError(f"last={self.last}: at least the newest version must be kept")
         if self.every is not None and self.every < 1:

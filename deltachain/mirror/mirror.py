@@ -37,10 +37,8 @@ from deltachain.format.prune_record import PruneRecord
 from deltachain.mirror.contents import MirrorContents, VersionsToCopy
 from deltachain.mirror.newcomers import check_newcomers
 from deltachain.mirror.pipeline import CopyOutcome, CopyPipeline
-from deltachain.mirror.plan import (
-    ObjectCopy,
-    version_copies,
-)
+from deltachain.mirror.placement import check_placement
+from deltachain.mirror.plan import ObjectCopy, version_copies
 from deltachain.mirror.pruned import delete_pruned, is_pruned
 from deltachain.mirror.receipt import MirrorReceipt
 from deltachain.mirror.records import SourceRecords
@@ -167,6 +165,7 @@ class Mirror:
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords]:
         """Open the source; create the record of the mirror, or check that it is of this chain."""
         chain, there, start = Chain.open(self.source, self._trust), self._destination, self._start
+        check_placement(self.source, there)
         record = read_mirror(there)
         if record is None:
             if there.find(CHAIN_KEY) is not None or has_versions(there):

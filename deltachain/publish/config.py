@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from deltachain.chain.anchor_cost import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
+from deltachain.kinds import check_kinds
 from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
 from deltachain.publish.encoding_choice import AUTO
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.store import Location, location_of
+from deltachain.types import WIRE_DTYPES
+
+_FLOATS: Final = tuple(name for name in WIRE_DTYPES if name.startswith(("F", "BF")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +31,7 @@ class PublishConfig:
     attaches. The other settings are rank 0's, or each rank's own.
 
     Raises:
-        ConfigError: A value is not allowed.
+        ConfigError: A value is of another type than its field, or not allowed.
 
     Example:
         >>> config = deltachain.PublishConfig(url=new_url, encoding="overwrite")
@@ -61,8 +66,9 @@ class PublishConfig:
     reader can read ``max``. The receipt and the log give choice and reason."""
 
     dtype: str | None = None
-    """Wire dtype of floating point weights, as safetensors names it (``BF16``). By default, each
-    weight's dtype in the checkpoint that the model was loaded from, else its own."""
+    """Wire dtype of floating point weights, as safetensors names it (``BF16``); a torch dtype, such
+    as ``torch.bfloat16``, is turned into that name. By default, each weight's dtype in the
+    checkpoint that the model was loaded from, else its own."""
 
     quantization: str | Quantization | None = None
     """Recipe that quantises the weights of linear layers and experts before they are published, by
@@ -152,9 +158,17 @@ class PublishConfig:
             url: Location of the chain; replaces the one in ``config``.
             config: All settings, if given.
             settings: Single settings, by field name.
+
+        Raises:
+            ConfigError: ``config`` is something else, or a value is not allowed.
         """
         if config is None:
             return cls(url=url, **settings)
+        if not isinstance(config, cls):
+            raise ConfigError(
+                f"config is a {type(config).__name__}, expected a PublishConfig",
+                hint="give single settings by name: attach(model, encoding='overwrite')",
+            )
         return replace(config, url=url, **settings)
 
     @classmethod
@@ -163,10 +177,14 @@ class PublishConfig:
         return config if isinstance(config, cls) else cls(url=location_of(config))
 
     def __post_init__(self) -> None:
-        _check_metadata(self.metadata)
+        if isinstance(self.url, os.PathLike):
+            object.__setattr__(self, "url", os.fspath(self.url))
         for name in ("base", "assets", "signing_key"):
             if isinstance(value := getattr(self, name), str):
                 object.__setattr__(self, name, Path(value).expanduser())
+        object.__setattr__(self, "dtype", _wire_name(self.dtype))
+        check_kinds(self)
+        _check_metadata(self.metadata)
         if self.encoding != AUTO:
             ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)
@@ -176,15 +194,26 @@ class PublishConfig:
                 "base and quantization exclude each other: a base has the bits of version 0",
                 hint="give the folder as assets, and leave out base",
             )
-        allowed = {
-            "when_busy": ("cover", "wait"),
-            "on_error": ("raise", "warn"),
-            "snapshot": ("host", "device", None),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected one of {values}")
         _check_numbers(self)
+
+
+def _wire_name(dtype: Any) -> Any:  # noqa: ANN401 - of any type until it is checked
+    """Return the wire name of a torch dtype; anything else as it is.
+
+    Raises:
+        ConfigError: It is no floating point dtype with a wire form.
+    """
+    name = dtype
+    if type(dtype).__module__ == "torch":  # not imported for a name
+        from deltachain.torch_names import WIRE_NAMES  # noqa: PLC0415
+
+        name = WIRE_NAMES.get(dtype, str(dtype))
+    if isinstance(name, str) and name not in _FLOATS:
+        raise ConfigError(
+            f"dtype={dtype!r}: expected one of {', '.join(_FLOATS)}, or such a dtype of torch",
+            hint="for example dtype='BF16', or dtype=torch.bfloat16",
+        )
+    return name
 
 
 def _check_metadata(metadata: Mapping[Any, Any]) -> None:
@@ -197,9 +226,19 @@ def _check_metadata(metadata: Mapping[Any, Any]) -> None:
 
 
 def _check_numbers(config: PublishConfig) -> None:
-    if config.anchor_memory < 0:
-        raise ConfigError(f"anchor_memory={config.anchor_memory!r}: must not be negative")
-    if config.anchor_factor <= 0 or config.part_nbytes <= 0 or config.deadline_s <= 0:
-        raise ConfigError("anchor_factor, part_nbytes and deadline_s must be positive")
+    if not config.anchor_memory >= 0:
+        raise ConfigError(
+            f"anchor_memory={config.anchor_memory!r}: must not be negative",
+            hint="it is a share of the weights' size, such as 0.5; 0 keeps no old bits",
+        )
+    for name in ("anchor_factor", "part_nbytes", "deadline_s"):
+        if not getattr(config, name) > 0:
+            raise ConfigError(
+                f"{name}={getattr(config, name)!r}: must be positive",
+                hint=f"leave {name} out for its default",
+            )
     if config.anchor_every is not None and config.anchor_every < 1:
-        raise ConfigError(f"anchor_every={config.anchor_every!r}: expected 1 or more versions")
+        raise ConfigError(
+            f"anchor_every={config.anchor_every!r}: expected 1 or more versions",
+            hint="leave anchor_every out: anchors are then added where they pay",
+        )

@@ -76,3 +76,16 @@ def whole_step(step: SupportsIndex | None) -> int | None:
             f"step={step!r} is no whole number, but {type(step).__name__}",
             hint="give an int, such as the number of optimizer steps, or leave step out",
         ) from exc
+
+
+def check_every_steps(every_steps: object) -> None:
+    """Check the number of optimizer steps for each version.
+
+    Raises:
+        ConfigError: It is no ``int``, or below 1.
+    """
+    if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
+        raise ConfigError(
+            f"every_steps={every_steps!r}: expected 1 or more",
+            hint="give the number of optimizer steps for each version; 1 publishes every step",
+        )

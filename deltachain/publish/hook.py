@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.flight import check_every_steps
 from deltachain.publish.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -79,14 +80,16 @@ def attach(
     Args:
         model: Model on any device, wrapped or not; or a trainer of transformers or TRL, which gets
             a callback.
-        optimizer: A torch optimizer, or a wrapper of one such as Accelerate's.
+        optimizer: A torch optimizer of some or all of the model's parameters, or a wrapper of one
+            such as Accelerate's; none with a trainer.
         url: Location of the chain.
         every_steps: Number of optimizer steps for each version.
         config: All settings; ``url`` replaces the one in it.
         settings: Single settings, as fields of :class:`PublishConfig`.
 
     Raises:
-        ConfigError: ``optimizer`` is not an optimizer, or the model cannot be published.
+        ConfigError: ``optimizer`` is not an optimizer, or that of another model, or the model
+            cannot be published.
 
     Example:
         >>> attachment = deltachain.attach(model, optimizer, url=new_url)
@@ -97,14 +100,20 @@ def attach(
         >>> callback = deltachain.attach(trainer, url="/mnt/policy")    # doctest: +SKIP
     """
     if not isinstance(model, nn.Module):
+        if not hasattr(model, "add_callback"):
+            raise ConfigError(
+                f"a {type(model).__name__} is neither a module nor a trainer of transformers",
+                hint="attach(model, optimizer, url=...); a function that yields tensors goes to "
+                "Publisher(url).attach",
+            )
         from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
 
         callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
         model.add_callback(callback.bind(model))
         return callback
-    if every_steps < 1:
-        raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
+    check_every_steps(every_steps)
     inner = unwrap_optimizer(optimizer)
+    _check_same(model, inner)
     publisher = Publisher(PublishConfig.at(url, config, **settings))
     publisher.attach(model, common={"every_steps": every_steps})
     steps = 0
@@ -118,6 +127,17 @@ def attach(
     return Attachment(publisher, inner.register_step_post_hook(after_step))
 
 
+def _check_same(model: nn.Module, optimizer: Optimizer) -> None:
+    """Check that the optimizer changes at least one parameter of the model."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in stepped for parameter in model.parameters()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has no parameter of this model: its steps do not train it",
+            hint="make the optimizer from model.parameters() once the model is wrapped; for a copy "
+            "that something else writes to, such as an average, call Publisher.publish after that",
+        )
+
+
 def unwrap_optimizer(optimizer: object) -> Optimizer:
     """Return the torch optimizer inside Accelerate's wrapper.
 
@@ -128,6 +148,12 @@ def unwrap_optimizer(optimizer: object) -> Optimizer:
     Raises:
         ConfigError: There is no torch optimizer inside, or the wrapper may do more than step.
     """
+    if optimizer is None:
+        raise ConfigError(
+            "attach needs the optimizer whose steps it publishes",
+            hint="attach(model, optimizer, url=...); without one, Publisher(url).attach(model), "
+            "and call its publish after each step",
+        )
     while hasattr(optimizer, "optimizer"):
         if type(optimizer).__module__.partition(".")[0] != "accelerate":
             raise ConfigError(

@@ -26,6 +26,7 @@ from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import TABLE_KEY
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.encoding_choice import EncodingChoice
+from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.place import newest, open_or_make
 from deltachain.publish.quantise.begin import Files, find_layers, quantised
@@ -179,6 +180,7 @@ def _table(store: Store, checkpoint: Checkpoint) -> Table:
 
 
 def _own_table(checkpoint: Checkpoint) -> Table:
+    refuse_specs(checkpoint.specs.values())
     rows = tuple((s.name, s.dtype, s.shape) for s in checkpoint.specs.values())
     return Table(tensors=rows)
 

@@ -20,6 +20,7 @@ from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import Diff, map_changes
+from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.place import open_or_make
 from deltachain.publish.quantise.begin import Files, quantised
@@ -81,13 +82,15 @@ def begin(
         BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
         ChainError: The head was reverted, and the model has other weights.
         PublisherFencedError: Another publisher was first.
-        ConfigError: The model's bits differ from those of the base checkpoint.
+        ConfigError: The model's bits differ from those of the base checkpoint, or no reader could
+            write down one of its tensors.
         RankError: Another rank failed.
     """
     source, files = divide(collect, ranks), assets
     if (quantization := Quantization.chosen(config.quantization)) is not None:
         made = quantised(source, lambda: layers(source, assets), quantization, ranks)
         source, files = made.source, lambda: made.assets(assets())
+    refuse_specs(source.specs)  # those of all ranks: every rank refuses
     source.agree("begin")
     with Collective(ranks, "begin") as collective:
         snapshot = Snapshot(source, where=config.snapshot)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from deltachain.chain.trust import Trust
 from deltachain.errors import ConfigError
+from deltachain.kinds import check_kinds
 from deltachain.store import Location, location_of
 
 
@@ -17,7 +19,7 @@ class SubscribeConfig:
     """Settings of a :class:`Subscriber`; the defaults suit most replicas.
 
     Raises:
-        ConfigError: A value is out of range.
+        ConfigError: A value is of another type than its field, or out of range.
 
     Example:
         >>> config = deltachain.SubscribeConfig(url=url, poll_s=5)
@@ -78,6 +80,13 @@ class SubscribeConfig:
         base: Any = self.base
         if isinstance(base, str):
             object.__setattr__(self, "base", Path(base).expanduser())
+        if isinstance(self.url, os.PathLike):
+            object.__setattr__(self, "url", os.fspath(self.url))
+        check_kinds(self)
         polls = self.poll_s is None or self.poll_s > 0
         if not polls or self.stage_budget < 0 or self.undo_applies < 0:
-            raise ConfigError("poll_s must be positive, stage_budget and undo_applies not negative")
+            raise ConfigError(
+                f"poll_s={self.poll_s!r}, stage_budget={self.stage_budget!r}, undo_applies="
+                f"{self.undo_applies!r}: poll_s must be positive, the others not negative",
+                hint="poll_s is in seconds, stage_budget in bytes; leave one out for its default",
+            )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,8 @@ class MaxEncoding(Encoding):
         changed = np.diff(bounds)
         kept, counts = windows[changed > 0], changed[changed > 0]
         grid = _grid(spec, cuts, old.start)
-        table = table_of(spec, old, delta, grid, len(kept) * cuts)
+        stored: Any = out.pieces.get("class", ())
+        table = table_of(spec, old, delta, grid, len(kept) * cuts, stored)
         coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
         out.put("class", table)
         out.put("tile", coded.data)

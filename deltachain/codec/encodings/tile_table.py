@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -22,24 +22,87 @@ _EXPONENTS: Final[Mapping[str, tuple[int, int]]] = {"F8_E4M3": (3, 15), "F8_E5M2
 OWN_SIZE_BITS: Final = 4
 """Bits of a size in a stored table, if it differs from those beside it (measured: 3 to 5)."""
 
+OWN_TABLE_BITS: Final = 120
+"""Bits of a stored table, beyond those of one that was stored before: the best of 0, 60, 120, 200
+and 300 for two fp8 models."""
+
+RECENT: Final = 8
+"""Number of tables that a tensor may have in common with those before it."""
+
 
 def table_of(
-    spec: TensorSpec, old: OldBits, delta: TensorDelta, grid: TileGrid, tiles: int
+    spec: TensorSpec,
+    old: OldBits,
+    delta: TensorDelta,
+    grid: TileGrid,
+    tiles: int,
+    stored: Sequence[Bytes] = (),
 ) -> Bytes:
-    """Return rate and size of each bin, for the fewest bits in some number of tiles."""
+    """Return rate and size of each bin, for the fewest bits in some number of tiles.
+
+    Args:
+        spec: Spec of the tensor.
+        old: Its bits before the change.
+        delta: The change, by indices and steps.
+        grid: Its tiles.
+        tiles: Number of tiles that are stored.
+        stored: Tables of tensors before it, of which one is returned if its own is not worth its
+            bytes.
+    """
     group = np.arange(BINS)
     if spec.itemsize == 1:
         shift, mask = _EXPONENTS.get(spec.dtype, (0, 0))
         group = (group >> shift) & mask
     changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
-    counts = np.bincount(group[changed], minlength=BINS)
     there = host.count_bins(old.bits, grid.shift, grid.mask)
+    each = _size_bits(changed, delta.values)
+    counts = np.bincount(group[changed], minlength=BINS)
     numel = np.bincount(group, weights=there, minlength=BINS).astype(np.int64)
     rates = _rates(counts, numel, tiles)[group]
-    sizes = np.where(rates == NEVER, NEVER, _sizes(changed, group, delta.values))
-    table: Bytes = np.concatenate([rates, sizes]).astype(np.uint8)
-    table[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
+    sizes = np.where(rates == NEVER, NEVER, _sizes(changed, group, each))
+    own: Bytes = np.concatenate([rates, sizes]).astype(np.uint8)
+    own[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
+    found = own, np.bincount(changed, minlength=BINS), there
+    least, table = _table_bits(*found, tiles, each) + OWN_TABLE_BITS, own
+    for other in reversed(stored[-RECENT:]):
+        if (other[grid.mask + 1 : BINS] == NEVER).all():
+            bits = _table_bits(other, *found[1:], tiles, each)
+            if bits < least:
+                least, table = bits, other
     return table
+
+
+def _table_bits(
+    table: Bytes, counts: Numbers, numel: Numbers, tiles: int, each: npt.NDArray[np.float64]
+) -> float:
+    """Return the bits of a tensor's ranks and magnitudes with a table; infinite if it has none.
+
+    Args:
+        table: Rates and sizes.
+        counts: ``(256,)`` changed elements of each bin.
+        numel: ``(256,)`` elements of each bin.
+        tiles: Number of its tiles.
+        each: See :func:`_size_bits`.
+    """
+    rates, sizes = table[:BINS].astype(np.int64), table[BINS:].astype(np.int64)
+    changed = counts > 0
+    if (rates[changed] == NEVER).any():
+        return np.inf
+    sizes = np.where(sizes == NEVER, each.shape[1] - 1, sizes)[changed]
+    if (sizes >= each.shape[1]).any():  # larger than any that was tried
+        return np.inf
+    total = float(each[changed, sizes].sum())
+    members = rates != NEVER
+    by_rate = [np.bincount(rates[members], some[members], MAX_RATE + 1) for some in (counts, numel)]
+    for rate in np.flatnonzero(by_rate[1]).tolist():
+        count, elements = (int(some[rate]) for some in by_rate)
+        end = elements / tiles / (1 << rate) + 1  # a class without changes is passed as a whole
+        if count:
+            bits = _class_bits(np.array([count]), np.array([elements]), 0)[0, rate]
+            total += float(bits)
+            end = min(end, float(bits) / count - rate)
+        total += tiles * end
+    return total
 
 
 def _rates(counts: Numbers, numel: Numbers, tiles: int) -> Numbers:
@@ -78,12 +141,11 @@ def _class_bits(counts: Numbers, numel: Numbers, tiles: int) -> npt.NDArray[np.f
     return bits
 
 
-def _sizes(changed: Bytes, group: Indices, steps: Bits) -> Indices:
+def _sizes(changed: Bytes, group: Indices, each: npt.NDArray[np.float64]) -> Indices:
     """Return the Rice parameter of magnitudes of each bin, for the fewest bits.
 
     Bins of a group have one size, unless what they save with their own pays for the table.
     """
-    each = _size_bits(changed, steps)
     together = np.zeros_like(each)
     np.add.at(together, group, each)
     shared = together.argmin(axis=1)[group]

@@ -7,9 +7,8 @@ from typing import Any, Self
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.flight import Published
+from deltachain.publish.flight import Published, check_every_steps
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.publisher import Publisher
 from deltachain.publish.receipt import PublishReceipt
@@ -45,8 +44,7 @@ class DeltaChainCallback(TrainerCallback):
         config: PublishConfig | None = None,
         **settings: Any,  # noqa: ANN401 - the fields of PublishConfig
     ) -> None:
-        if every_steps < 1:
-            raise ConfigError(f"every_steps={every_steps}: expected 1 or more")
+        check_every_steps(every_steps)
         self.config = PublishConfig.at(url, config, **settings)
         self.every_steps = every_steps
         self.receipts: list[PublishReceipt] = []

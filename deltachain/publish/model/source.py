@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +18,11 @@ from deltachain.errors import ConfigError, FormatError
 from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.layout import ElementMap, ElementRun
+from deltachain.publish.model.refusals import (
+    refuse_adapters,
+    refuse_lazy,
+    refuse_tensor,
+)
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import TensorSpec
@@ -26,6 +32,8 @@ logger = logging.getLogger(__name__)
 _SAME_TENSORS: Final = (
     "all versions of a chain have the same tensors: attach another publisher, at a URL of its own"
 )
+
+_YIELD: Final = "yield names and torch tensors, as model.named_parameters() or tensors.items() do"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,8 @@ def collect_weights(
         return _collect_export(model, dtype)
     model = unwrapped(model)
     refuse_foreign(model)
-    _refuse_adapters(model)
+    refuse_adapters(model)
+    refuse_lazy(named_tensors(model))
     wire = {} if dtype else _checkpoint_dtypes(checkpoint or origin(model))
     live, aliases = _distinct(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
@@ -231,7 +240,7 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
             hint="give the module itself; of a dict of tensors, attach(lambda: tensors.items())",
         )
     weights: dict[str, Weight] = {}
-    for name, tensor in live():
+    for name, tensor in _yielded(live):
         if name in weights:
             raise ConfigError(
                 f"the export gives {name!r} twice",
@@ -241,9 +250,24 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
         gone = torch.empty_like(weight.tensor, device="meta")
         weights[name] = replace(weight, tensor=gone, frozen=False)
     found = tuple(weights[name] for name in sorted(weights))
-    return ModelTensors(
-        found, specs_of(weight.element_map.slots[0].spec for weight in found), {}, live
-    )
+    specs = specs_of(weight.element_map.slots[0].spec for weight in found)
+    return ModelTensors(found, specs, {}, live)
+
+
+def _yielded(live: TensorSource) -> Iterator[tuple[str, Tensor]]:
+    """Yield what an export yields, once it is seen to be names and tensors."""
+    found: object = live()
+    if not isinstance(found, Iterable):
+        raise ConfigError(f"the export returned a {type(found).__name__}", hint=_YIELD)
+    for item in found:
+        match item:
+            case (str(name), Tensor() as tensor):
+                refuse_lazy([(name, tensor)])
+                yield name, tensor
+            case _:
+                raise ConfigError(
+                    f"the export yielded {reprlib.repr(item)}, not a name and a tensor", hint=_YIELD
+                )
 
 
 def _weight(
@@ -254,7 +278,7 @@ def _weight(
     wire: Mapping[str, str],
 ) -> Weight:
     local, box = local_shard(name, tensor)
-    _refuse(name, local)
+    refuse_tensor(name, local)
     goes = conversion or Conversion((Destination(name, box.full, 0, 0, tensor.numel()),))
     wanted = _wire_dtype(goes.targets, local, dtype, wire)
     slots = tuple(
@@ -298,28 +322,6 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         chosen = next((name for name in tied if name not in left_out), tied[0])
         aliases |= {name: chosen for name in tied if name != chosen}
     return {name: live[name] for name in live if name not in aliases}, aliases
-
-
-def _refuse_adapters(model: nn.Module) -> None:
-    for name, _ in model.named_parameters():
-        if ".lora_" in name:
-            raise ConfigError(
-                f"{name!r} is an adapter: its base weights do not change",
-                hint="Publisher(url).attach(lambda: adapter_tensors(model)), or merged_tensors for "
-                "what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
-            )
-
-
-def _refuse(name: str, tensor: Tensor) -> None:
-    """Refuse weights that have no bits of their own on the wire."""
-    if tensor.is_meta:
-        raise ConfigError(f"{name!r} has no data yet (meta device)", hint="attach after loading")
-    if tensor.dtype not in WIRE_NAMES or not tensor.is_contiguous():
-        raise ConfigError(
-            f"{name!r} is {tensor.dtype}, contiguous: {tensor.is_contiguous()}",
-            hint="quantised and strided weights have no bits of their own on the wire; publish a "
-            "checkpoint with `deltachain push`",
-        )
 
 
 def origin(model: nn.Module) -> Path | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from deltachain.errors import ConfigError
+from deltachain.kinds import check_kinds
 from deltachain.publish.quantise.registry import RECIPES
 
 PATTERN: Final = "re:"
@@ -25,7 +26,8 @@ class Quantization:
             matches from the start, as in ``re:visual``.
 
     Raises:
-        ConfigError: There is no such recipe, or an entry is not a regular expression.
+        ConfigError: There is no such recipe, ``ignore`` is no tuple of texts, or an entry is not a
+            regular expression.
 
     Example:
         >>> chosen = deltachain.Quantization("fp8-block", ignore=("lm_head", "re:visual"))
@@ -36,6 +38,10 @@ class Quantization:
     ignore: tuple[str, ...] = ("lm_head",)
 
     def __post_init__(self) -> None:
+        ignore: object = self.ignore
+        if isinstance(ignore, list):
+            object.__setattr__(self, "ignore", tuple(ignore))
+        check_kinds(self)
         if self.recipe not in RECIPES:
             raise ConfigError(
                 f"quantization={self.recipe!r}: no such recipe",

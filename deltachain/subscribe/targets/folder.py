@@ -88,11 +88,12 @@ class FolderTarget(PatchedTarget):
 
         Raises:
             PoisonedError: The swap could not be finished now; its journal stays.
-            ConfigError: Another process writes to the folder.
+            ConfigError: Another process writes to the folder, or there is a file in its place.
             ApplyError: The folder cannot be read or written now.
         """
         self._specs, self._aliases, self._live = specs, aliases, {}
         with explained(self.folder):
+            self._refuse_file()
             while not self._lock():
                 pass
             self._map()
@@ -110,6 +111,14 @@ class FolderTarget(PatchedTarget):
                     if self._made:
                         self.folder.rmdir()
             self._unlock()
+
+    def _refuse_file(self) -> None:
+        there = next((one for one in (self.folder, *self.folder.parents) if one.exists()), None)
+        if there is not None and not there.is_dir():
+            raise ConfigError(
+                f"{there} is not a folder",
+                hint="name a new folder, or one that this chain fills",
+            )
 
     def _lock(self) -> bool:
         """Lock the folder against other processes, for the lifetime of this target.

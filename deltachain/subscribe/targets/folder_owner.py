@@ -9,10 +9,10 @@ from typing import Final
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain
+from deltachain.chain.identity import chain_around
 from deltachain.checkpoint import ASSET_SUFFIXES, HELD_FILE, INDEX_FILE, write_atomic
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.format.documents import parse
-from deltachain.format.keys import CHAIN_KEY
 from deltachain.remote_code import without_remote_code
 from deltachain.subscribe import FolderTarget, HeldVersion, Patch
 from deltachain.subscribe.targets.folder import HeldFile, explained
@@ -33,15 +33,7 @@ class OwnFolder(FolderTarget):
                 is stored.
         """
         with explained(self.folder):
-            if self.folder.exists() and not self.folder.is_dir():
-                raise ConfigError(
-                    f"{self.folder} is not a folder",
-                    hint="name a new folder, or one that this chain fills",
-                )
-            here = self.folder.absolute()
-            within = next(
-                (one for one in (here, *here.parents) if (one / CHAIN_KEY).is_file()), None
-            )
+            within = chain_around(self.folder)
             if within is not None:
                 raise ConfigError(
                     f"{within} has a chain, which only its publisher may write to",

@@ -10,6 +10,7 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.format.keys import manifest_key
 from deltachain.publish import Publisher
 from deltachain.store import open_store
 from deltachain.testing.models import TinyModel, bits_of, train_
@@ -83,6 +84,31 @@ def test_a_folder_of_another_chain_is_left_alone(pushed: Pushed, tmp_path: Path)
     assert "not from a chain" in done.stderr
     assert (out / "model.safetensors").read_bytes() == before
     assert same(read_checkpoint(folder), pushed.states[0])
+
+
+@pytest.mark.parametrize("option", ["--out=~/policy", "-o~/policy"])
+def test_a_home_that_no_shell_expands_is_that_of_the_user(
+    pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    ok("pull", pushed.url, option)
+    assert same(read_checkpoint(home / "policy"), pushed.states[-1])
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("command", ["pull", "follow"])
+@pytest.mark.parametrize("inside", [".", "a/b"])
+def test_a_file_is_no_folder(pushed: Pushed, tmp_path: Path, command: str, inside: str) -> None:
+    file = tmp_path / "policy"
+    file.write_text("notes")
+    done = invoke(command, pushed.url, "--out", file / inside)
+    assert done.code == 2
+    assert "is not a folder" in " ".join(done.stderr.split())
+    assert "hint" in done.stderr
+    assert file.read_text() == "notes"
 
 
 @pytest.mark.parametrize("inside", [".", "weights", "a/b"])
@@ -197,6 +223,34 @@ def test_log_shows_the_newest_versions_first(pushed: Pushed) -> None:
     shown = ok("log", pushed.url).stdout
     assert document["chain"] in shown
     assert first["state"][:8] in shown
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"), [([1], "version 1 is"), ([0, 2], "0, 2 are"), ([0, 1], "0 to 1 are")]
+)
+def test_log_shows_what_is_there_and_names_the_gap(
+    pushed: Pushed, lost: list[int], named: str
+) -> None:
+    for version in lost:
+        (pushed.url / manifest_key(version)).unlink()
+    for more in ([], ["--plot"]):
+        done = invoke("log", pushed.url, "-n", 25, *more)
+        assert done.code == 4
+        assert f"{named} missing" in done.stderr
+        assert f"restore {manifest_key(lost[0])}" in " ".join(done.stderr.split())
+    table = invoke("log", pushed.url, "-n", 25).stdout.splitlines()
+    rows = [line.split() for line in table if line.split() and line.split()[0].isdecimal()]
+    assert [int(row[0]) for row in rows] == [3, 2, 1, 0]
+    assert [int(row[0]) for row in rows if row[1:] == ["missing"]] == lost[::-1]
+    done = invoke("log", pushed.url, "-n", 25, "--json")
+    assert done.code == 4
+    assert done.document["missing"] == lost
+    assert [row["version"] for row in done.document["versions"]] == [
+        version for version in (3, 2, 1, 0) if version not in lost
+    ]
+    assert json.loads(done.stderr)["error"]["type"] == "BrokenChainError"
+    above = invoke("log", pushed.url, "-n", 1, "--json")
+    assert (above.code, above.document["missing"]) == (0, [])
 
 
 def test_log_lists_anchors_that_were_added_later(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from deltachain.errors import ConfigError
+from deltachain.mirror.placement import check_placement
 from deltachain.publish import Publisher
-from deltachain.store import open_store
+from deltachain.store import MemoryStore, open_store
 from deltachain.testing.models import TinyModel, train_
 from tests.unit.cli.support import invoke
 
@@ -35,6 +37,31 @@ def test_a_chain_is_mirrored_and_verified(chain: Path, tmp_path: Path) -> None:
     assert invoke("verify", tmp_path / "copy").code == 0
     again = invoke("mirror", chain, tmp_path / "copy")
     assert "version 3; 0 objects, 0 B" in again.stderr
+
+
+@pytest.mark.parametrize("inside", ["sub", "a/b"])
+def test_a_mirror_is_not_put_where_a_chain_is_stored(
+    chain: Path, tmp_path: Path, inside: str
+) -> None:
+    other = tmp_path / "other"
+    assert invoke("mirror", chain, other).code == 0
+    before = {folder: sorted(folder.rglob("*")) for folder in (chain, other)}
+    link = tmp_path / "link"
+    link.symlink_to(chain)
+    for outer in (chain, other, link):
+        done = invoke("mirror", chain, outer / inside)
+        assert done.code == 2
+        assert "where a chain is stored" in " ".join(done.stderr.split())
+        assert "beside the chain" in done.stderr
+    assert {folder: sorted(folder.rglob("*")) for folder in before} == before
+
+
+def test_a_mirror_is_not_put_below_the_prefix_of_its_source() -> None:
+    source, below = (MemoryStore(f"bucket/chain{end}") for end in ("", "/copy"))
+    with pytest.raises(ConfigError, match="is inside memory://bucket/chain") as caught:
+        check_placement(source, below)
+    assert "beside the chain" in caught.value.hint
+    check_placement(source, MemoryStore("bucket/chain-copy"))
 
 
 def test_json_has_one_object_a_version(chain: Path, tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from deltachain.cli.app import PANELS
 from deltachain.errors import StoreUnavailableError
@@ -40,6 +42,14 @@ def test_a_file_that_is_no_safetensors_file_is_told_as_such(tmp_path: Path, comm
     assert "not a safetensors file" in done.stderr
     assert "name a safetensors file" in done.stderr
     assert "publisher" not in done.stderr
+
+
+def test_a_checkpoint_with_an_empty_tensor_is_not_pushed(tmp_path: Path) -> None:
+    """No edge gives any of it, so nobody could pull the chain."""
+    save_file({"a": np.zeros((0, 4)), "b": np.ones(3)}, tmp_path / "model.safetensors")
+    done = invoke("push", tmp_path, tmp_path / "chain")
+    assert (done.code, "'a' is empty" in done.stderr, "hint" in done.stderr) == (2, True, True)
+    assert not (tmp_path / "chain").exists()
 
 
 @pytest.mark.parametrize("name", ["b", "ab", "-bucket", "bucket-"])

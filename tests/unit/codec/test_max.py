@@ -165,6 +165,28 @@ def test_sizes_at_the_densities_of_training() -> None:
     assert max_nbytes < 0.8 * step_nbytes
 
 
+def test_small_tensors_share_tables_of_rates_and_sizes() -> None:
+    """Codes of a byte, one in a thousand changed: a table of its own is not worth its bytes."""
+    rng, changes, deltas = np.random.default_rng(8), [], []
+    for number in range(24):
+        spec = TensorSpec(f"w{number}", "F8_E4M3", (512, 512))
+        old = rng.normal(0, 40, spec.numel).astype(np.int8).view(np.uint8)
+        indices = np.flatnonzero(rng.random(spec.numel) < 0.001)
+        values = rng.choice(np.array([1, 255], np.uint8), indices.size)
+        if number == 23:  # unlike the others: larger steps, of all elements
+            indices = np.arange(spec.numel)
+            values = rng.integers(1, 100, spec.numel, np.uint8)
+        deltas.append((TensorDelta(spec=spec, indices=indices, values=values), old))
+        change = Change(deltas[-1][0], StateDigest(), encoding=MAX, old=partial(OldBits, old))
+        changes.append(change)
+    part = Part.from_bytes(encode_part(changes).data)
+    for delta, old in deltas:
+        assert equal(part.read(delta.spec.name, old=OldBits(old)), delta)
+    tables = [part.reader(delta.spec.name).units("class").tobytes() for delta, _ in deltas]
+    assert len(set(tables[:23])) < 6
+    assert tables[23] not in tables[:23]
+
+
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize(("shape", "cuts"), [((37, 64), 1), ((37, 64), 4), ((6, 2), 2), ((99,), 1)])
 def test_kernels_agree_bit_for_bit(width: int, shape: tuple[int, ...], cuts: int) -> None:

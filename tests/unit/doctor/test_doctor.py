@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -15,40 +12,15 @@ import pytest
 from deltachain.chain.signatures import SigningKey
 from deltachain.doctor.examination import examine
 from deltachain.doctor.finding import Finding, Grade, Role
-from deltachain.doctor.probe import SKEW_S, clocks, probe_writes
+from deltachain.doctor.probe import probe_writes
 from deltachain.errors import StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.base import ObjectInfo
 from deltachain.store.file.store import FileStore
 from deltachain.testing.seaweed import Seaweed
 from deltachain.types import Buffer
-from tests.unit.cli.support import ok as run
-from tests.unit.cli.support import random_state, write_checkpoint
 
 FOLLOWER, PUBLISHER = Role.FOLLOWER, Role.PUBLISHER
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing of this machine's, and everything put back."""
-    foreign = ("DELTACHAIN_", "AWS_", "HF_", "SSL_", "VLLM_", "SGLANG_", "HTTP", "ALL_PROXY")
-    for name in list(os.environ):
-        if name.upper().startswith(foreign):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))  # and no ~/.aws
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
-
-
-@pytest.fixture(scope="session")
-def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("chain")
-    run("push", write_checkpoint(root / "weights", random_state()), root / "chain", "--step", 400)
-    return root / "chain"
 
 
 def examined(url: object, role: Role = FOLLOWER) -> list[Finding]:
@@ -216,19 +188,6 @@ def test_a_chain_that_no_trusted_key_signed(chain: Path, monkeypatch: pytest.Mon
     assert (found.check, "signature" in found.said) == ("chain", True)
 
 
-def test_a_publisher_whose_clock_is_ahead_is_named(chain: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(chain, copy)
-    newest = max((copy / "manifests").iterdir())
-    os.utime(newest, (0, time.time() - 2 * SKEW_S - 60))
-    (found,) = [one for one in examined(copy) if one.check == "clock"]
-    assert found.grade is Grade.NOTE
-    assert "3 minutes after its write" in found.said
-    assert "the clock of its publisher is ahead" in found.said
-    os.utime(newest)  # as of a copy that is younger than its version
-    assert not [one for one in examined(copy) if one.check == "clock"]
-
-
 def test_no_chain_is_a_note_for_followers_and_fine_for_publishers(tmp_path: Path) -> None:
     assert faults(tmp_path / "new") == faults(tmp_path / "new", PUBLISHER) == []
     (found,) = [one for one in examined(tmp_path / "new") if one.check == "chain"]
@@ -292,32 +251,6 @@ def test_a_store_that_breaks_a_promise_is_named(tmp_path: Path, lie: str, named:
 def test_an_honest_store_races_to_one_winner(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "store")
     assert {one.grade for one in probe_writes(store)} == {Grade.OK}
-
-
-@pytest.mark.parametrize("ahead_s", [-7200.0, -SKEW_S - 1, SKEW_S + 1, 7200.0])
-def test_a_clock_that_is_off_is_a_fault(ahead_s: float) -> None:
-    found = clocks(ahead_s=ahead_s)
-    assert found.grade is Grade.FAULT
-    assert ("behind" in found.said) is (ahead_s > 0)
-    assert clocks(ahead_s=0.0).grade is Grade.OK
-
-
-def test_a_follower_finds_its_clock_behind_without_a_write(chain: Path, tmp_path: Path) -> None:
-    shutil.copytree(chain, tmp_path / "copy")
-    future = time.time() + 7200
-    for file in (tmp_path / "copy" / "manifests").iterdir():
-        os.utime(file, (future, future))
-    (found,) = faults(tmp_path / "copy")
-    assert (found.check, "behind the store's" in found.said) == ("clock", True)
-
-
-@pytest.mark.parametrize(("ahead_s", "named"), [(-7200, "ahead of the store's"), (7200, "behind")])
-def test_a_follower_hears_the_clock_of_its_store(
-    chain: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, named: str
-) -> None:
-    monkeypatch.setattr(FileStore, "clock", lambda _: time.time() + ahead_s)
-    (found,) = faults(chain)
-    assert (found.check, named in found.said) == ("clock", True)
 
 
 def test_a_bundle_of_cas_for_s3_that_is_not_there_is_named(

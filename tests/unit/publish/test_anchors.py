@@ -99,7 +99,7 @@ def test_the_anchor_of_the_head_is_found_by_the_hint_and_by_the_next_manifest(
 
 
 def test_a_long_history_is_read_a_window_at_a_time(attach: Attach, store: MemoryStore) -> None:
-    model = nn.Linear(640, 640, dtype=torch.bfloat16)
+    model = nn.Linear(1280, 1280, dtype=torch.bfloat16)
     publisher = attach(model, anchor_factor=1000.0)
     for step in range(1, 80):  # large deltas: each manifest lists all 16 versions
         train_(model, step, share=0.7)

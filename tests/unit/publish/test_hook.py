@@ -53,6 +53,44 @@ def test_an_optimizer_that_is_none_is_refused_with_what_to_do(hook: Hook) -> Non
     assert "Publisher.publish" in caught.value.hint
 
 
+def test_the_optimizer_of_another_model_is_refused(hook: Hook, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="SGD has no parameter of this model") as caught:
+        hook(fp32_model(), SGD(fp32_model().parameters()))
+    assert "Publisher.publish" in caught.value.hint
+    assert not (tmp_path / "chain").exists()
+
+
+def test_an_optimizer_of_some_parameters_will_do(hook: Hook, tmp_path: Path) -> None:
+    model = fp32_model()
+    optimizer = SGD([next(model.parameters())], lr=0.1)
+    attachment = hook(model, optimizer, when_busy="wait")
+    step(model, optimizer, 0)
+    attachment.publisher.flush()
+    assert same(versions(tmp_path)[1].state, bits_of(model))
+
+
+def test_a_module_without_an_optimizer_says_what_to_pass(hook: Hook) -> None:
+    with pytest.raises(ConfigError, match="attach needs the optimizer") as caught:
+        hook(fp32_model(), None)
+    assert "attach(model, optimizer, url=...)" in caught.value.hint
+    assert "Publisher(url).attach(model)" in caught.value.hint
+
+
+def test_what_is_neither_a_module_nor_a_trainer_is_refused(hook: Hook) -> None:
+    model = fp32_model()
+    optimizer = SGD(model.parameters())
+    with pytest.raises(ConfigError, match="SGD is neither a module nor a trainer") as caught:
+        hook(optimizer, model)
+    assert "attach(model, optimizer" in caught.value.hint
+
+
+@pytest.mark.parametrize("every_steps", ["2", 1.5, True])
+def test_every_steps_is_a_whole_number(hook: Hook, every_steps: Any) -> None:
+    model = fp32_model()
+    with pytest.raises(ConfigError, match=r"every_steps=.*expected 1 or more"):
+        hook(model, SGD(model.parameters()), every_steps=every_steps)
+
+
 def test_fewer_than_one_step_a_version_is_refused(hook: Hook) -> None:
     model = fp32_model()
     with pytest.raises(ConfigError, match="every_steps=0"):

@@ -86,6 +86,64 @@ def test_weights_of_a_dtype_without_wire_form_are_refused() -> None:
         collect_weights(one_weight(nn.Parameter(torch.zeros(3, dtype=torch.complex64))))
 
 
+@pytest.mark.parametrize(
+    ("tensor", "message", "hint"),
+    [
+        (torch.zeros(3, dtype=torch.complex64), "complex64", "view_as_real"),
+        (torch.zeros(3).to(torch.float8_e4m3fnuz), "float8_e4m3fnuz", "another dtype"),
+        (torch.eye(3).to_sparse(), "layout torch.sparse_coo", "to_dense"),
+        (torch.zeros(4, 6).t(), "contiguous: False", "p.data.contiguous"),
+        (torch.zeros(1, 3, 4, 4).to(memory_format=torch.channels_last), "contig", "channels_last"),
+    ],
+)
+def test_the_hint_says_what_to_do_with_such_a_weight(
+    tensor: Tensor, message: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        collect_weights(one_weight(nn.Parameter(tensor, requires_grad=False)))
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("module", [nn.LazyLinear(4), nn.LazyBatchNorm1d(affine=False)])
+def test_weights_without_a_shape_are_refused(module: nn.Module) -> None:
+    with pytest.raises(ConfigError, match="has no shape yet") as caught:
+        collect_weights(module)
+    assert "call the model once" in caught.value.hint
+
+
+def test_a_name_that_no_safetensors_file_can_have_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reserved key of safetensors") as caught:
+        Publisher("memory://reserved").attach(
+            one_weight(nn.Parameter(torch.zeros(3)), "__metadata__")
+        )
+    assert "another name" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("yielded", "message"),
+    [
+        ([(5, torch.zeros(3))], r"yielded \(5, tensor"),
+        ([("a", [1, 2])], "not a name and a tensor"),
+        ({"a": torch.zeros(3)}, "yielded 'a'"),
+        (None, "returned a NoneType"),
+    ],
+)
+def test_an_export_of_something_else_is_refused(yielded: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        collect_weights(lambda: yielded)
+    assert "names and torch tensors" in caught.value.hint
+
+
+@pytest.mark.parametrize("others", [{}, {"full": torch.zeros(3)}])
+def test_an_empty_weight_is_refused_before_anything_is_written(others: dict[str, Tensor]) -> None:
+    """No edge gives any of it, so nobody could pull the chain."""
+    store, tensors = MemoryStore(), {"none": torch.zeros(0, 4)} | others
+    with pytest.raises(ConfigError, match=r"'none' is empty: its shape is \(0, 4\)") as caught:
+        Publisher("memory://empty", store=store).attach(tensors.items)
+    assert "persistent=False" in caught.value.hint
+    assert list(store.list("")) == []
+
+
 def test_a_model_without_weights_is_refused() -> None:
     with pytest.raises(ConfigError, match="no weights"):
         Publisher("memory://nothing").attach(nn.ReLU())

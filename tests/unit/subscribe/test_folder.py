@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from deltachain.errors import (
+    ConfigError,
     PartialApplyError,
     PoisonedError,
 )
@@ -63,6 +64,19 @@ def interrupt(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, *, after:
         with pytest.raises(PoisonedError, match="stopped in the middle") as caught:
             subscriber.update()
     assert "journal finishes the swap" in caught.value.hint
+
+
+@pytest.mark.parametrize("inside", [".", "a/b"])
+def test_a_path_of_a_file_is_refused(
+    tmp_path: Path, subscribe: Subscribe, publish: Publish, inside: str
+) -> None:
+    publish(1)
+    file = tmp_path / "policy"
+    file.write_text("notes")
+    with pytest.raises(ConfigError, match="policy is not a folder") as caught:
+        subscribe(file / inside).update()
+    assert "name a new folder" in caught.value.hint
+    assert file.read_text() == "notes"
 
 
 # A swap that was interrupted

@@ -1,0 +1,59 @@
+"""The end of commands that run until they are stopped, by Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Event
+from types import FrameType
+from typing import Final
+
+import typer
+
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it."""
+
+
+@contextmanager
+def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Make Ctrl-C and SIGTERM end a loop between two steps; a second signal ends it at once.
+
+    Args:
+        stop: Set by a signal.
+        wake: Called then, to end a wait.
+    """
+    by: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        by.append(number)
+        stop.set()
+        wake()
+        if len(by) > 1:
+            raise KeyboardInterrupt
+
+    with _handling(signal.SIGINT, handle), _handling(signal.SIGTERM, handle):
+        yield by
+
+
+def end(by: Sequence[int]) -> None:
+    """End a command with the exit code for the signals that stopped it.
+
+    SIGTERM is how a service is told to end, and it did: 0, as after any work that is done.
+
+    Raises:
+        Exit: Ctrl-C was among them: 130.
+    """
+    if signal.SIGINT in by:
+        raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def _handling(
+    number: signal.Signals, handle: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    before = signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)

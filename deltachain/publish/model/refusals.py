@@ -1,0 +1,107 @@
+"""Weights that cannot be published, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from deltachain.errors import ConfigError
+from deltachain.torch_names import WIRE_NAMES
+from deltachain.types import TensorSpec
+
+RESERVED: Final = "__metadata__"
+"""Key of a safetensors header that is no tensor's name."""
+
+_PUSH: Final = "or publish a checkpoint with `deltachain push`"
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Refuse a model with adapters.
+
+    Raises:
+        ConfigError: A parameter is one of a LoRA adapter.
+    """
+    for name, _ in model.named_parameters():
+        if ".lora_" in name:
+            raise ConfigError(
+                f"{name!r} is an adapter: its base weights do not change",
+                hint="Publisher(url).attach(lambda: adapter_tensors(model)), or merged_tensors for "
+                "what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
+            )
+
+
+def refuse_lazy(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Refuse parameters and buffers without a shape.
+
+    Raises:
+        ConfigError: One is that of a lazy module that has not seen an input.
+    """
+    for name, tensor in tensors:
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"{name!r} has no shape yet: its module is lazy, and has seen no input",
+                hint="call the model once, with an input of the right size, then attach",
+            )
+
+
+def refuse_specs(specs: Iterable[TensorSpec]) -> None:
+    """Refuse checkpoint tensors that a reader could not write down.
+
+    Raises:
+        ConfigError: A name is reserved, or a tensor has no elements: no edge gives any of it.
+    """
+    for spec in specs:
+        if spec.name == RESERVED:
+            raise ConfigError(
+                f"a weight is called {RESERVED!r}, a reserved key of safetensors files",
+                hint="rename it, or publish an export that yields it under another name",
+            )
+        if not spec.numel:
+            raise ConfigError(
+                f"{spec.name!r} is empty: its shape is {spec.shape}",
+                hint="attach once the model has its weights; leave a tensor that stays empty out: "
+                "register_buffer(..., persistent=False), or publish an export without it",
+            )
+
+
+def refuse_tensor(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that has no bits of its own on the wire.
+
+    Args:
+        name: Name of the tensor, for errors.
+        tensor: Its part on this rank.
+
+    Raises:
+        ConfigError: It has no data, or its layout or dtype has no wire form.
+    """
+    if tensor.is_meta:
+        raise ConfigError(f"{name!r} has no data yet (meta device)", hint="attach after loading")
+    if tensor.layout != torch.strided:
+        raise ConfigError(
+            f"{name!r} has the layout {tensor.layout}: a checkpoint has dense tensors only",
+            hint=f"publish an export that yields its `.to_dense()`, {_PUSH}",
+        )
+    if tensor.dtype not in WIRE_NAMES:
+        raise ConfigError(
+            f"{name!r} is {tensor.dtype}, which has no wire form",
+            hint=_dtype_hint(tensor.dtype),
+        )
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"{name!r} is {tensor.dtype}, contiguous: False",
+            hint="its elements lie in another order than in a checkpoint, as in channels_last: "
+            "make it contiguous before attaching (`p.data = p.data.contiguous()`), publish an "
+            f"export that yields its `.contiguous()`, {_PUSH}",
+        )
+
+
+def _dtype_hint(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "publish an export that yields real tensors (`torch.view_as_real`)"
+    if dtype.is_floating_point:
+        return "publish an export that yields it in another dtype (`.to(torch.bfloat16)`)"
+    return f"publish an export that yields its codes and scales as tensors of their own, {_PUSH}"
