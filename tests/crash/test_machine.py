@@ -375,7 +375,7 @@ def test_anything_in_any_order_for_longer() -> None:
 
 def test_the_machine_would_notice_a_wrong_bit() -> None:
     machine = Machine()
-    machine.begin("step", 3.0)
+    machine.begin("step", 3)
     machine.publish(1, 0.02)
     machine.follow(0)
     tensors = machine.followers[0].replica.target
