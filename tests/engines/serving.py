@@ -224,6 +224,8 @@ class Server(ABC):
             self._own.client = httpx.Client(
                 base_url=f"http://{HOST}:{self.port}",
                 headers=self._headers,
+                # A test that stands still for seconds would send on what the server is closing.
+                limits=httpx.Limits(max_keepalive_connections=0),
                 timeout=120,
                 trust_env=False,
             )

@@ -64,6 +64,7 @@ class Space:
         self.client = httpx.Client(
             base_url=f"http://{HOST}:{port}",
             headers={"x-deltachain-token": TOKEN},
+            limits=httpx.Limits(max_keepalive_connections=0),
             timeout=120,
             trust_env=False,
         )

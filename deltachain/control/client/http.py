@@ -18,6 +18,11 @@ from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens
 
 CONNECT_S: Final = 5.0
+KEEPALIVE_S: Final = 2.0
+"""Seconds for which an idle connection is reused.
+
+uvicorn, and with it vLLM and SGLang, closes one after 5 s; a request sent at that moment is lost.
+"""
 LARGEST: Final = 4 << 20
 """Size limit of a response, in bytes."""
 
@@ -119,9 +124,10 @@ def make_client(**arguments: Any) -> httpx.Client:  # noqa: ANN401 - as httpx ta
         ConfigError: A proxy or a file for TLS is invalid.
     """
     context = TlsFiles.of(os.environ).context()
-    direct = {f"all://{host}": httpx.HTTPTransport(verify=context) for host in DIRECT}
+    limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
+    local = {f"all://{host}": httpx.HTTPTransport(verify=context, limits=limits) for host in DIRECT}
     try:
-        return httpx.Client(verify=context, mounts=direct, **arguments)
+        return httpx.Client(verify=context, limits=limits, mounts=local, **arguments)
     except (ValueError, ImportError, httpx.InvalidURL) as exc:
         raise ConfigError(
             f"a proxy of the environment is invalid: {exc}",

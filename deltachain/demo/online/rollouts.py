@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+from deltachain.control.client.http import KEEPALIVE_S
 from deltachain.demo.online.engine import EngineKind, Sampled, UnlabelledError, sample
 from deltachain.retry import Backoff
 
@@ -154,7 +155,7 @@ class GameWorker:
     async def _play_all(self) -> None:
         table = self._table
         timeout = httpx.Timeout(60.0, connect=5.0)
-        limits = httpx.Limits(max_connections=2 * table.at_once)
+        limits = httpx.Limits(max_connections=2 * table.at_once, keepalive_expiry=KEEPALIVE_S)
         numbers = itertools.count()
         async with (
             httpx.AsyncClient(
