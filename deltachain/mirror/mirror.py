@@ -120,7 +120,8 @@ class Mirror:
             ObjectNotFoundError: The source has no chain yet.
             ConfigError: The destination is no mirror, or not any more.
             ChainMismatchError: The destination mirrors another chain.
-            ForkedChainError: Source and mirror have different histories.
+            ForkedChainError: Source and mirror have different histories, or different prune or tag
+                records of one number.
             StoreWentBackError: The source does not have the newest version of the mirror.
             SignatureError: No trusted key signed the chain, or a manifest or one that descends from
                 it; nothing from there on is copied.
@@ -147,6 +148,7 @@ class Mirror:
         if is_survey:
             records.look_again()
             versions = self._list(documents, head, record.first)
+            records.check_same(self._destination)
         copies = self._copies(documents, versions, record.first, stop)
         if versions or is_survey or not self.rounds % LOOK_BACK:
             records.put_signatures(self._destination)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
@@ -11,6 +12,7 @@ from deltachain.chain.numbered import NONE, newest_number
 from deltachain.chain.trust import MAX_SIGNATURE
 from deltachain.errors import (
     ChainMismatchError,
+    ForkedChainError,
     FormatError,
     MalformedError,
     ObjectNotFoundError,
@@ -134,6 +136,63 @@ class SourceRecords:
                     self._leave_out(key, f"{key}: names another version {tag.version}")
                     continue
             yield ObjectCopy(key=key, nbytes=len(data), content=data)
+
+    def check_same(self, there: Store) -> None:
+        """Check that the mirror's newest records are those of the source, as far as both have them.
+
+        A source that was restored from a backup writes other records under numbers that the mirror
+        has. Later ones follow those, so the newest is enough. What no trusted key signed, and what
+        is damaged, is not compared.
+
+        Args:
+            there: Store of the mirror.
+
+        Raises:
+            ForkedChainError: Source and mirror have different records of one number.
+        """
+        newest: dict[str, tuple[int, str]] = {}
+        for info in self._store.list(TAG_PREFIX):
+            place = tag_of(info.key)
+            if place is not None and self._has(info.key):
+                name, number = place
+                newest[name] = max(newest.get(name, (number, info.key)), (number, info.key))
+        number = NONE
+        while self._is_done(prune_key(number + 1)):
+            number += 1
+        with Pool(READS, "deltachain-records") as pool:
+            keys = [key for _, key in newest.values()]
+            for _ in pool.ordered(partial(self._compare, Tag, there), keys, ahead=READS):
+                pass
+        while number > NONE and not self._compare(PruneRecord, there, prune_key(number)):
+            number -= 1
+
+    def _compare(self, kind: type[Tag] | type[PruneRecord], there: Store, key: str) -> bool:
+        """Compare a record of both stores; return whether both have it.
+
+        Raises:
+            ForkedChainError: They differ.
+        """
+        here, other = (self._readable(kind, store, key) for store in (self._store, there))
+        if here is None or other is None:
+            return False
+        if here != other:
+            raise ForkedChainError(
+                f"{key} of {self._store.url} differs from that of its mirror {there.url}",
+                hint="the source was restored from a backup, and other records were written since: "
+                "remove this record and later ones of its kind from the mirror, which then copies "
+                "those of the source, or mirror to another URL",
+            )
+        return True
+
+    def _readable(
+        self, kind: type[Tag] | type[PruneRecord], store: Store, key: str
+    ) -> Tag | PruneRecord | None:
+        try:
+            data = store.get(key)
+            self._chain.trust.check(data, kind, chain=self._id, key=key)
+            return unseal(data, kind, key=key)
+        except (FormatError, ObjectNotFoundError):
+            return None
 
     def look_again(self) -> None:
         """Look at all prune records again, since the mirror may have lost old ones."""
