@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,6 +40,20 @@ class BucketWriter:
 
     pieces: dict[str, list[StreamPiece]] = field(default_factory=dict)
     arrays: list[OwnArray] = field(default_factory=list)
+
+    def lengths(self) -> dict[str, int]:
+        """Return the number of pieces of each stream."""
+        return {stream: len(pieces) for stream, pieces in self.pieces.items()}
+
+    def cut(self, lengths: Mapping[str, int]) -> None:
+        """Remove the pieces that were put since :meth:`lengths` returned these."""
+        for stream, pieces in self.pieces.items():
+            del pieces[lengths.get(stream, 0) :]
+
+    def extend(self, other: BucketWriter) -> None:
+        """Append all streams of another writer."""
+        for stream, pieces in other.pieces.items():
+            self.pieces.setdefault(stream, []).extend(pieces)
 
     def put(self, stream: str, piece: FlatArray) -> None:
         """Append bytes to a stream, or booleans to a stream of bits."""

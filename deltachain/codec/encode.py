@@ -63,6 +63,9 @@ class Change:
             bits, and is not sparse.
         encoding: Encoding of the change; by default the encoding that fits the delta.
         old: Function that reads the bits before the change, for an encoding that needs them.
+        may_be_step: Whether an encoding that needs old bits is replaced by ``step`` where that
+            takes fewer bytes: where changes repeat, as in columns that change in every row, and
+            where old bits say little of what changes.
     """
 
     delta: TensorDelta
@@ -70,6 +73,7 @@ class Change:
     windows: bool = False
     encoding: Encoding | None = None
     old: Callable[[], OldBits] | None = None
+    may_be_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +166,7 @@ def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encod
         encoding = change.encoding or _fitting(change, raw=raw)
         if encoding.own_arrays and not raw:
             raise ConfigError(f"{change.delta.spec.name}: {encoding.name} is never compressed")
-        old = change.old() if encoding.needs_old and change.old else None
-        tensor = encoding.encode(change.delta, out, old)
+        encoding, tensor = _encode_change(change, encoding, out)
         bucket = 0 if encoding.own_arrays else number
         encoded.rows.append(_row(change, encoding, bucket, tensor))
         encoded.segments.extend(tensor.segments)
@@ -171,12 +174,41 @@ def _encode_bucket(number: int, group: Sequence[Change], *, raw: bool) -> _Encod
         encoded.streams.append(
             StreamContent.join(array.name, [array.data], dtype=array.dtype, shape=array.shape)
         )
+    encoded.streams.extend(_streams(number, out))
+    return encoded
+
+
+def _encode_change(
+    change: Change, encoding: Encoding, out: BucketWriter
+) -> tuple[Encoding, EncodedTensor]:
+    """Append a change to a bucket; return the encoding that was used."""
+    before = out.lengths()
+    old = change.old() if encoding.needs_old and change.old else None
+    tensor = encoding.encode(change.delta, out, old)
+    if not (encoding.needs_old and change.may_be_step):
+        return encoding, tensor
+    alone = BucketWriter()
+    step = _STEP.encode(change.delta, alone)
+    if _stored_nbytes(alone) >= sum(segment.gaps for segment in tensor.segments):
+        return encoding, tensor
+    out.cut(before)
+    out.extend(alone)
+    return _STEP, step
+
+
+def _streams(number: int, out: BucketWriter) -> Iterator[StreamContent]:
+    """Yield the streams of a bucket that are not empty, by name."""
     for name, pieces in sorted(out.pieces.items()):
         full = d.stream_name(number, name)
         stream = StreamContent.join(full, pieces, in_bits=d.in_bits(name))
         if stream.nbytes:
-            encoded.streams.append(stream)
-    return encoded
+            yield stream
+
+
+def _stored_nbytes(out: BucketWriter) -> int:
+    """Return the compressed size of all streams of a bucket."""
+    pairs = ((stream, number) for stream in _streams(0, out) for number in range(len(stream.sizes)))
+    return sum(len(stream.frame(number, compress=True).stored) for stream, number in pairs)
 
 
 def _fitting(change: Change, *, raw: bool) -> Encoding:

@@ -6,18 +6,28 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.codec.frames import FRAME, SMALL_TABLE, deflate_stream, deflate_table
+from deltachain.codec.frames import (
+    FRAME,
+    SMALL_TABLE,
+    deflate_changes,
+    deflate_stream,
+    deflate_table,
+)
 from deltachain.format.digest import object_digest
 from deltachain.kernels import host
 from deltachain.types import Bits, Buffer
 
 FlatArray: TypeAlias = npt.NDArray[Any]
 """A one-dimensional array of any dtype."""
+
+
+WITHOUT_REPEATS: Final = frozenset(["class", "dense", "tile"])
+"""Streams of coded places, and of weights: they are large, and nothing in them repeats."""
 
 
 class BytePlane(NamedTuple):
@@ -99,9 +109,14 @@ class StreamContent:
         """Return one frame, compressed or as it is."""
         start = number * FRAME
         raw = self.read(start, start + self.sizes[number]).data
-        is_table = self.name.endswith(".class") and raw.nbytes <= SMALL_TABLE
-        stored = (deflate_table if is_table else deflate_stream)(raw) if compress else raw
+        stored = self._deflate(raw) if compress else raw
         return StoredFrame(stored, raw.nbytes, object_digest(stored))
+
+    def _deflate(self, raw: memoryview) -> bytes:
+        stream = self.name.partition(".")[2].partition(".")[0]
+        if stream == "class" and raw.nbytes <= SMALL_TABLE:
+            return deflate_table(raw)
+        return deflate_stream(raw) if stream in WITHOUT_REPEATS else deflate_changes(raw)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Return the bytes ``start:stop``; they share memory with a piece that has all of them."""

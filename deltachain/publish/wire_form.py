@@ -52,7 +52,8 @@ def sparse_change(
         found: Changes of the tensor.
         bits: Function that reads all bits of the tensor after the change, from a device perhaps;
             ``None`` if other ranks have some of them.
-        encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller.
+        encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller, and ``step`` an
+            encoding that needs old bits.
         held: Function that reads the bits after the change of consecutive elements, all changed
             ones among them; without it, ``step`` replaces an encoding that needs old bits.
     """
@@ -73,7 +74,7 @@ def sparse_change(
     before = None
     if encoding.needs_old and held is not None:
         before = partial(_bits_before, changes, held)
-    return Change(delta, found.digest, encoding=encoding, old=before)
+    return Change(delta, found.digest, encoding=encoding, old=before, may_be_step=True)
 
 
 def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:
