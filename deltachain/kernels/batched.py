@@ -17,9 +17,10 @@ from deltachain.kernels.device import INT_DTYPES, mix, signed
 from deltachain.kernels.placements import ChangeBatch, Field, PlacementTable, StagedChanges
 from deltachain.kernels.reference import PHI
 from deltachain.kernels.segments import Column, Reason, SegmentBatch, Table
+from deltachain.kernels.tile_batch import TileBatch
 
 
-def upload(batch: SegmentBatch, device: torch.device) -> Tensor:
+def upload(batch: SegmentBatch | TileBatch, device: torch.device) -> Tensor:
     """Copy a batch to a device, in one copy; it is asynchronous if the buffer is page-locked."""
     return torch.from_numpy(batch.buffer).to(device, non_blocking=True)
 
@@ -209,6 +210,26 @@ def fold(changes: Sequence[ChangeBatch]) -> ChangeBatch:
         spans=merged,
         verdicts=tuple(pair for one in changes for pair in one.verdicts),
     )
+
+
+def after(bits: Tensor, start: int, tensor: int, earlier: Sequence[ChangeBatch]) -> Tensor:
+    """Return consecutive bits of a tensor after some changes: these themselves if there are none.
+
+    Args:
+        bits: ``(n,)`` bits, not written.
+        start: Flat index of the first one.
+        tensor: Number of the tensor.
+        earlier: Changes of many tensors, the oldest first.
+    """
+    for changes in earlier:
+        for _, first, count, _ in changes.spans[changes.spans[:, 0] == tensor].tolist():
+            there = slice(first, first + count)
+            at = changes.indices[there] - start
+            near = _kept(changes)[there] & (at >= 0) & (at < bits.numel())
+            at, values = at[near], changes.values[there][near]
+            bits = bits.clone()
+            bits[at] = torch.where(_mask(changes)[there][near], values, bits[at] + values)
+    return bits
 
 
 def _merged(spans: Table) -> tuple[Table, Table]:

@@ -24,6 +24,7 @@ BLOCK: Final = 512
 """Elements that a program works on at a time."""
 WARPS: Final = 16
 """Warps of a program, one thread an element: with more of them a thread, ptxas spills registers."""
+_BLOCKS: Final = {"BLOCK": BLOCK, "num_warps": WARPS}
 
 
 def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:  # noqa: ANN401
@@ -33,11 +34,11 @@ def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:  # no
         program: Program of :mod:`.programs`.
         grid: Number of instances; with 0, nothing is launched.
         args: Arguments of every instance.
-        constants: Compile-time arguments.
+        constants: Compile-time arguments, and the number of warps of an instance.
     """
     if grid:
         with torch.cuda.device_of(args[0]):
-            program[(grid,)](*args, **constants, BLOCK=BLOCK, num_warps=WARPS)
+            program[(grid,)](*args, **constants)
 
 
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
@@ -60,6 +61,7 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
         WIDTH=layout.width,
         GAP=layout.gap,
         ABSOLUTE=layout.absolute,
+        **_BLOCKS,
     )
     return ChangeBatch(
         indices=indices,
@@ -81,7 +83,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     kept = changes.indices if changes.kept is None else changes.kept
     given = (blocks, placements.rows, changes.indices, kept)
     masked, ndim = changes.kept is not None, placements.ndim
-    launch(programs.count_block, grid, *given, counts, ndim, MASKED=masked)
+    launch(programs.count_block, grid, *given, counts, ndim, MASKED=masked, **_BLOCKS)
     ends = torch.cumsum(counts, 0)
     found = read_counts(changes, counts, names)
     runs = _runs(visits, owners, found)
@@ -99,6 +101,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
         WIDTH=changes.values.element_size(),
         ABSOLUTE=2 if mixed else int(bool(changes.absolute)),
         MASKED=masked,
+        **_BLOCKS,
     )
     return StagedChanges(positions, old, new, runs, sums, writes, placements)
 
@@ -125,4 +128,6 @@ def write_(staged: StagedChanges, bits: Tensor) -> None:
     """Write ``(n,)`` bits at the staged positions of all placements."""
     if staged.blocks is None:
         raise ValueError("staged by other kernels")
-    launch(programs.write_block, len(staged.blocks), staged.blocks, staged.positions, bits)
+    launch(
+        programs.write_block, len(staged.blocks), staged.blocks, staged.positions, bits, **_BLOCKS
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltachain.kernels.segments import SegmentBatch, Table
+from deltachain.kernels.segments import Table
 from deltachain.types import StateDigest
 
 if TYPE_CHECKING:
@@ -131,6 +132,13 @@ class PlacementTable:
         return np.stack([number, spans[span, 1], spans[span, 2]], axis=1)
 
 
+class Checked(Protocol):
+    """Segments whose decoding may have failed."""
+
+    def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
+        """Raise the error of the first segment with a reason, if any; see :class:`ChangeBatch`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangeBatch:
     """Decoded changes of many tensors on one device; the verdict is not read yet.
@@ -144,7 +152,7 @@ class ChangeBatch:
         kept: ``(n,)`` bool, false for entries without a change; ``None`` if there are none.
         spans: Rows of tensor, first change, count and bound of the indices.
         verdicts: Batches that the changes come from, each with an ``(segments,)`` int32 tensor of
-            :class:`.segments.Reason`.
+            :class:`.segments.Reason` or :class:`.tile_batch.TileReason`.
     """
 
     indices: Tensor
@@ -152,7 +160,7 @@ class ChangeBatch:
     absolute: bool | Tensor
     kept: Tensor | None
     spans: Table
-    verdicts: tuple[tuple[SegmentBatch, Tensor], ...]
+    verdicts: tuple[tuple[Checked, Tensor], ...]
 
     def check(self, verdicts: Table, names: Sequence[str]) -> None:
         """Raise the error of the first malformed segment, if any.
@@ -163,6 +171,7 @@ class ChangeBatch:
 
         Raises:
             MalformedError: A segment is malformed.
+            BaseMismatchError: Tiles cannot be decoded with the old bits.
         """
         at = 0
         for batch, verdict in self.verdicts:

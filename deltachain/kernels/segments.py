@@ -19,7 +19,8 @@ MAX_LENGTH: Final = 1 << 20
 """Upper bound of the elements of a segment (FORMAT.md 3)."""
 
 
-def _empty(nbytes: int) -> Plane:
+def empty_bytes(nbytes: int) -> Plane:
+    """Return memory of some bytes, of any content."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -117,9 +118,9 @@ class TensorStreams:
     segments: Table
     planes: Sequence[Plane]
     gaps: Sequence[Plane] = ()
-    sign: Plane = field(default_factory=lambda: _empty(0))
-    exception: Plane = field(default_factory=lambda: _empty(0))
-    magnitude: Plane = field(default_factory=lambda: _empty(0))
+    sign: Plane = field(default_factory=lambda: empty_bytes(0))
+    exception: Plane = field(default_factory=lambda: empty_bytes(0))
+    magnitude: Plane = field(default_factory=lambda: empty_bytes(0))
     bit: int = 0
 
     @property
@@ -163,17 +164,8 @@ class SegmentBatch:
         return [buffer[a:b] for a, b in zip(self.offsets, self.offsets[1:], strict=False)]
 
     def spans(self) -> Table:
-        """Return the given elements of each tensor: rows of tensor, first and count, and bound.
-
-        The bound is greater than every index of the tensor in this batch.
-        """
-        tensor = self.table[:-1, Column.TENSOR]
-        begins = np.flatnonzero(np.diff(tensor, prepend=-1))
-        first = self.table[begins, Column.FIRST]
-        ends = np.append(first[1:], self.table[-1, Column.FIRST])
-        bound = self.table[:-1, Column.START] + self.table[:-1, Column.LENGTH]
-        bounds = np.maximum.reduceat(bound, begins) if begins.size else bound
-        return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
+        """Return the given elements of each tensor; see :func:`spans_of`."""
+        return spans_of(self.table)
 
     def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
         """Raise the error of the first malformed segment, if any.
@@ -193,10 +185,27 @@ class SegmentBatch:
             raise MalformedError(f"{name!r}, segment at {start}: {why}")
 
 
+def spans_of(table: Table) -> Table:
+    """Return the given elements of each tensor: rows of tensor, first and count, and bound.
+
+    The bound is greater than every index of the tensor in this batch.
+
+    Args:
+        table: ``(segments + 1, 8)``, see :class:`Column`.
+    """
+    tensor = table[:-1, Column.TENSOR]
+    begins = np.flatnonzero(np.diff(tensor, prepend=-1))
+    first = table[begins, Column.FIRST]
+    ends = np.append(first[1:], table[-1, Column.FIRST])
+    bound = table[:-1, Column.START] + table[:-1, Column.LENGTH]
+    bounds = np.maximum.reduceat(bound, begins) if begins.size else bound
+    return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
+
+
 def pack(
     layout: StreamLayout,
     tensors: Sequence[TensorStreams],
-    allocate: Callable[[int], Plane] = _empty,
+    allocate: Callable[[int], Plane] = empty_bytes,
 ) -> SegmentBatch:
     """Copy the streams of many tensors into one buffer.
 

@@ -18,11 +18,22 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import batched
-from deltachain.kernels.batched import fold, upload
+from deltachain.kernels.batched import after, fold, upload
 from deltachain.kernels.placements import ChangeBatch, PlacementTable, StagedChanges
 from deltachain.kernels.segments import Plane, SegmentBatch
+from deltachain.kernels.tile_batch import TileBatch
 
-__all__ = ["allocator", "decode", "fold", "stage", "undo_", "upload", "write_"]
+__all__ = [
+    "after",
+    "allocator",
+    "decode",
+    "decode_tiles",
+    "fold",
+    "stage",
+    "undo_",
+    "upload",
+    "write_",
+]
 
 
 class StagingKernels(Protocol):
@@ -82,6 +93,39 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
     return kernels_of(buffer.device).decode(batch, buffer)
 
 
+class TileKernels(Protocol):
+    """Kernels of one implementation: :mod:`.fused_tiles` in Triton, or :mod:`.host_tiles`."""
+
+    def decode_tiles(self, batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> ChangeBatch:
+        """See :func:`decode_tiles`."""
+
+
+@cache
+def _tiles(kind: str) -> TileKernels:
+    """Return the kernels for a kind of device, such as ``cuda``."""
+    try:
+        name = "fused_tiles" if kind == "cuda" else "host_tiles"
+        return cast("TileKernels", import_module(f"deltachain.kernels.{name}"))
+    except ImportError:
+        return _tiles("cpu")
+
+
+def decode_tiles(batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> ChangeBatch:
+    """Decode all tiles of a batch: in Triton on a CUDA device, on the host for all others.
+
+    Args:
+        batch: The batch.
+        buffer: Its buffer on a device, from :func:`upload`.
+        olds: ``(n,)`` contiguous old bits of each tensor of the batch, on that device, from flat
+            index ``grid.start`` to ``stop``.
+
+    Returns:
+        The changes; those of a segment in any order. Errors are not raised yet: :func:`stage` reads
+        the verdict.
+    """
+    return _tiles(buffer.device.type).decode_tiles(batch, buffer, olds)
+
+
 def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]) -> StagedChanges:
     """Find the changes in the placements of this rank, and compute their new bits; write nothing.
 
@@ -94,6 +138,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
 
     Raises:
         MalformedError: A segment is malformed.
+        BaseMismatchError: Tiles cannot be decoded with the old bits.
     """
     return kernels_of(changes.indices.device).stage(changes, placements, names)
 

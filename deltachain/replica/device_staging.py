@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 from typing_extensions import override
 
+from deltachain.codec.encodings.max import MaxEncoding
+from deltachain.codec.old_bits import HeldElements
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.format.digest import digest_key
 from deltachain.kernels import staging
@@ -27,8 +30,10 @@ from deltachain.kernels.placements import (
     effects,
 )
 from deltachain.kernels.segments import Plane, StreamLayout, TensorStreams, pack
-from deltachain.replica.spool_reader import TensorPlan
-from deltachain.replica.staged import BatchStager, HolderKey, PlanStreams
+from deltachain.kernels.tile_batch import TensorTiles, pack_tiles
+from deltachain.replica.held_bits import device_bits, held_elements
+from deltachain.replica.spool_reader import TensorPlan, near
+from deltachain.replica.staged import BatchStager, HolderKey, ObjectStreams, PlanStreams
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite
@@ -36,7 +41,9 @@ from deltachain.types import TensorSpec
 
 _NONE: Final[Plane] = np.empty(0, np.uint8)
 
-ON_DEVICE: Final = frozenset({"step", "overwrite"})
+MAX: Final = MaxEncoding()
+
+ON_DEVICE: Final = frozenset({"step", "overwrite", MAX.name})
 """Encodings that are decoded on the device; others are read as a whole tensor, by the host."""
 
 
@@ -97,6 +104,7 @@ class DeviceStager(BatchStager):
     ) -> None:
         found = {name: places for name, places in placements.items() if places}
         self._names = tuple(found)
+        self._places = {name: [place for _, place in places] for name, places in found.items()}
         self._numbers = {name: number for number, name in enumerate(found)}
         self._slots = tuple(dict.fromkeys(slot for places in found.values() for slot, _ in places))
         slots = {slot: number for number, slot in enumerate(self._slots)}
@@ -158,11 +166,23 @@ class DeviceStager(BatchStager):
         Raises:
             DigestMismatchError: A frame differs from its digest in the directory.
             MalformedError: An object violates FORMAT.md.
+            OldBitsError: The elements of this rank cut a tile.
         """
-        number = self._numbers[given.spec.name]
-        read = (part.reader(given.spec.name, (low, high)) for part in given.parts)
-        versions = tuple(streams_of(reader, number) for reader in read if reader.segments)
-        return PlanStreams(given, versions)
+        name = given.spec.name
+        number, edges = self._numbers[name], given.edges or range(len(given.parts))
+        versions, elements = [], None
+        for edge, part in zip(edges, given.parts, strict=True):
+            reader = part.reader(name, (low, high))
+            if not reader.segments:
+                continue
+            if reader.row.encoding == MAX.name:
+                elements = elements or held_elements(
+                    self._places[name], *near(given.spec, low, high)
+                )
+                versions.append(ObjectStreams(edge, None, tiles_of(reader, number, elements)))
+            else:
+                versions.append(ObjectStreams(edge, *streams_of(reader, number)))
+        return PlanStreams(given, tuple(versions))
 
     @override
     def stage(
@@ -172,29 +192,59 @@ class DeviceStager(BatchStager):
 
         Raises:
             MalformedError: The streams of a tensor violate FORMAT.md.
+            BaseMismatchError: Tiles of a tensor cannot be decoded with its live bits.
         """
         by_width: dict[int, list[PlanStreams]] = defaultdict(list)
         for one in plans:
             if one.versions:
                 by_width[one.given.spec.itemsize].append(one)
         for width, group in by_width.items():
-            changes = staging.fold(list(self._decoded(group)))
+            changes = staging.fold(self._decoded(group))
             staged = staging.stage(changes, self._tables[width], self._names)
             names = tuple(dict.fromkeys(one.given.spec.name for one in group))
             yield DeviceWrite(staged, names), self._effects(staged)
 
-    def _decoded(self, group: Sequence[PlanStreams]) -> Iterator[ChangeBatch]:
+    def _decoded(self, group: Sequence[PlanStreams]) -> list[ChangeBatch]:
         """Decode tensors of one width, one batch for each version and layout, oldest first."""
+        found: list[ChangeBatch] = []
+        edges: list[Mapping[int, int]] = []  # of each batch: the edge of each tensor
         for version in range(max(len(one.versions) for one in group)):
-            layouts: dict[StreamLayout, list[TensorStreams]] = defaultdict(list)
+            layouts: dict[StreamLayout | None, list[ObjectStreams]] = defaultdict(list)
             for one in group:
                 if version < len(one.versions):
-                    layout, streams = one.versions[version]
-                    layouts[layout].append(streams)
-            for layout, tensors in layouts.items():
-                tensors.sort(key=lambda streams: streams.tensor)
-                batch = pack(layout, tensors, staging.allocator(self.device))
-                yield staging.decode(batch, staging.upload(batch, self.device))
+                    layouts[one.versions[version].layout].append(one.versions[version])
+            before = list(zip(edges, found, strict=True))
+            for layout, objects in layouts.items():
+                objects.sort(key=lambda one: one.streams.tensor)
+                found.append(self._decode(layout, objects, before))
+                edges.append({one.streams.tensor: one.edge for one in objects})
+        return found
+
+    def _decode(
+        self,
+        layout: StreamLayout | None,
+        objects: Sequence[ObjectStreams],
+        before: Sequence[tuple[Mapping[int, int], ChangeBatch]],
+    ) -> ChangeBatch:
+        """Decode tensors of one layout, given the edges and changes of what came before."""
+        memory = staging.allocator(self.device)
+        if layout is None:
+            tiles = [cast("TensorTiles", one.streams) for one in objects]
+            batch = pack_tiles(tiles, memory)
+            olds = [self._old_bits(one, before) for one in objects]
+            return staging.decode_tiles(batch, staging.upload(batch, self.device), olds)
+        packed = pack(layout, [cast("TensorStreams", one.streams) for one in objects], memory)
+        return staging.decode(packed, staging.upload(packed, self.device))
+
+    def _old_bits(
+        self, one: ObjectStreams, before: Sequence[tuple[Mapping[int, int], ChangeBatch]]
+    ) -> Tensor:
+        """Return the bits of a tensor after all earlier edges."""
+        tiles = cast("TensorTiles", one.streams)
+        start, number = tiles.grid.start, tiles.tensor
+        bits = device_bits(self._places[self._names[number]], HeldElements(start, tiles.stop))
+        earlier = [changes for edges, changes in before if edges.get(number, one.edge) < one.edge]
+        return staging.after(bits, start, number, earlier)
 
     @property
     def tensors(self) -> int:
@@ -213,6 +263,24 @@ class DeviceStager(BatchStager):
             for slot, one in found
             if one.nnz
         }
+
+
+def tiles_of(reader: TensorReader, number: int, elements: HeldElements) -> TensorTiles:
+    """Verify and inflate the tiles of segments, without decoding them.
+
+    Args:
+        reader: Reader of a tensor in the encoding ``max``.
+        number: Number of the tensor in its batch.
+        elements: Elements of it that this rank holds.
+
+    Raises:
+        DigestMismatchError: A frame differs from its digest in the directory.
+        MalformedError: Rates and sizes break a rule of FORMAT.md 4.
+        OldBitsError: The elements cut a tile.
+    """
+    data, table, grid, wanted = MAX.coded_tiles(reader, elements)
+    width = reader.spec.itemsize
+    return TensorTiles(number, reader.table, data, table, grid, elements.stop, wanted, width)
 
 
 def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:

@@ -66,6 +66,12 @@ class TensorPlan:
     from_nothing: bool = False
     edges: tuple[int, ...] = ()
 
+    @property
+    def needs_old(self) -> bool:
+        """Whether the bits before the changes are needed to read them."""
+        name = self.spec.name
+        return not self.from_nothing and any(part.needs_old(name) for part in self.parts)
+
     def read(
         self, low: int, high: int, old: Callable[[int, int], OldBits] | None = None
     ) -> TensorDelta:
@@ -124,7 +130,7 @@ class TensorPlan:
         old: Callable[[int, int], OldBits] | None,
     ) -> OldBits | None:
         """Return the bits after some deltas, of all segments near some elements."""
-        start, stop = max(0, low - SEGMENT), min(self.spec.numel, high + SEGMENT)
+        start, stop = near(self.spec, low, high)
         if old is not None and not self.from_nothing:
             before = old(start, stop)
         elif self.from_nothing:
@@ -153,6 +159,11 @@ class TensorPlan:
             return None
         before = self._before((), low, high, old) if part.needs_old(name) else None
         return part.reader(name, (low, high), old=before)
+
+
+def near(spec: TensorSpec, low: int, high: int) -> tuple[int, int]:
+    """Return the range of the elements of all segments near the elements ``[low, high)``."""
+    return max(0, low - SEGMENT), min(spec.numel, high + SEGMENT)
 
 
 @contextmanager

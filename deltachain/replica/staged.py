@@ -7,21 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta
-from deltachain.kernels import host
 from deltachain.kernels.segments import StreamLayout, TensorStreams
+from deltachain.kernels.tile_batch import TensorTiles
+from deltachain.replica.held_bits import host_bits
 from deltachain.replica.spool_reader import TensorPlan, bits_are_at_fault
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import prepare, prepare_steps
 from deltachain.threads import Pool
-from deltachain.types import TensorSpec
 
 HolderKey: TypeAlias = tuple[str, int]
 """The ranks that hold the same elements, and the number of the place among several on this rank."""
@@ -57,22 +56,36 @@ BATCH: Final = 64 << 20
 hundred megabytes."""
 
 
+class ObjectStreams(NamedTuple):
+    """Inflated streams of one tensor in one object.
+
+    Attributes:
+        edge: Number of the object's edge in its plan.
+        layout: Layout of the streams; ``None`` for tiles.
+        streams: The streams.
+    """
+
+    edge: int
+    layout: StreamLayout | None
+    streams: TensorStreams | TensorTiles
+
+
 @dataclass(frozen=True, slots=True)
 class PlanStreams:
     """Inflated streams of one tensor plan.
 
     Attributes:
         given: The tensor plan.
-        versions: Its streams and their layout, for each object, oldest first.
+        versions: Its streams in each object, oldest first.
     """
 
     given: TensorPlan
-    versions: tuple[tuple[StreamLayout, TensorStreams], ...]
+    versions: tuple[ObjectStreams, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the streams."""
-        return sum(streams.nbytes for _, streams in self.versions)
+        """Bytes that staging needs for the streams."""
+        return sum(one.streams.nbytes for one in self.versions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +151,7 @@ class _Read:
         writes: Its writes, if everything is on the host.
         streams: Its streams, if it is staged with others.
         delta: Its changes otherwise: the caller's stream computes the writes.
+        waits: Whether the caller has to read it, with bits of a device.
     """
 
     given: TensorPlan
@@ -145,6 +159,7 @@ class _Read:
     writes: Sequence[tuple[HolderKey, Write]] = ()
     streams: PlanStreams | None = None
     delta: TensorDelta | None = None
+    waits: bool = False
 
 
 class _Stage:
@@ -171,6 +186,8 @@ class _Stage:
             return _Read(given, share, streams=streams)
         if share.on_host:
             return _Read(given, share, _prepared(given, share))
+        if given.needs_old:
+            return _Read(given, share, waits=True)
         return _Read(given, share, delta=given.read(share.low, share.high))
 
     def take(self, found: _Read) -> None:
@@ -182,7 +199,9 @@ class _Stage:
             self._waiting.append(found.streams)
             self._waiting_nbytes += nbytes
             return
-        placed = found.writes if found.delta is None else _placed(found.share, found.delta)
+        placed = _prepared(found.given, found.share) if found.waits else found.writes
+        if found.delta is not None:
+            placed = _placed(found.share, found.delta)
         writes = [one for _, one in placed]
         self._add([found.given], writes, ((slot, one.patch.effect) for slot, one in placed))
 
@@ -245,47 +264,15 @@ def _prepared(given: TensorPlan, share: Share) -> list[tuple[HolderKey, Write]]:
     """Read a tensor plan, and compute its writes at every place."""
     if not share.places:
         return []
+    old = partial(host_bits, [place for _, place in share.places], given.spec)
     if not share.on_host:
-        return _placed(share, given.read(share.low, share.high))
-    old = partial(_held_bits, share, given.spec)
+        return _placed(share, given.read(share.low, share.high, old))
     reader = given.steps(share.low, share.high, old)
     if reader is None or (reader.old is not None and len(share.places) > 1):
         return _placed(share, given.read(share.low, share.high, old))
     with nullcontext() if reader.old is None else bits_are_at_fault(given.spec.name):
         patches = [(slot, prepare_steps(place, reader), place) for slot, place in share.places]
     return [(slot, Write(patch, [place])) for slot, patch, place in patches]
-
-
-def _held_bits(share: Share, spec: TensorSpec, low: int, high: int) -> OldBits:
-    """Return the bits of the elements ``[low, high)`` that a rank holds on the host.
-
-    Consecutive ones are the live bits themselves; others are copied to their places.
-    """
-    (_, first), *others = share.places
-    run = None if others else _run(first)
-    if run is not None:
-        return run
-    bits, held = np.zeros(high - low, spec.bits_dtype), np.zeros(high - low, np.bool_)
-    for _, place in share.places:
-        offset, at, dims = place.box
-        sizes, there, live = dims.T.tolist() if dims.size else ([1], [1], [1])
-        where = offset - low, sizes, there
-        storage: Any = place.storage
-        host.strided(bits, *where)[...] = host.strided(storage, at, sizes, live)
-        host.strided(held, *where)[...] = True
-    return OldBits(bits, low, held)
-
-
-def _run(place: LiveElements) -> OldBits | None:
-    """Return live bits on the host as they are, if all of them are consecutive in the tensor."""
-    offset, at, dims = place.box
-    numel = 1
-    for size, there, live in reversed(dims.tolist()):
-        if size > 1 and (there, live) != (numel, numel):
-            return None
-        numel *= size
-    storage: Any = place.storage
-    return OldBits(storage[at : at + numel], offset, shared=True)
 
 
 def _placed(share: Share, delta: TensorDelta) -> list[tuple[HolderKey, Write]]:

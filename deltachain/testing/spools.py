@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from deltachain.codec import Change, encode_part
+from deltachain.codec import ENCODINGS, Change, encode_part
+from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.documents import ObjectRef
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
-from deltachain.types import StateDigest
+from deltachain.types import Bits, StateDigest
 
 
-def spool_of(parent: Path, *edges: Iterable[TensorDelta], from_nothing: bool = False) -> Spool:
+def spool_of(
+    parent: Path,
+    *edges: Iterable[TensorDelta],
+    from_nothing: bool = False,
+    old: Callable[[str], Bits] | None = None,
+) -> Spool:
     """Write the deltas of each edge of a plan into a new spool, as one object an edge.
 
     A delta that mixes steps and absolute bits becomes one of an edge of its own before the others.
+
+    Args:
+        parent: Folder of spools.
+        edges: Deltas of each edge.
+        from_nothing: Whether the plan needs no base bits.
+        old: Function that returns the bits of a tensor before the only edge, whose steps are then
+            encoded as ``max``.
     """
     plan: list[Sequence[TensorDelta]] = []
     for edge in edges:
         absolute, steps = _split(edge)
         plan += [deltas for deltas in (absolute, steps) if deltas] or [()]
-    parts = [encode_part(Change(delta, StateDigest()) for delta in deltas) for deltas in plan]
+    parts = [encode_part(_change(delta, old) for delta in deltas) for deltas in plan]
     objects = tuple(
         SpooledObject(
             ref=ObjectRef(
@@ -40,6 +54,13 @@ def spool_of(parent: Path, *edges: Iterable[TensorDelta], from_nothing: bool = F
     for number, part in enumerate(parts):
         spool.put(number, part.data)
     return spool
+
+
+def _change(delta: TensorDelta, old: Callable[[str], Bits] | None) -> Change:
+    if old is None:
+        return Change(delta, StateDigest())
+    before = partial(OldBits, old(delta.spec.name))
+    return Change(delta, StateDigest(), encoding=ENCODINGS.get("max"), old=before)
 
 
 def _split(deltas: Iterable[TensorDelta]) -> tuple[Sequence[TensorDelta], Sequence[TensorDelta]]:

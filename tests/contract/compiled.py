@@ -19,14 +19,27 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deltachain.kernels import programs
+from deltachain.kernels import programs, tile_programs
 from deltachain.kernels.fused import BLOCK, WARPS
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
 ELEMENTS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
 OF_AN_ELEMENT = ("values", "olds", "news", "bits")
 """Arguments that point to integers of the element's width."""
-OTHER_TYPES = {"buffer": "*u8", "kept": "*i1", "absolute": "*i1", "verdict": "*i32", "ndim": "i32"}
+OTHER_TYPES = {
+    "buffer": "*u8",
+    "kept": "*i1",
+    "absolute": "*i1",
+    "verdict": "*i32",
+    "ndim": "i32",
+    "classes": "*u8",
+    "words": "*u64",
+    "listed": "*i32",
+    "bounds": "*i32",
+    "cursors": "*i32",
+}
+ONE_WARP = (tile_programs.read_tile,)
+"""Programs that work on one element at a time."""
 OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
 Case = tuple[Any, int, dict[str, Any]]
@@ -34,7 +47,7 @@ Case = tuple[Any, int, dict[str, Any]]
 
 
 def cases() -> Iterator[Case]:
-    """Every specialisation that :mod:`deltachain.kernels.fused` launches."""
+    """Every specialisation that :mod:`.fused` and :mod:`.fused_tiles` launch."""
     for width in ELEMENTS:
         for gap, absolute in ((1, False), (2, False), (1, True), (2, True), (0, True)):
             constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
@@ -43,6 +56,8 @@ def cases() -> Iterator[Case]:
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
             yield programs.stage_block, width, constants
         yield programs.write_block, width, {}
+        yield tile_programs.list_tile, width, {"WIDTH": width}
+        yield tile_programs.read_tile, width, {"WIDTH": width}
     for masked in (False, True):
         yield programs.count_block, 2, {"MASKED": masked}
 
@@ -54,7 +69,9 @@ def compile_for(arch: int, case: Case) -> str:
         AssertionError: Registers are spilled.
     """
     program, width, constants = case
-    constants = constants | {"BLOCK": BLOCK}
+    if "BLOCK" in program.arg_names:
+        constants = constants | {"BLOCK": BLOCK}
+    warps = 1 if program in ONE_WARP else WARPS
     types = OFFSETS | OTHER_TYPES | dict.fromkeys(OF_AN_ELEMENT, ELEMENTS[width])
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*i64")
@@ -67,7 +84,7 @@ def compile_for(arch: int, case: Case) -> str:
     }
     source = ASTSource(program, signature, constants, aligned)
     target = GPUTarget("cuda", arch, 32)
-    cubin = triton.compile(source, target=target, options={"num_warps": WARPS}).asm["cubin"]
+    cubin = triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]
     registers, spills = resources(cubin)
     line = f"sm_{arch} {program.__name__} {width} B {constants}: {registers} registers"
     assert not spills, f"{line}, {spills} bytes spilled"

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import fused
+from deltachain.kernels import fused, fused_tiles
 from deltachain.kernels.batched import upload
 from deltachain.kernels.placements import ChangeBatch, LivePlacement, PlacementTable
 from deltachain.kernels.segments import SegmentBatch, StreamLayout
+from deltachain.kernels.tile_batch import TileBatch
 from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm
 from tests.contract.segments import Given, batch_of
+from tests.contract.tiles import TILE_CHECKS, CodedTensor, TileArm
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0
@@ -37,23 +39,39 @@ class GuardedArm(BatchArm):
     maps: dict[int, mmap.mmap] = field(default_factory=dict)
 
     def decode(self, batch: SegmentBatch) -> ChangeBatch:
-        guarded = replace(batch, buffer=self._before_a_wall(batch.buffer))
+        guarded = replace(batch, buffer=before_a_wall(batch.buffer, self.maps))
         return self.kernels.decode(guarded, upload(guarded, self.device))
 
-    def _before_a_wall(self, buffer: Any) -> Any:
-        """Copy bytes to the end of a page; reading on ends the process."""
-        pages = -(-buffer.nbytes // PAGE) + 1
-        if pages not in self.maps:
-            self.maps[pages] = mmap.mmap(-1, pages * PAGE)
-            base = ctypes.addressof(ctypes.c_char.from_buffer(self.maps[pages]))
-            wall = ctypes.c_void_p(base + (pages - 1) * PAGE)
-            if ctypes.CDLL(None).mprotect(wall, ctypes.c_size_t(PAGE), NO_ACCESS):
-                raise OSError("mprotect")
-        # The table at the beginning is aligned to 8 bytes, which leaves up to 7 before the wall.
-        end = (pages - 1) * PAGE - (-buffer.nbytes) % 8 - buffer.nbytes
-        whole = np.frombuffer(self.maps[pages], np.uint8, buffer.nbytes, offset=end)
-        whole[:] = buffer
-        return whole
+
+@dataclass(frozen=True)
+class GuardedTileArm(TileArm):
+    """Triton's kernels, on tiles and old bits before unreadable pages."""
+
+    maps: dict[int, mmap.mmap] = field(default_factory=dict)
+
+    def upload(self, batch: TileBatch) -> Tensor:
+        return torch.from_numpy(before_a_wall(batch.buffer, self.maps))
+
+    def old(self, one: CodedTensor) -> Tensor:
+        bits = super().old(one)
+        guarded = before_a_wall(bits.view(torch.uint8).numpy(), {})  # a page of its own
+        return torch.from_numpy(guarded).view(bits.dtype)
+
+
+def before_a_wall(buffer: Any, maps: dict[int, mmap.mmap]) -> Any:
+    """Copy bytes to the end of a page; reading on ends the process."""
+    pages = -(-buffer.nbytes // PAGE) + 1
+    if pages not in maps:
+        maps[pages] = mmap.mmap(-1, pages * PAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(maps[pages]))
+        wall = ctypes.c_void_p(base + (pages - 1) * PAGE)
+        if ctypes.CDLL(None).mprotect(wall, ctypes.c_size_t(PAGE), NO_ACCESS):
+            raise OSError("mprotect")
+    # The table at the beginning is aligned to 8 bytes, which leaves up to 7 before the wall.
+    end = (pages - 1) * PAGE - (-buffer.nbytes) % 8 - buffer.nbytes
+    whole = np.frombuffer(maps[pages], np.uint8, buffer.nbytes, offset=end)
+    whole[:] = buffer
+    return whole
 
 
 class Guards:
@@ -112,6 +130,11 @@ def main() -> int:
             check(arm)
         guards.check()
         sys.stdout.write(f"ok {check.__name__} {time.perf_counter() - start:.1f} s\n")
+    tiles = GuardedTileArm(fused_tiles, fused, torch.device("cpu"))
+    for check_tiles in TILE_CHECKS:
+        start = time.perf_counter()
+        check_tiles(tiles)
+        sys.stdout.write(f"ok {check_tiles.__name__} {time.perf_counter() - start:.1f} s\n")
     return 0
 
 

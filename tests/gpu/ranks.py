@@ -62,7 +62,7 @@ class Bench:
 
     Attributes:
         where: A torch device.
-        kind: Of the plan: ``step``, ``mixed``, or ``dense`` for one from nothing.
+        kind: Of the plan: ``step``, ``mixed``, ``max``, or ``dense`` for one from nothing.
     """
 
     where: str
@@ -86,7 +86,8 @@ class Bench:
         holders = {name: labels[0] for name, labels in agreement.holders.items()}
         self.rank.agree(agreement.classes, holders)
         whole = self.kind == "dense"
-        self.spool = spool_of(self.folder / "spool", self._deltas(), from_nothing=whole)
+        old = self.before.bits if self.kind == "max" else None
+        self.spool = spool_of(self.folder / "spool", self._deltas(), from_nothing=whole, old=old)
         self.tokens = torch.arange(7, device=self.where)
         self.addresses = {n: t.data_ptr() for n, t in self.model.tensors().items()}
 
@@ -168,7 +169,7 @@ CHECKS: tuple[Callable[[Bench], None], ...] = (
     check_swap_without_a_budget,
 )
 
-KINDS = ("step", "mixed", "dense")
+KINDS = ("step", "mixed", "dense", "max")
 
 
 def checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:

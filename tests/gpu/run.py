@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.contract.arms import CrossingArm, DeviceArm
 from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.bits import BIT_CHECKS
 from tests.contract.kernels import CHECKS, Arm
+from tests.contract.tiles import TILE_CHECKS, TileArm
 from tests.gpu.bench import bench
 from tests.gpu.diff import bench_diff, diff_checks
 
@@ -91,11 +93,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
     for bit_check in BIT_CHECKS:
         yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device="cuda"))
     card = torch.device("cuda")
-    for kernels in (batched, staging.kernels_of(card)):
-        for batch_check in BATCH_CHECKS:
-            arm_of_batches = BatchArm(kernels, card)
-            name = f"{kernels.__name__}.{batch_check.__name__}"  # type: ignore[attr-defined]
-            yield name, partial(batch_check, arm_of_batches)
+    yield from _batch_checks(card)
     yield from diff_checks("cuda")
     try:
         from tests.gpu.ranks import checks  # noqa: PLC0415
@@ -105,6 +103,19 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
     else:
         yield from snapshot_checks("cuda")
         yield from checks("cuda")
+
+
+def _batch_checks(card: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Those of segments of many tensors, and of tiles: in Triton where there is one, on the host."""
+    for kernels in (batched, staging.kernels_of(card)):
+        for check in BATCH_CHECKS:
+            name = f"{kernels.__name__}.{check.__name__}"  # type: ignore[attr-defined]
+            yield name, partial(check, BatchArm(kernels, card))
+    found = ("fused_tiles",) if find_spec("triton") is not None else ()
+    for name in (*found, "host_tiles"):
+        arm = TileArm(import_module(f"deltachain.kernels.{name}"), staging.kernels_of(card), card)
+        for tile_check in TILE_CHECKS:
+            yield f"{name}.{tile_check.__name__}", partial(tile_check, arm)
 
 
 def _arms() -> Iterator[tuple[str, Arm]]:

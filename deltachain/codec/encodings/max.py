@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from deltachain.codec.directory import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.encodings.tile_table import table_of
-from deltachain.codec.old_bits import OldBits
+from deltachain.codec.old_bits import HeldElements, OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError, OldBitsError
@@ -55,6 +55,22 @@ highest bits of it. Of dtypes of one byte, it is the code; of all others, there 
 _STEP: Final = StepEncoding()
 _UNUSED: Final = np.full(2 * BINS, NEVER, np.uint8)
 """Rates and sizes of a tensor that did not change."""
+
+
+class StoredTiles(NamedTuple):
+    """Tiles of a tensor's segments as a part has them.
+
+    Attributes:
+        data: The bytes of all segments, end to end; untrusted.
+        table: ``(512,)`` rates and sizes, canonical.
+        grid: The tiles; positions count from the first element that the decoder has.
+        wanted: ``(segments, cuts)`` bool: tiles of which it has all elements; ``None`` for all.
+    """
+
+    data: Bytes
+    table: Bytes
+    grid: TileGrid
+    wanted: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +143,35 @@ class MaxEncoding(Encoding):
             MalformedError: Rates and sizes break a rule of FORMAT.md 4.
             OldBitsError: There are no bits before the change, or of a part of a tile only.
         """
-        spec, old = tensor.spec, tensor.old
+        old = tensor.old
         if old is None:
             raise OldBitsError(
-                f"{tensor.key}: {spec.name!r} needs the bits before it, which are not at hand here",
-                hint="publish with encoding='step'; engines with weights on a device need it",
+                f"{tensor.key}: {tensor.spec.name!r} needs the bits before it, which are not at "
+                "hand here",
+                hint="publish with encoding='step'",
             )
-        grid = _grid(spec, tensor.row.gap, old.start)
+        data, table, grid, wanted = self.coded_tiles(tensor, old.elements)
+        return tensor.table, TileStreams(data, old.bits, table, grid, wanted)
+
+    def coded_tiles(self, tensor: TensorReader, elements: HeldElements) -> StoredTiles:
+        """Return the tiles of a tensor's segments, for a decoder with the bits of some elements.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: Rates and sizes break a rule of FORMAT.md 4.
+            OldBitsError: The elements are a part of a tile only.
+        """
+        grid = _grid(tensor.spec, tensor.row.gap, elements.start)
         if not tensor.segments:
-            nothing = np.empty(0, np.uint8)
-            return tensor.table, TileStreams(nothing, old.bits, _UNUSED, grid)
+            return StoredTiles(np.empty(0, np.uint8), _UNUSED, grid)
         first, last = tensor.segments[0], tensor.segments[-1]
-        if first.start < old.start or last.start + last.length > old.stop:
+        if first.start < elements.start or last.start + last.length > elements.stop:
             raise _cut(tensor)
         table = tensor.units("class")
         if not _is_canonical(table, grid.mask):
             raise tensor.malformed("rates and sizes are not canonical")
-        wanted = None if old.held is None else _wanted(tensor, grid, old.held)
-        return tensor.table, TileStreams(tensor.units("tile"), old.bits, table, grid, wanted)
+        wanted = None if elements.held is None else _wanted(tensor, grid, elements.held)
+        return StoredTiles(tensor.units("tile"), table, grid, wanted)
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:

@@ -91,7 +91,7 @@ def test_several_batches_are_one_stage(here: OnDevice, monkeypatch: pytest.Monke
     assert sum(isinstance(w, DeviceWrite) for w in here.staged()[0].placed) > 1
 
 
-@pytest.mark.parametrize("kind", ["step", "mixed"])
+@pytest.mark.parametrize("kind", ["step", "mixed", "max"])
 def test_the_effect_is_that_of_the_host(tmp_path: Path, kind: str) -> None:
     effects = []
     for place in ("host", "device"):

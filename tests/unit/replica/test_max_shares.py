@@ -17,10 +17,12 @@ from deltachain.format.digest import digest_key
 from deltachain.format.documents import ObjectRef
 from deltachain.kernels import reference
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.replica.held_bits import host_bits
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
-from deltachain.replica.staged import Share, _held_bits, _prepared
+from deltachain.replica.staged import Share, _prepared
 from deltachain.replica.windows import Placement
+from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import prepare, write
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.unit.replica.replicas import SHAPES, Followed
@@ -55,6 +57,10 @@ def plan_of(states: list[Bits], encodings: tuple[str, ...]) -> TensorPlan:
 def share_of(live: torch.Tensor, offset: int) -> Share:
     place = Placement(live, offset, (1024, 1))
     return Share(((("", 0), place),), *place.span)
+
+
+def places_of(share: Share) -> list[LiveElements]:
+    return [place for _, place in share.places]
 
 
 def shards(bits: Bits, ways: int, axis: int) -> list[tuple[torch.Tensor, int]]:
@@ -122,7 +128,7 @@ def test_live_bits_are_read_where_they_lie_and_never_written() -> None:
     states = versions(3)
     live, offset = shards(states[0], 2, 0)[1]
     share = share_of(live, offset)
-    before = _held_bits(share, SPEC, 0, SPEC.numel)
+    before = host_bits(places_of(share), SPEC, 0, SPEC.numel)
     assert before.shared
     assert (before.start, before.held) == (offset, None)
     assert before.bits.ctypes.data == live.data_ptr()
@@ -138,7 +144,7 @@ def test_one_pass_over_tiles_equals_decoding_first(axis: int) -> None:
     plan = plan_of(states, ("max",))
     for live, offset in shards(states[0], 2, axis):
         share = share_of(live, offset)
-        old = partial(_held_bits, share, SPEC)
+        old = partial(host_bits, places_of(share), SPEC)
         assert plan.steps(share.low, share.high, old) is not None
         ((_, staged),) = _prepared(plan, share)
         decoded = prepare(share.places[0][1], plan.read(share.low, share.high, old))
