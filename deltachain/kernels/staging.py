@@ -94,7 +94,7 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
 
 
 class TileKernels(Protocol):
-    """Kernels of one implementation: :mod:`.fused_tiles` in Triton, or :mod:`.host_tiles`."""
+    """Kernels of one implementation: :mod:`.tile_launch` in Triton, or :mod:`.tile_fallback`."""
 
     def decode_tiles(self, batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> ChangeBatch:
         """See :func:`decode_tiles`."""
@@ -104,7 +104,7 @@ class TileKernels(Protocol):
 def _tiles(kind: str) -> TileKernels:
     """Return the kernels for a kind of device, such as ``cuda``."""
     try:
-        name = "fused_tiles" if kind == "cuda" else "host_tiles"
+        name = "tile_launch" if kind == "cuda" else "tile_fallback"
         return cast("TileKernels", import_module(f"deltachain.kernels.{name}"))
     except ImportError:
         return _tiles("cpu")

@@ -31,6 +31,7 @@ from deltachain.kernels.placements import (
 )
 from deltachain.kernels.segments import Plane, StreamLayout, TensorStreams, pack
 from deltachain.kernels.tile_batch import TensorTiles, pack_tiles
+from deltachain.kernels.tiles import BINS, NEVER, TileGrid
 from deltachain.replica.held_bits import device_bits, held_elements
 from deltachain.replica.spool_reader import TensorPlan, near
 from deltachain.replica.staged import BatchStager, HolderKey, ObjectStreams, PlanStreams
@@ -129,11 +130,12 @@ class DeviceStager(BatchStager):
         }
 
     def warm_up(self) -> None:
-        """Compile the kernels of every layout of steps, ahead of the first version."""
+        """Compile the kernels of every layout of steps and of tiles, before the first version."""
         for width, table in self._tables.items():
             live = torch.zeros(1, dtype=INT_DTYPES[width], device=self.device)
             dims = ((1, 1, 1),) * table.ndim
             place = PlacementTable.build([LivePlacement(0, 0, dims, live)], [(0, 0)], self.device)
+            staging.stage(self._tiles_of_nothing(width), place, [""])
             for gap in (1, 2):
                 layout, bits = StreamLayout(width, gap, absolute=False), np.zeros(1, np.uint8)
                 one = TensorStreams(
@@ -148,6 +150,17 @@ class DeviceStager(BatchStager):
                 batch = pack(layout, [one], staging.allocator(self.device))
                 changes = staging.decode(batch, staging.upload(batch, self.device))
                 staging.write_(staging.stage(changes, place, [""]))
+
+    def _tiles_of_nothing(self, width: int) -> ChangeBatch:
+        """Decode a tile of one element, which changes by one."""
+        old = torch.zeros(1, dtype=INT_DTYPES[width], device=self.device)
+        table = np.full(2 * BINS, NEVER, np.uint8)
+        table[0] = 0
+        segments = np.array([(0, 1, 1, 1, 0, 0)])
+        grid = TileGrid(columns=1, cuts=1, shift=0, mask=0)
+        one = TensorTiles(0, segments, np.zeros(1, np.uint8), table, grid, 1, None, width)
+        batch = pack_tiles([one], staging.allocator(self.device))
+        return staging.decode_tiles(batch, staging.upload(batch, self.device), [old])
 
     @override
     def takes(self, given: TensorPlan) -> bool:

@@ -19,7 +19,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deltachain.kernels import programs, tile_programs
+from deltachain.kernels import programs, tile_triton
 from deltachain.kernels.fused import BLOCK, WARPS
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
@@ -38,7 +38,7 @@ OTHER_TYPES = {
     "bounds": "*i32",
     "cursors": "*i32",
 }
-ONE_WARP = (tile_programs.read_tile,)
+ONE_WARP = (tile_triton.read_tile,)
 """Programs that work on one element at a time."""
 OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
@@ -47,7 +47,7 @@ Case = tuple[Any, int, dict[str, Any]]
 
 
 def cases() -> Iterator[Case]:
-    """Every specialisation that :mod:`.fused` and :mod:`.fused_tiles` launch."""
+    """Every specialisation that :mod:`.fused` and :mod:`.tile_launch` launch."""
     for width in ELEMENTS:
         for gap, absolute in ((1, False), (2, False), (1, True), (2, True), (0, True)):
             constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
@@ -56,8 +56,8 @@ def cases() -> Iterator[Case]:
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
             yield programs.stage_block, width, constants
         yield programs.write_block, width, {}
-        yield tile_programs.list_tile, width, {"WIDTH": width}
-        yield tile_programs.read_tile, width, {"WIDTH": width}
+        yield tile_triton.list_tile, width, {"WIDTH": width}
+        yield tile_triton.read_tile, width, {"WIDTH": width}
     for masked in (False, True):
         yield programs.count_block, 2, {"MASKED": masked}
 

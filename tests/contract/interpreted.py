@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import fused, fused_tiles
+from deltachain.kernels import fused, tile_launch
 from deltachain.kernels.batched import upload
 from deltachain.kernels.placements import ChangeBatch, LivePlacement, PlacementTable
 from deltachain.kernels.segments import SegmentBatch, StreamLayout
@@ -130,7 +130,7 @@ def main() -> int:
             check(arm)
         guards.check()
         sys.stdout.write(f"ok {check.__name__} {time.perf_counter() - start:.1f} s\n")
-    tiles = GuardedTileArm(fused_tiles, fused, torch.device("cpu"))
+    tiles = GuardedTileArm(tile_launch, fused, torch.device("cpu"))
     for check_tiles in TILE_CHECKS:
         start = time.perf_counter()
         check_tiles(tiles)

@@ -106,13 +106,13 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _batch_checks(card: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Those of segments of many tensors, and of tiles: in Triton where there is one, on the host."""
+    """Those of segments of many tensors, and of tiles, in Triton and on the host."""
     for kernels in (batched, staging.kernels_of(card)):
         for check in BATCH_CHECKS:
             name = f"{kernels.__name__}.{check.__name__}"  # type: ignore[attr-defined]
             yield name, partial(check, BatchArm(kernels, card))
-    found = ("fused_tiles",) if find_spec("triton") is not None else ()
-    for name in (*found, "host_tiles"):
+    found = ("tile_launch",) if find_spec("triton") is not None else ()
+    for name in (*found, "tile_fallback"):
         arm = TileArm(import_module(f"deltachain.kernels.{name}"), staging.kernels_of(card), card)
         for tile_check in TILE_CHECKS:
             yield f"{name}.{tile_check.__name__}", partial(tile_check, arm)

@@ -12,7 +12,7 @@ import torch
 
 from deltachain.errors import BaseMismatchError, OldBitsError
 from deltachain.format.digest import digest_key
-from deltachain.kernels import host_tiles, reference, staging
+from deltachain.kernels import reference, staging, tile_fallback
 from deltachain.kernels.device import storage_bits
 from deltachain.kernels.protocol import LiveBits
 from deltachain.publish import PublishConfig, Publisher
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("check", TILE_CHECKS, ids=lambda check: check.__name__)
 def test_kernels_of_the_host_keep_the_contract(check: TileCheck) -> None:
-    check(TileArm(host_tiles, staging.kernels_of(CPU), CPU))
+    check(TileArm(tile_fallback, staging.kernels_of(CPU), CPU))
 
 
 def stager_of(places: Sequence[Placement]) -> DeviceStager:

@@ -1,4 +1,4 @@
-"""Decode tiles of many tensors on the host, where :mod:`.fused_tiles` cannot run."""
+"""Decode tiles of many tensors on the host, where :mod:`.tile_launch` cannot run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REASONS = {message: reason for reason, message in MESSAGES.items()}
 
 
 def decode_tiles(batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> ChangeBatch:
-    """Decode all tiles of a batch; see :func:`.fused_tiles.decode_tiles`.
+    """Decode all tiles of a batch; see :func:`.tile_launch.decode_tiles`.
 
     Old bits on a device are copied to the host, one tensor at a time.
     """

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import tile_programs
+from deltachain.kernels import tile_triton
 from deltachain.kernels.batched import send
 from deltachain.kernels.device import INT_DTYPES
 from deltachain.kernels.fused import BLOCK, WARPS, launch
@@ -59,11 +59,11 @@ def decode_tiles(batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> Ch
         mine, count = sizes[first:stop], stop - first
         firsts = send(np.cumsum(mine) - mine, device)
         listed = torch.empty(int(mine.sum()), dtype=torch.int32, device=device)
-        shape = count, tile_programs.MOST_CLASSES
+        shape = count, tile_triton.MOST_CLASSES
         bounds = torch.empty(shape, dtype=torch.int32, device=device)
         given = (addresses, firsts, listed, bounds)
         launch(
-            tile_programs.list_tile,
+            tile_triton.list_tile,
             count,
             *(rows[first:stop], classes, *given, values),
             WIDTH=batch.width,
@@ -71,7 +71,7 @@ def decode_tiles(batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> Ch
             num_warps=WARPS,
         )
         launch(
-            tile_programs.read_tile,
+            tile_triton.read_tile,
             count,
             *(rows[first:stop], table, classes, words, *given, indices, values, cursors, verdict),
             WIDTH=batch.width,
