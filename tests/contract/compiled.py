@@ -52,7 +52,7 @@ def cases() -> Iterator[Case]:
         for gap, absolute in ((1, False), (2, False), (1, True), (2, True), (0, True)):
             constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
             yield programs.decode_segment, width, constants
-        for masked, kind in ((False, 0), (False, 1), (True, 2)):
+        for masked, kind in ((False, 0), (False, 1), (True, 0), (True, 2)):
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
             yield programs.stage_block, width, constants
         yield programs.write_block, width, {}
