@@ -221,7 +221,8 @@ def _parts(changes: ChangedTensors, old: Old, encoding: str) -> Iterator[Change]
         digest = host.digest_at(key, change.indices, change.new)
         digest -= host.digest_at(key, change.indices, change.old)
         before = partial(OldBits, old[change.spec.name])
-        yield Change(delta, digest, encoding=chosen if chosen.needs_old else None, old=before)
+        divided = chosen.needs_old and len(change.spec.shape) > 1  # as publishers choose
+        yield Change(delta, digest, encoding=chosen if divided else None, old=before)
 
 
 def _peers(update: Update) -> dict[str, Objects]:

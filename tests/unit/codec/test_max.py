@@ -111,7 +111,7 @@ def test_a_rank_encodes_the_rows_that_it_has() -> None:
 def test_tiles_end_where_the_shards_of_an_engine_do(shape: tuple[int, int], ways: int) -> None:
     rows, columns = shape
     spec = TensorSpec("w", "BF16", shape)
-    assert columns // ways % (columns // encoding._cuts(spec)[1]) == 0
+    assert columns // ways % (columns // encoding.tiling(spec).cuts) == 0
     shard = rows // ways * columns
     for start, length in encoding._windows(spec, 0, rows * columns):
         assert start // shard == (start + length - 1) // shard
