@@ -221,8 +221,8 @@ def _parts(changes: ChangedTensors, old: Old, encoding: str) -> Iterator[Change]
         digest = host.digest_at(key, change.indices, change.new)
         digest -= host.digest_at(key, change.indices, change.old)
         before = partial(OldBits, old[change.spec.name])
-        divided = chosen.needs_old and len(change.spec.shape) > 1  # as publishers choose
-        yield Change(delta, digest, encoding=chosen if divided else None, old=before)
+        kept = chosen.needs_old and chosen.suits(change.spec)  # as publishers choose
+        yield Change(delta, digest, encoding=chosen if kept else None, old=before)
 
 
 def _peers(update: Update) -> dict[str, Objects]:

@@ -52,11 +52,11 @@ class PublishConfig:
     installed package.
 
     ``max`` reads and writes with the old bits of all elements. It takes several times as long to
-    decode; readers of earlier releases leave it out. So do engines of which a rank's share cuts a tile:
-    they take anchors and other edges, and refuse what has none. Matrices are divided so that shares
-    of 2 parts of rows or columns cut no tile of 8 KiB of weights, 4 parts none of 64 KiB, and 6, 8,
-    12 or 16 parts none of 256 KiB. A trainer's rank without consecutive elements of a tensor stores
-    ``step`` for it; vectors are always stored so.
+    decode; readers of earlier releases leave it out. So do engines of which a rank's share cuts a
+    tile: they take anchors and other edges, and refuse what has none. Matrices are divided so that
+    2 ranks cut no tile, nor 4 with 64 KiB of weights in each, nor 6, 8, 12 or 16 with 256 KiB.
+    Vectors and tensors of a few KiB are stored as ``step``, and so is what a trainer's rank holds
+    no consecutive elements of.
 
     ``auto`` begins with ``step``. Once an upload of at least 1 MiB, or the download of a chain that
     is continued, has shown the speed of the link, rank 0 encodes and decodes one changed tensor,

@@ -55,12 +55,12 @@ def sparse_change(
         encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller, and ``step`` an
             encoding that needs old bits.
         held: Function that reads the bits after the change of consecutive elements, all changed
-            ones among them; without it, and of vectors, ``step`` replaces an encoding that needs
-            old bits.
+            ones among them; without it, and of tensors that an encoding with old bits does not
+            suit, ``step`` replaces that.
     """
     spec, changes = found.spec, found.changes
-    if encoding.needs_old and (held is None or len(spec.shape) < 2):
-        encoding = StepEncoding()  # also of vectors, which engines divide among ranks
+    if encoding.needs_old and (held is None or not encoding.suits(spec)):
+        encoding = StepEncoding()
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
         return dense_change(spec, bits())

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from deltachain.chain.chain import Chain
+from deltachain.codec import Part
+from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.store import open_store
 from deltachain.verify import verify
 from tests.ranks.spawn import run
@@ -70,10 +72,15 @@ def test_a_restart_in_another_layout_from_another_state_publishes_the_difference
 def test_rank_0_chooses_the_encoding_of_all_ranks(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
     run("tests.ranks.trials:one_encoding", 2, url, str(tmp_path))
-    chain = Chain.open(open_store(url))
+    store = open_store(url)
+    chain = Chain.open(store)
     for committed in chain.history(1, 2):
-        assert "max" in committed.manifest.edge.encodings
-        assert "step" not in committed.manifest.edge.encodings
+        edge = committed.manifest.edge
+        assert "max" in edge.encodings
+        parts = [Part.from_bytes(store.get(ref.key)) for ref in edge.parts]
+        assert len(parts) == 2
+        for row in (row for part in parts for row in part.rows.values()):
+            assert row.encoding != ("step" if MaxEncoding().suits(row.spec) else "max"), row.name
 
 
 def test_an_export_of_which_every_rank_gives_a_part(tmp_path: Path) -> None:

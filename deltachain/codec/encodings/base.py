@@ -55,6 +55,13 @@ class Encoding(ABC):
     needs_old: ClassVar[bool] = False
     shared: ClassVar[frozenset[str]] = frozenset()
 
+    def suits(self, spec: TensorSpec) -> bool:  # noqa: ARG002
+        """Return whether ranks that share a tensor as usual can decode their shares.
+
+        A publisher stores steps of other tensors.
+        """
+        return True
+
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         """Estimate the size of a tensor's changes before compression, in bytes.
 

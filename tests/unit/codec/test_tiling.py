@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltachain.codec.encodings.max import TILE_NBYTES, _windows, tiling
+from deltachain.codec.encodings.max import TILE_NBYTES, MaxEncoding, _windows, tiling
 from deltachain.types import TensorSpec
 
 
@@ -136,6 +136,14 @@ def test_every_element_is_in_one_window(shape: tuple[int, ...]) -> None:
         assert 0 < length <= 1 << 20
         at += length
     assert at == spec.numel
+
+
+def test_what_two_ranks_would_cut_does_not_suit() -> None:
+    suits = MaxEncoding().suits
+    never: list[tuple[int, ...]] = [(), (7,), (1 << 20,), (16, 16), (2, 1 << 21)]
+    fitting: list[tuple[int, ...]] = [(64, 64), (50257, 768), (8, 64, 64), (2000, 51), (513, 64)]
+    assert not any(suits(TensorSpec("w", "BF16", shape)) for shape in never)
+    assert all(suits(TensorSpec("w", "BF16", shape)) for shape in fitting)
 
 
 def test_tiles_of_large_matrices_are_not_small() -> None:

@@ -25,7 +25,14 @@ from deltachain.testing.sharding import Sharding
 from deltachain.types import StateDigest
 from tests.contract.tiles import TILE_CHECKS, TileArm, TileCheck
 from tests.unit.replica.test_device_staging import OnDevice
-from tests.unit.replica.test_max_shares import SPEC, halves, plan_of, shards, versions
+from tests.unit.replica.test_max_shares import (  # noqa: F401 - a fixture
+    SPEC,
+    halves,
+    plan_of,
+    shards,
+    small_tiles,
+    versions,
+)
 
 CPU = torch.device("cpu")
 
@@ -142,8 +149,10 @@ def test_the_host_decodes_with_a_copy_of_bits_on_a_device(axis: int) -> None:
         assert torch.equal(live, shards(states[2], 2, axis)[0 if not offset else 1][0])
 
 
-def test_a_chain_of_max_is_followed_folded_and_taken_back(tmp_path: Path) -> None:
-    here = OnDevice(Sharding(), tmp_path)
+@pytest.mark.parametrize("ways", [1, 2])
+@pytest.mark.usefixtures("small_tiles")
+def test_a_chain_of_max_is_followed_folded_and_taken_back(tmp_path: Path, ways: int) -> None:
+    here = OnDevice(Sharding(tp=ways), tmp_path)
     try:
         here.publisher.close()
         config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
@@ -152,7 +161,7 @@ def test_a_chain_of_max_is_followed_folded_and_taken_back(tmp_path: Path) -> Non
         here.publish(2)
         here.subscriber.update()
         assert here.holds(2)
-        (one,) = here.staged()
+        one = here.staged()[0]
         assert any(isinstance(w, DeviceWrite) for w in one.placed)
         here.publish(3, 4, 5)
         receipt = here.subscriber.update()

@@ -167,8 +167,41 @@ def test_one_pass_over_tiles_names_bits_that_are_not_those_before() -> None:
         _prepared(plan_of(states, ("max",)), share_of(live, offset))
 
 
+SMALL = {"SMALL_TILES": ((2, 64), (4, 1 << 16)), "VOCABULARY": 32, "PADDED_TO": 8}
+"""Tiles that divide the matrices of the smallest model in two each way, and its vocabulary too."""
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SMALL.items():
+        monkeypatch.setattr(f"deltachain.codec.encodings.max.{name}", value)
+
+
+@pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2", "untied tp2"])
+@pytest.mark.usefixtures("small_tiles")
+def test_two_ranks_follow_small_matrices_and_vectors(tmp_path: Path, shape: str) -> None:
+    """Vectors are stored as steps, and so would be what cannot be divided."""
+    here = Followed(SHAPES[shape], tmp_path)
+    try:
+        here.publisher.close()
+        config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
+        here.publisher = Publisher(config, store=here.store).attach(here.model)
+        here.truth.append(here.truth[0])  # a publisher that takes over commits a version
+        here.publish(2)
+        receipt = here.subscriber.update()
+        assert receipt is not None
+        assert "anchor" not in receipt.plan
+        assert here.holds(2)
+        head = here.subscriber.chain.head()
+        assert head is not None
+        assert head.manifest.edge.encodings == ("max", "step")
+    finally:
+        here.close()
+
+
+@pytest.mark.usefixtures("small_tiles")
 def test_ranks_that_cut_tiles_take_another_way_where_there_is_one(tmp_path: Path) -> None:
-    here = Followed(SHAPES["tp2"], tmp_path)
+    here = Followed(SHAPES["tp4"], tmp_path)
     try:
         here.publisher.close()
         config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
