@@ -36,7 +36,8 @@ def decode_tiles(batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> Ch
             index ``grid.start`` on.
 
     Returns:
-        The changes, those of a segment in no order. Errors are not raised yet.
+        The changes, those of a segment in no order. Errors are not raised yet. Segments of which no
+        tile is wanted are not read.
 
     Raises:
         ValueError: There are fewer old bits of a tensor than its tiles need.
