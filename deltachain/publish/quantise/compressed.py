@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
+from deltachain.publish.quantise.finegrained import SMALLEST
 from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
+from deltachain.publish.quantise.stored import Stored
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
@@ -54,11 +56,6 @@ def _codes(preset: str, strategy: str, weight: Tensor, amax: Tensor, margins: Ma
     return codes
 
 
-def _factors(amax: Tensor, scales: Tensor) -> Tensor:
-    del amax
-    return scales.float()
-
-
 def _config(preset: str, strategy: str, ignored: Sequence[str]) -> dict[str, Any]:
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus  # noqa: PLC0415
 
@@ -77,7 +74,6 @@ def _arithmetic(preset: str, strategy: str) -> Arithmetic:
     return Arithmetic(
         scales=partial(_scales, preset, strategy),
         codes=partial(_codes, preset, strategy),
-        factors=_factors,
         rounding="int8-divide" if preset == "W8A8" else "fp8-divide",
         config=partial(_config, preset, strategy),
     )
@@ -86,8 +82,9 @@ def _arithmetic(preset: str, strategy: str) -> Arithmetic:
 INT8_ROW: Final = Recipe(
     name="int8-row",
     library=LIBRARY,
-    block=(1, 0),
-    codes="I8",
+    codes=Stored("weight", "I8"),
+    scales=Stored("weight_scale", block=(1, 0)),
+    smallest=1.0,
     arithmetic=_arithmetic("W8A8", "channel"),
 )
 """W8A8: int8 weights with a scale a row, int8 activations with a scale a token."""
@@ -95,8 +92,9 @@ INT8_ROW: Final = Recipe(
 FP8_ROW: Final = Recipe(
     name="fp8-row",
     library=LIBRARY,
-    block=(1, 0),
-    codes="F8_E4M3",
+    codes=Stored("weight", "F8_E4M3"),
+    scales=Stored("weight_scale", block=(1, 0)),
+    smallest=SMALLEST,
     arithmetic=_arithmetic("FP8_DYNAMIC", "channel"),
 )
 """fp8 weights with a scale a row, fp8 activations with a scale a token."""
@@ -104,9 +102,9 @@ FP8_ROW: Final = Recipe(
 FP8_TENSOR: Final = Recipe(
     name="fp8-tensor",
     library=LIBRARY,
-    block=(0, 0),
-    codes="F8_E4M3",
-    is_single=True,
+    codes=Stored("weight", "F8_E4M3"),
+    scales=Stored("weight_scale", block=(0, 0), is_single=True),
+    smallest=SMALLEST,
     arithmetic=_arithmetic("FP8_DYNAMIC", "tensor"),
 )
 """fp8 weights with one scale, fp8 activations with a scale a token."""

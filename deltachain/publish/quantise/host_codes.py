@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
+
+if TYPE_CHECKING:
+    from deltachain.kernels.codes import Rounding
 
 LEAST: Final = 1 << 20
 """Elements of a thread, below which starting it costs more than it saves."""
@@ -45,13 +48,14 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
         grid: Blocks of the matrix.
         window: Position of the window.
         factors: Factor of each block of the window.
-        recipe: How to quantise.
+        recipe: How to quantise; its ``rounding`` is that of a kernel.
     """
     from deltachain.kernels.codes import quantise_codes  # noqa: PLC0415 - numba is slow to import
 
     (above, _), (left, _) = grid.margins(window)
     bits = _bits(values)
-    table, rounding = np.ascontiguousarray(factors.numpy()), recipe.arithmetic.rounding
+    table = np.ascontiguousarray(factors.numpy())
+    rounding = cast("Rounding", recipe.arithmetic.rounding)
     out = np.empty(values.shape, np.uint8)
 
     def fill(rows: slice) -> None:
@@ -62,7 +66,7 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
     with Pool(len(parts)) as pool:
         for _ in pool.map(fill, parts):
             pass
-    return torch.from_numpy(out).view(TORCH_DTYPES[recipe.codes])
+    return torch.from_numpy(out).view(TORCH_DTYPES[recipe.codes.dtype])
 
 
 def _bits(values: Tensor) -> npt.NDArray[np.uint16]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from deltachain.errors import ConfigError
 from deltachain.publish.quantise.grid import Grid
+from deltachain.publish.quantise.stored import Stored
 from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -29,7 +30,18 @@ class Margins(NamedTuple):
     right: int
 
 
-@dataclass(frozen=True, slots=True)
+def _alone(scales: Tensor) -> Tensor:
+    """Return what codes are multiplied by, if scales are numbers of their dtype."""
+    return scales.float()
+
+
+def _as_divisors(amax: Tensor, scales: Tensor) -> Tensor:
+    """Return what a kernel divides by, if the library divides by scales."""
+    del amax
+    return scales.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
     """Functions of a library, each of which imports it. All are pure.
 
@@ -38,17 +50,20 @@ class Arithmetic:
             the scales of the checkpoint, ``(R, C)``.
         codes: From a piece of a weight, ``(N, K)``, the largest magnitude of each of its blocks,
             ``(R, C)``, and its margins, to codes, ``(N, K)``.
+        config: From the names of layers that are not quantised, to ``quantization_config``.
+        multipliers: From the scales of the checkpoint to what the codes of each block are
+            multiplied by, ``(R, C)`` in fp32.
         factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
             or multiplies by, ``(R, C)`` in fp32.
-        rounding: How the host kernel makes the same codes of bf16 weights.
-        config: From the names of layers that are not quantised, to ``quantization_config``.
+        rounding: How the host kernel makes the same codes of bf16 weights; None if it cannot.
     """
 
     scales: Callable[[Tensor], Tensor]
     codes: Callable[[Tensor, Tensor, Margins], Tensor]
-    factors: Callable[[Tensor, Tensor], Tensor]
-    rounding: Rounding
     config: Callable[[Sequence[str]], dict[str, Any]]
+    multipliers: Callable[[Tensor], Tensor] = _alone
+    factors: Callable[[Tensor, Tensor], Tensor] = _as_divisors
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +73,28 @@ class Recipe:
     Attributes:
         name: Name in ``PublishConfig`` and in the table of a chain.
         library: Distribution with the arithmetic; its version is part of a chain's identity.
-        block: Rows and columns that share a scale; 0 for all.
-        codes: Wire dtype of codes; they have the name and shape of the weight.
-        scales: Wire dtype of scales; that of the weight if empty.
-        suffix: Name of the scales in their layer.
-        is_single: Whether the scales have the shape ``(1,)``, and not that of the grid.
+        codes: The tensor of codes.
+        scales: The tensor of scales; a block of the weight is what shares one.
+        smallest: Smallest positive number of a code.
         arithmetic: Functions of the library.
     """
 
     name: str
     library: str
-    block: tuple[int, int]
-    codes: str
-    scales: str = ""
-    suffix: str = "weight_scale"
-    is_single: bool = False
+    codes: Stored
+    scales: Stored
+    smallest: float
     arithmetic: Arithmetic
+
+    @property
+    def tensors(self) -> tuple[Stored, ...]:
+        """Tensors of the checkpoint that a weight becomes."""
+        return self.codes, self.scales
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a weight that share a scale; 0 for all."""
+        return self.scales.block
 
     def version(self) -> str:
         """Return the installed version of the library.
@@ -89,23 +110,13 @@ class Recipe:
                 hint="pip install 'deltachain[quantization]'",
             ) from exc
 
-    def grid(self, spec: TensorSpec) -> Grid:
-        """Return the blocks of a weight."""
-        rows, columns = spec.shape
-        return Grid((rows, columns), self.block)
+    def grid(self, weight: TensorSpec) -> Grid:
+        """Return the blocks of a weight that share a scale."""
+        return self.scales.grid(weight)
 
-    def codes_of(self, spec: TensorSpec) -> TensorSpec:
-        """Return the tensor of codes of a weight."""
-        return TensorSpec(spec.name, self.codes, spec.shape)
-
-    def scales_of(self, spec: TensorSpec) -> TensorSpec:
-        """Return the tensor of scales of a weight."""
-        shape = (1,) if self.is_single else self.grid(spec).shape
-        return TensorSpec(self.scales_name(spec.name), self.scales or spec.dtype, shape)
-
-    def scales_name(self, weight: str) -> str:
-        """Return the name of the scales of a weight, ``LAYER.weight``."""
-        return f"{weight.removesuffix('weight')}{self.suffix}"
+    def specs(self, weight: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Return the tensors of the checkpoint that a weight becomes."""
+        return tuple(stored.spec(weight) for stored in self.tensors)
 
     def record(self) -> Mapping[str, str]:
         """Return what identifies the recipe in the table of a chain."""

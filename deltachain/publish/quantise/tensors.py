@@ -29,14 +29,12 @@ from deltachain.publish.quantise.amax import (
 )
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.recipe import Margins, Recipe
+from deltachain.publish.quantise.stored import Stored
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
-
-SMALLEST: Final = {"I8": 1.0, "F8_E4M3": 2.0**-9}
-"""Smallest positive number of the codes, by wire dtype."""
 
 LEAVE: Final = "leave its layer out of the quantisation: quantization=Quantization(..., ignore=...)"
 """Hint for a weight that cannot be quantised."""
@@ -50,7 +48,7 @@ class Matrix:
         spec: Spec of the matrix in the checkpoint, before it is quantised.
         window: Position of the elements in it.
         start: Flat index of the first element in the local part of the live weight.
-        name: Name of its codes among the tensors of this rank.
+        name: Name of the window among the tensors of this rank.
     """
 
     spec: TensorSpec
@@ -128,26 +126,26 @@ class QuantisedTensors:
         amax = window_amax(values, grid, window)
         if matrix.spec.name in self._shared:
             amax = with_shared(self._shared[matrix.spec.name], grid, window, amax)
-        scales = recipe.arithmetic.scales(amax)
-        _check_finite(matrix.spec.name, amax, scales)
-        self._warn_of_zeros(matrix.spec.name, amax, scales)
-        if host_codes.can_make(values):
-            factors = recipe.arithmetic.factors(amax, scales)
-            codes = host_codes.make(values, grid, window, factors, recipe)
+        arithmetic = recipe.arithmetic
+        scales = arithmetic.scales(amax)
+        multipliers = arithmetic.multipliers(scales)
+        _check_finite(matrix.spec.name, amax, multipliers)
+        self._warn_of_zeros(matrix.spec.name, amax, multipliers)
+        if arithmetic.rounding is not None and host_codes.can_make(values):
+            codes = host_codes.make(values, grid, window, arithmetic.factors(amax, scales), recipe)
         else:
             codes = make_codes(recipe, values, grid, window, amax)
-        yield matrix.name, codes
+        yield _key(recipe.codes, matrix), codes
         owned = grid.owned(window)
         if owned.numel:
             row, column = (o - f for o, f in zip(owned.offset, grid.first(window), strict=True))
             mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
-            shape = _scales_box(recipe, matrix.spec, owned).shape
-            yield _scales_key(recipe, matrix), mine.contiguous().view(shape)
+            shape = recipe.scales.box(matrix.spec, window).shape
+            yield _key(recipe.scales, matrix), mine.contiguous().view(shape)
 
-    def _warn_of_zeros(self, name: str, amax: Tensor, scales: Tensor) -> None:
+    def _warn_of_zeros(self, name: str, amax: Tensor, multipliers: Tensor) -> None:
         """Warn, once a matrix, of weights that the library turns into zeros with their block."""
-        smallest = SMALLEST[self.recipe.codes]
-        zeros = (amax > 0) & (amax.double() <= scales.double() * (smallest / 2))
+        zeros = (amax > 0) & (amax.double() <= multipliers.double() * (self.recipe.smallest / 2))
         if name not in self._warned and (count := int(zeros.sum())):
             self._warned.add(name)
             logger.warning(
@@ -171,7 +169,7 @@ def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Te
         window: Position of the window.
         amax: Largest magnitude of each block of the window, of the whole block.
     """
-    codes = torch.empty(values.shape, dtype=TORCH_DTYPES[recipe.codes], device=values.device)
+    codes = torch.empty(values.shape, dtype=TORCH_DTYPES[recipe.codes.dtype], device=values.device)
     _, (left, right) = grid.margins(window)
     for band in grid.bands(window):
         margins = Margins(band.before, band.after, left, right)
@@ -179,33 +177,25 @@ def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Te
     return codes
 
 
-def _check_finite(name: str, amax: Tensor, scales: Tensor) -> None:
+def _check_finite(name: str, amax: Tensor, multipliers: Tensor) -> None:
     """Refuse weights with NaN or infinity, and scales that are not positive finite numbers."""
     if not bool(torch.isfinite(amax).all()):
         raise ConfigError(
             f"{name!r} has values that are not finite, and cannot be quantised",
             hint="the training diverged, or the weight overflows its dtype; nothing was published",
         )
-    values = scales.float()
-    if not bool((torch.isfinite(values) & (values > 0)).all()):
+    if not bool((torch.isfinite(multipliers) & (multipliers > 0)).all()):
         raise ConfigError(
             f"{name!r}: a scale is not a positive finite number: its weights are too small",
             hint=LEAVE,
         )
 
 
-def _scales_key(recipe: Recipe, matrix: Matrix) -> str:
-    return (
-        f"{matrix.name}: {recipe.suffix}"
-        if ": " in matrix.name
-        else recipe.scales_name(matrix.name)
-    )
-
-
-def _scales_box(recipe: Recipe, spec: TensorSpec, owned: Box) -> Box:
-    """Return a box of the grid as a box of the tensor of scales."""
-    whole = recipe.scales_of(spec).shape
-    return owned if len(whole) == 2 else Box(whole, (0,), whole)
+def _key(stored: Stored, matrix: Matrix) -> str:
+    """Return the name of a tensor of a matrix among the tensors of this rank."""
+    if ": " in matrix.name:
+        return f"{matrix.name}: {stored.suffix}"
+    return stored.name(matrix.name)
 
 
 def quantise(
@@ -236,7 +226,8 @@ def quantise(
     aliases = dict(source.aliases)
     for alias, name in source.aliases.items():
         if name in names:
-            aliases[recipe.scales_name(alias)] = recipe.scales_name(name)
+            del aliases[alias]
+            aliases |= {one.name(alias): one.name(name) for one in recipe.tensors}
     return replace(
         source,
         weights=tuple(sorted(weights, key=lambda weight: weight.spec.name)),
@@ -251,16 +242,15 @@ def quantise(
 def _specs(spec: TensorSpec, names: Collection[str], recipe: Recipe) -> tuple[TensorSpec, ...]:
     if spec.name not in names:
         return (spec,)
-    return recipe.codes_of(spec), recipe.scales_of(spec)
+    return recipe.specs(spec)
 
 
 def _weights(matrix: Matrix, recipe: Recipe) -> Iterator[Weight]:
-    """Return codes and scales of a matrix as weights of this rank, without data."""
-    owned = recipe.grid(matrix.spec).owned(matrix.window)
-    scales = recipe.scales_of(matrix.spec)
-    yield _weight(matrix.name, recipe.codes_of(matrix.spec), matrix.window)
-    if owned.numel:
-        yield _weight(_scales_key(recipe, matrix), scales, _scales_box(recipe, matrix.spec, owned))
+    """Return the tensors that a matrix becomes as weights of this rank, without data."""
+    for stored in recipe.tensors:
+        box = stored.box(matrix.spec, matrix.window)
+        if box.numel:
+            yield _weight(_key(stored, matrix), stored.spec(matrix.spec), box)
 
 
 def _weight(name: str, spec: TensorSpec, box: Box) -> Weight:
