@@ -39,17 +39,21 @@ def _quantised(scale_fmt: str, block: tuple[int, int], weight: Tensor) -> dict[s
     return found
 
 
-def _scales(scale_fmt: str, amax: Tensor) -> Tensor:
+def _scales(scale_fmt: str, amax: Tensor, global_scale: None = None) -> Tensor:
+    del global_scale
     return _quantised(scale_fmt, (1, 1), amax)[_SCALES]
 
 
-def _codes(scale_fmt: str, weight: Tensor, amax: Tensor, margins: Margins) -> Tensor:
+def _codes(
+    scale_fmt: str, weight: Tensor, amax: Tensor, margins: Margins, global_scale: None = None
+) -> Tensor:
     """Return the codes of a piece of a weight.
 
     The library computes scales itself, of whole blocks. What a piece lacks of its blocks is filled
     with zeros and, once a block, with its largest magnitude, so that the scales are those of the
     whole weight.
     """
+    del global_scale
     if not any(margins):
         return _quantised(scale_fmt, BLOCK, weight)[_WEIGHT]
     above, below, left, right = margins

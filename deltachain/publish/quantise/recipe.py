@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from deltachain.errors import ConfigError
 from deltachain.publish.quantise.grid import Grid
@@ -30,14 +30,45 @@ class Margins(NamedTuple):
     right: int
 
 
-def _alone(scales: Tensor) -> Tensor:
-    """Return what codes are multiplied by, if scales are numbers of their dtype."""
-    return scales.float()
+class Scales(Protocol):
+    """Function that makes the scales of blocks."""
+
+    def __call__(self, amax: Tensor, global_scale: Tensor | None = None, /) -> Tensor:
+        """Return the scales of the checkpoint, ``(R, C)``.
+
+        Args:
+            amax: Largest magnitude of each block, ``(R, C)`` in the dtype of the weight.
+            global_scale: That of the checkpoint, ``(1,)``, if the recipe has one.
+        """
 
 
-def _as_divisors(amax: Tensor, scales: Tensor) -> Tensor:
-    """Return what a kernel divides by, if the library divides by scales."""
-    del amax
+class Codes(Protocol):
+    """Function that makes codes."""
+
+    def __call__(
+        self, weight: Tensor, amax: Tensor, margins: Margins, global_scale: Tensor | None = None, /
+    ) -> Tensor:
+        """Return the codes of a piece of a weight, as the checkpoint holds them.
+
+        Args:
+            weight: The piece, ``(N, K)``; it begins and ends between stored codes.
+            amax: Largest magnitude of each of its blocks, of the whole block, ``(R, C)``.
+            margins: How far its blocks extend beyond it.
+            global_scale: That of the checkpoint, ``(1,)``, if the recipe has one.
+        """
+
+
+class Multipliers(Protocol):
+    """Function that tells what codes are multiplied by."""
+
+    def __call__(
+        self, amax: Tensor, scales: Tensor, global_scale: Tensor | None = None, /
+    ) -> Tensor:
+        """Return what the codes of each block are multiplied by, ``(R, C)`` in fp32."""
+
+
+def _scales_themselves(amax: Tensor, scales: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    del amax, global_scale
     return scales.float()
 
 
@@ -46,23 +77,25 @@ class Arithmetic:
     """Functions of a library, each of which imports it. All are pure.
 
     Attributes:
-        scales: From the largest magnitude of each block, ``(R, C)`` in the dtype of the weight, to
-            the scales of the checkpoint, ``(R, C)``.
-        codes: From a piece of a weight, ``(N, K)``, the largest magnitude of each of its blocks,
-            ``(R, C)``, and its margins, to codes, ``(N, K)``.
+        scales: See :class:`Scales`.
+        codes: See :class:`Codes`.
         config: From the names of layers that are not quantised, to ``quantization_config``.
-        multipliers: From the scales of the checkpoint to what the codes of each block are
-            multiplied by, ``(R, C)`` in fp32.
+        global_scale: From the largest magnitude of the matrices that engines load into one with a
+            weight, ``(1,)`` in the dtype of the weight, to the global scale of the checkpoint,
+            ``(1,)``.
+        multipliers: See :class:`Multipliers`; a version in which one is not positive and finite is
+            refused.
         factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
             or multiplies by, ``(R, C)`` in fp32.
         rounding: How the host kernel makes the same codes of bf16 weights; None if it cannot.
     """
 
-    scales: Callable[[Tensor], Tensor]
-    codes: Callable[[Tensor, Tensor, Margins], Tensor]
+    scales: Scales
+    codes: Codes
     config: Callable[[Sequence[str]], dict[str, Any]]
-    multipliers: Callable[[Tensor], Tensor] = _alone
-    factors: Callable[[Tensor, Tensor], Tensor] = _as_divisors
+    global_scale: Callable[[Tensor], Tensor] | None = None
+    multipliers: Multipliers = _scales_themselves
+    factors: Callable[[Tensor, Tensor], Tensor] = _scales_themselves
     rounding: Rounding | None = None
 
 
@@ -73,23 +106,29 @@ class Recipe:
     Attributes:
         name: Name in ``PublishConfig`` and in the table of a chain.
         library: Distribution with the arithmetic; its version is part of a chain's identity.
-        codes: The tensor of codes.
+        codes: The tensor of codes. One element of it has the codes of ``block[1]`` columns.
         scales: The tensor of scales; a block of the weight is what shares one.
+        global_scale: The tensor of the scale that all scales are divided or multiplied by, if the
+            library has one; as engines need it, the same for matrices that they load into one.
         smallest: Smallest positive number of a code.
-        arithmetic: Functions of the library.
+        whole_blocks: Whether the library refuses a matrix whose last columns are no whole block.
+        arithmetic: Functions of the library; ``global_scale`` is there if the tensor is.
     """
 
     name: str
     library: str
     codes: Stored
     scales: Stored
+    global_scale: Stored | None = None
     smallest: float
+    whole_blocks: bool = False
     arithmetic: Arithmetic
 
     @property
     def tensors(self) -> tuple[Stored, ...]:
         """Tensors of the checkpoint that a weight becomes."""
-        return self.codes, self.scales
+        both = self.codes, self.scales
+        return (*both, self.global_scale) if self.global_scale else both
 
     @property
     def block(self) -> tuple[int, int]:

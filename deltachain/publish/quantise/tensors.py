@@ -6,17 +6,16 @@ No quantised copy is kept: each tensor is made, compared with the snapshot, and 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
-from deltachain.publish.model.layout import Box, ElementMap, ElementRun
+from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
 from deltachain.publish.quantise import host_codes
 from deltachain.publish.quantise.amax import (
@@ -24,10 +23,15 @@ from deltachain.publish.quantise.amax import (
     Shared,
     cut_blocks,
     exchange,
+    whole_amax,
+    whole_block,
     window_amax,
     with_shared,
 )
+from deltachain.publish.quantise.fused import computed_with
 from deltachain.publish.quantise.grid import Grid
+from deltachain.publish.quantise.layers import WEIGHT
+from deltachain.publish.quantise.matrix import LEAVE, Matrix, check_whole, matrices
 from deltachain.publish.quantise.recipe import Margins, Recipe
 from deltachain.publish.quantise.stored import Stored
 from deltachain.publish.ranks.channel import Ranks
@@ -35,31 +39,6 @@ from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
-
-LEAVE: Final = "leave its layer out of the quantisation: quantization=Quantization(..., ignore=...)"
-"""Hint for a weight that cannot be quantised."""
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """What a live weight holds of a matrix that is quantised.
-
-    Attributes:
-        spec: Spec of the matrix in the checkpoint, before it is quantised.
-        window: Position of the elements in it.
-        start: Flat index of the first element in the local part of the live weight.
-        name: Name of the window among the tensors of this rank.
-    """
-
-    spec: TensorSpec
-    window: Box
-    start: int
-    name: str
-
-    def of(self, weight: Weight) -> Tensor:
-        """Return the ``(rows, columns)`` of a live weight, in the dtype of the checkpoint."""
-        local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
-        return local.view(self.window.shape).to(TORCH_DTYPES[self.spec.dtype])
 
 
 @dataclass(slots=True)
@@ -90,6 +69,7 @@ class QuantisedTensors:
             topic: Unique name of the version among the ranks.
 
         Raises:
+            ConfigError: The recipe has global scales, and a weight is not finite.
             RankError: Another rank failed, or did not answer in time.
         """
         self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
@@ -108,33 +88,41 @@ class QuantisedTensors:
                 yield from self._quantised(matrix, matrix.of(weight))
 
     def _cut_blocks(self) -> Iterator[CutBlocks]:
-        cut = {
-            name: [m for m in found if self.recipe.grid(m.spec).cut(m.window).any()]
+        has_global, recipe = self.recipe.global_scale is not None, self.recipe
+        wanted = {
+            name: [m for m in found if has_global or recipe.grid(m.spec).cut(m.window).any()]
             for name, found in self.matrices.items()
         }
-        if not any(cut.values()) and self.ranks.count == 1:
+        if not any(wanted.values()) and self.ranks.count == 1:
             return
         for weight in self.live_weights():
-            for matrix in cut.get(weight.spec.name, ()):
-                grid = self.recipe.grid(matrix.spec)
+            for matrix in wanted.get(weight.spec.name, ()):
+                grid, name = recipe.grid(matrix.spec), matrix.spec.name
                 amax = window_amax(matrix.of(weight), grid, matrix.window)
-                yield cut_blocks(matrix.spec.name, grid, matrix.window, amax)
+                if has_global:
+                    _check_values(name, amax)  # here, where the name is known
+                    yield whole_block(_group(name), amax)
+                if grid.cut(matrix.window).any():
+                    yield cut_blocks(name, grid, matrix.window, amax)
 
     def _quantised(self, matrix: Matrix, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        recipe, window = self.recipe, matrix.window
-        grid = recipe.grid(matrix.spec)
-        amax = window_amax(values, grid, window)
-        if matrix.spec.name in self._shared:
-            amax = with_shared(self._shared[matrix.spec.name], grid, window, amax)
-        arithmetic = recipe.arithmetic
-        scales = arithmetic.scales(amax)
-        multipliers = arithmetic.multipliers(scales)
-        _check_finite(matrix.spec.name, amax, multipliers)
-        self._warn_of_zeros(matrix.spec.name, amax, multipliers)
+        recipe, window, name = self.recipe, matrix.window, matrix.spec.name
+        arithmetic, grid = recipe.arithmetic, recipe.grid(matrix.spec)
+        amax, global_scale = window_amax(values, grid, window), None
+        if name in self._shared:
+            amax = with_shared(self._shared[name], grid, window, amax)
+        if arithmetic.global_scale is not None:
+            whole = whole_amax(self._shared, _group(name), amax)
+            global_scale = arithmetic.global_scale(whole)
+        scales = arithmetic.scales(amax, global_scale)
+        multipliers = arithmetic.multipliers(amax, scales, global_scale)
+        _check_values(name, amax)
+        _check_multipliers(name, multipliers)
+        self._warn_of_zeros(name, amax, multipliers)
         if arithmetic.rounding is not None and host_codes.can_make(values):
             codes = host_codes.make(values, grid, window, arithmetic.factors(amax, scales), recipe)
         else:
-            codes = make_codes(recipe, values, grid, window, amax)
+            codes = make_codes(recipe, values, grid, window, amax, global_scale)
         yield _key(recipe.codes, matrix), codes
         owned = grid.owned(window)
         if owned.numel:
@@ -142,6 +130,8 @@ class QuantisedTensors:
             mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
             shape = recipe.scales.box(matrix.spec, window).shape
             yield _key(recipe.scales, matrix), mine.contiguous().view(shape)
+        if recipe.global_scale is not None and recipe.global_scale.box(matrix.spec, window).numel:
+            yield _key(recipe.global_scale, matrix), cast("Tensor", global_scale)
 
     def _warn_of_zeros(self, name: str, amax: Tensor, multipliers: Tensor) -> None:
         """Warn, once a matrix, of weights that the library turns into zeros with their block."""
@@ -159,7 +149,14 @@ class QuantisedTensors:
             )
 
 
-def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Tensor) -> Tensor:
+def make_codes(
+    recipe: Recipe,
+    values: Tensor,
+    grid: Grid,
+    window: Box,
+    amax: Tensor,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """Make the codes of a window by the library.
 
     Args:
@@ -168,25 +165,48 @@ def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Te
         grid: Blocks of the matrix.
         window: Position of the window.
         amax: Largest magnitude of each block of the window, of the whole block.
+        global_scale: That of the checkpoint, if the recipe has one.
+
+    Raises:
+        ConfigError: The recipe's codes are not those that it describes.
     """
-    codes = torch.empty(values.shape, dtype=TORCH_DTYPES[recipe.codes.dtype], device=values.device)
+    shape = values.shape[0], values.shape[1] // recipe.codes.block[1]
+    codes = torch.empty(shape, dtype=TORCH_DTYPES[recipe.codes.dtype], device=values.device)
     _, (left, right) = grid.margins(window)
     for band in grid.bands(window):
         margins = Margins(band.before, band.after, left, right)
-        codes[band.rows] = recipe.arithmetic.codes(values[band.rows], amax[band.blocks], margins)
+        made = recipe.arithmetic.codes(values[band.rows], amax[band.blocks], margins, global_scale)
+        part = codes[band.rows]
+        if (made.dtype, made.shape) != (part.dtype, part.shape):
+            raise ConfigError(
+                f"recipe {recipe.name} made codes of {made.dtype} {tuple(made.shape)}, and "
+                f"describes {part.dtype} {tuple(part.shape)}",
+                hint="report it to the authors of the recipe",
+            )
+        part.copy_(made)
     return codes
 
 
-def _check_finite(name: str, amax: Tensor, multipliers: Tensor) -> None:
-    """Refuse weights with NaN or infinity, and scales that are not positive finite numbers."""
+def _group(weight: str) -> str:
+    """Return the name of what engines load a matrix into."""
+    return computed_with(weight.removesuffix(WEIGHT))
+
+
+def _check_values(name: str, amax: Tensor) -> None:
+    """Refuse weights with NaN or infinity."""
     if not bool(torch.isfinite(amax).all()):
         raise ConfigError(
             f"{name!r} has values that are not finite, and cannot be quantised",
             hint="the training diverged, or the weight overflows its dtype; nothing was published",
         )
+
+
+def _check_multipliers(name: str, multipliers: Tensor) -> None:
+    """Refuse scales that are not positive finite numbers."""
     if not bool((torch.isfinite(multipliers) & (multipliers > 0)).all()):
         raise ConfigError(
-            f"{name!r}: a scale is not a positive finite number: its weights are too small",
+            f"{name!r}: a scale is not a positive finite number: its weights are too small or "
+            "too large",
             hint=LEAVE,
         )
 
@@ -215,13 +235,18 @@ def quantise(
     Raises:
         ConfigError: A matrix cannot be quantised.
     """
-    matrices = {
-        weight.spec.name: found for weight in source.weights if (found := _matrices(weight, names))
+    for spec in source.specs:
+        if spec.name in names:
+            check_whole(spec, recipe)
+    held = {
+        weight.spec.name: found
+        for weight in source.weights
+        if (found := matrices(weight, names, recipe))
     }
     specs = [quantised for spec in source.specs for quantised in _specs(spec, names, recipe)]
-    made = QuantisedTensors(source.live_weights, matrices, recipe, ranks)
-    weights = [weight for weight in source.weights if weight.spec.name not in matrices]
-    for found in matrices.values():
+    made = QuantisedTensors(source.live_weights, held, recipe, ranks)
+    weights = [weight for weight in source.weights if weight.spec.name not in held]
+    for found in held.values():
         weights += [one for matrix in found for one in _weights(matrix, recipe)]
     aliases = dict(source.aliases)
     for alias, name in source.aliases.items():
@@ -257,55 +282,3 @@ def _weight(name: str, spec: TensorSpec, box: Box) -> Weight:
     gone = torch.empty(box.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
     straight = ElementMap.straight(spec, box)
     return Weight(replace(spec, name=name), gone, frozen=False, element_map=straight)
-
-
-def _matrices(weight: Weight, names: Collection[str]) -> tuple[Matrix, ...]:
-    """Return the matrices of a live weight that are quantised: all or none."""
-    runs = weight.element_map.slots
-    chosen = [run.spec.name for run in runs if run.spec.name in names]
-    if not chosen:
-        return ()
-    if len(chosen) < len(runs):
-        other = next(run.spec.name for run in runs if run.spec.name not in names)
-        raise ConfigError(
-            f"{chosen[0]!r} is quantised, {other!r} is not, and the model has both as "
-            f"{weight.spec.name!r}",
-            hint="ignore both layers, or none of them",
-        )
-    if weight.element_map.table is not None:
-        raise ConfigError(
-            f"{chosen[0]!r} cannot be quantised: the model has it in another order, as part of "
-            f"{weight.spec.name!r}",
-            hint=LEAVE,
-        )
-    found = (_matrix(weight, run) for run in runs)
-    return tuple(matrix for matrix in found if matrix.window.numel)
-
-
-def _matrix(weight: Weight, run: ElementRun) -> Matrix:
-    box, spec = weight.element_map.box, run.spec
-    columns = spec.shape[-1]
-    if (
-        len(spec.shape) != 2
-        or box.full[-1:] != (columns,)
-        or any(at % columns for at in (run.start, run.at, run.numel))
-    ):
-        raise ConfigError(
-            f"{spec.name!r} has shape {spec.shape} and cannot be quantised: it is no matrix of "
-            f"whole rows of {weight.spec.name!r}, which has shape {box.full}",
-            hint=LEAVE,
-        )
-    height = math.prod(box.full[-2:-1]) or 1
-    above = run.start // columns % height  # rows of the live weight before the run
-    if above + run.numel // columns > height:
-        raise ConfigError(f"{spec.name!r} is spread over {weight.spec.name!r}", hint=LEAVE)
-    low, high = box.before(run.start), box.before(run.start + run.numel)
-    held = box.shape[-1]
-    rows = (high - low) // held if held else 0
-    first = max(above, box.offset[-2]) - above + run.at // columns
-    window = Box(spec.shape, (first, box.offset[-1]), (rows, held))
-    if not rows:
-        window = Box(spec.shape, (0, 0), (0, 0))
-    is_whole = len(weight.element_map.slots) == 1 and weight.spec.name == spec.name
-    name = spec.name if is_whole else f"{weight.spec.name}: {spec.name}"
-    return Matrix(spec, window, low, name)

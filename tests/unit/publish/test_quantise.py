@@ -128,7 +128,7 @@ def test_layers_can_be_left_as_they_are(tmp_path: Path) -> None:
     assert config["quantization_config"]["ignore"] == sorted(ignored)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-block", "int8-row"])
+@pytest.mark.parametrize("recipe", ["fp8-block", "int8-row", "nvfp4a16"])
 def test_experts_are_quantised_one_by_one_and_routers_are_not(recipe: str, tmp_path: Path) -> None:
     model = mixture().bfloat16()
     model.save_pretrained(tmp_path / "saved")
