@@ -63,6 +63,13 @@ def zeros(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     return values
 
 
+def ties(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Numbers of fp4 and of fp8, and those halfway between two; every block has the largest."""
+    values = torch.randint(-48, 49, shape, generator=generator) / 8
+    values[:, ::16] = 6.0
+    return values
+
+
 def every_bit(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     """Every finite bf16 number below 2, in any order."""
     bits = torch.arange(0x4000, dtype=torch.int16)
@@ -121,7 +128,7 @@ def in_windows(recipe: Recipe, values: Tensor, boxes: list[Box]) -> dict[str, Te
     return found
 
 
-@pytest.mark.parametrize("make", [normal, heavy, extreme, zeros, every_bit])
+@pytest.mark.parametrize("make", [normal, heavy, extreme, zeros, ties, every_bit])
 @pytest.mark.parametrize("by", ["kernel", "library"])
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_windows_are_quantised_as_the_library_quantises_the_whole(
