@@ -21,6 +21,9 @@ FLOATS: Final = ("BF16", "F16", "F32")
 """Wire dtypes of weights that can be quantised."""
 
 
+_EXTRA: Final = "'deltachain[quantization]'"
+
+
 class Margins(NamedTuple):
     """How far the blocks of a piece of a weight extend beyond it, in elements."""
 
@@ -113,6 +116,9 @@ class Recipe:
         smallest: Smallest positive number of a code.
         whole_blocks: Whether the library refuses a matrix whose last columns are no whole block.
         arithmetic: Functions of the library; ``global_scale`` is there if the tensor is.
+
+    Raises:
+        ConfigError: The tensors do not fit one another.
     """
 
     name: str
@@ -123,6 +129,20 @@ class Recipe:
     smallest: float
     whole_blocks: bool = False
     arithmetic: Arithmetic
+
+    def __post_init__(self) -> None:
+        (rows, columns), width = self.codes.block, self.scales.block[1]
+        if rows != 1 or columns < 1 or width % columns or (columns > 1 and not self.whole_blocks):
+            raise ConfigError(
+                f"recipe {self.name}: codes of {rows} rows and {columns} columns in one element, "
+                f"and a scale every {width or 'all'} columns",
+                hint="codes of one row that share an element share a scale, in whole blocks",
+            )
+        if (self.global_scale is None) != (self.arithmetic.global_scale is None):
+            raise ConfigError(
+                f"recipe {self.name}: a global scale is a tensor and a function",
+                hint="give both, or neither",
+            )
 
     @property
     def tensors(self) -> tuple[Stored, ...]:
@@ -146,7 +166,7 @@ class Recipe:
         except importlib.metadata.PackageNotFoundError as exc:
             raise ConfigError(
                 f"quantization={self.name!r} needs {self.library}, which is not installed",
-                hint="pip install 'deltachain[quantization]'",
+                hint=f"pip install {self.library if '.' in self.name else _EXTRA}",
             ) from exc
 
     def grid(self, weight: TensorSpec) -> Grid:
