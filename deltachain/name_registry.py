@@ -20,7 +20,7 @@ SHOWN: Final = 80
 _OTHERS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)+")
 
 
-class Named(Protocol):
+class WithName(Protocol):
     """Object with a name."""
 
     @property
@@ -28,7 +28,7 @@ class Named(Protocol):
         """Its name."""
 
 
-_T = TypeVar("_T", bound=Named)
+_T = TypeVar("_T", bound=WithName)
 
 
 class NameRegistry(Generic[_T]):

@@ -11,8 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
-from deltachain.publish.quantise.stored import Stored
+from deltachain.publish.quantise import Arithmetic, Margins, Recipe, Stored
 
 WIDTH: Final = 8
 """Columns that share a scale."""
