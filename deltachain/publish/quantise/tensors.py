@@ -111,12 +111,12 @@ class QuantisedTensors:
         amax, global_scale = window_amax(values, grid, window), None
         if name in self._shared:
             amax = with_shared(self._shared[name], grid, window, amax)
+        _check_values(name, amax)
         if arithmetic.global_scale is not None:
             whole = whole_amax(self._shared, _group(name), amax)
             global_scale = arithmetic.global_scale(whole)
         scales = arithmetic.scales(amax, global_scale)
         multipliers = arithmetic.multipliers(amax, scales, global_scale)
-        _check_values(name, amax)
         _check_multipliers(name, multipliers)
         self._warn_of_zeros(name, amax, multipliers)
         if arithmetic.rounding is not None and host_codes.can_make(values):
