@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,6 @@ from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from deltachain.kernels.codes import Rounding
 
 LEAST: Final = 1 << 20
 """Elements of a thread, below which starting it costs more than it saves."""
@@ -48,14 +45,13 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
         grid: Blocks of the matrix.
         window: Position of the window.
         factors: Factor of each block of the window.
-        recipe: How to quantise; its ``rounding`` is that of a kernel.
+        recipe: How to quantise; it has a kernel.
     """
     from deltachain.kernels.codes import quantise_codes  # noqa: PLC0415 - numba is slow to import
 
     (above, _), (left, _) = grid.margins(window)
     bits = _bits(values)
-    table = np.ascontiguousarray(factors.numpy())
-    rounding = cast("Rounding", recipe.arithmetic.rounding)
+    table, rounding = np.ascontiguousarray(factors.numpy()), recipe.rounding
     out = np.empty(values.shape, np.uint8)
 
     def fill(rows: slice) -> None:

@@ -119,7 +119,7 @@ class QuantisedTensors:
         multipliers = arithmetic.multipliers(amax, scales, global_scale)
         _check_multipliers(name, multipliers)
         self._warn_of_zeros(name, amax, multipliers)
-        if arithmetic.rounding is not None and host_codes.can_make(values):
+        if recipe.has_kernel and host_codes.can_make(values):
             codes = host_codes.make(values, grid, window, arithmetic.factors(amax, scales), recipe)
         else:
             codes = make_codes(recipe, values, grid, window, amax, global_scale)
