@@ -45,13 +45,13 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
         grid: Blocks of the matrix.
         window: Position of the window.
         factors: Factor of each block of the window.
-        recipe: How to quantise.
+        recipe: How to quantise; it has a kernel.
     """
     from deltachain.kernels.codes import quantise_codes  # noqa: PLC0415 - numba is slow to import
 
     (above, _), (left, _) = grid.margins(window)
     bits = _bits(values)
-    table, rounding = np.ascontiguousarray(factors.numpy()), recipe.arithmetic.rounding
+    table, rounding = np.ascontiguousarray(factors.numpy()), recipe.rounding
     out = np.empty(values.shape, np.uint8)
 
     def fill(rows: slice) -> None:
@@ -62,7 +62,7 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
     with Pool(len(parts)) as pool:
         for _ in pool.map(fill, parts):
             pass
-    return torch.from_numpy(out).view(TORCH_DTYPES[recipe.codes])
+    return torch.from_numpy(out).view(TORCH_DTYPES[recipe.codes.dtype])
 
 
 def _bits(values: Tensor) -> npt.NDArray[np.uint16]:
