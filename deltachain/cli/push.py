@@ -33,10 +33,11 @@ def push(  # noqa: PLR0913 - one argument an option
     quantization: Annotated[
         str | None,
         typer.Option(
-            metavar="RECIPE",
+            metavar="RECIPE|FOLDER",
             help="Quantise linear layers and experts first: `fp8-block`, `fp8-block-ue8m0`, "
             "`fp8-row`, `fp8-tensor`, `int8-row`, `mxfp8`, `mxfp4` or `nvfp4a16`. Installed "
-            "packages add more. Give it at every push of the chain.",
+            "packages add more. The folder of a quantised checkpoint stands for its recipe and the "
+            "layers that it leaves. Give it at every push of the chain.",
         ),
     ] = None,
     ignore: Annotated[
@@ -110,6 +111,13 @@ def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization 
         if ignore:
             raise ConfigError("--ignore needs --quantization", hint="name a recipe as well")
         return None
+    if Path(recipe).exists():
+        if ignore:
+            raise ConfigError(
+                "--ignore and the layers that a checkpoint leaves exclude each other",
+                hint="name a recipe with --ignore, or give the folder alone",
+            )
+        return Quantization.of(recipe)
     return Quantization(recipe, ignore=tuple(ignore)) if ignore else Quantization(recipe)
 
 

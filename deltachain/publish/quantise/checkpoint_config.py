@@ -10,10 +10,10 @@ from typing import Any, Final
 from deltachain.errors import ConfigError
 from deltachain.publish.quantise.layers import ALREADY, Choice
 from deltachain.publish.quantise.recipe import Recipe
+from deltachain.publish.quantise.settings import CONFIG_FILE
 
 logger = logging.getLogger(__name__)
 
-CONFIG_FILE: Final = "config.json"
 CONFIG_KEY: Final = "quantization_config"
 
 

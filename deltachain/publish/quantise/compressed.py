@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -135,6 +136,40 @@ def _config(preset: str, strategy: str, ignored: Sequence[str]) -> dict[str, Any
     return dumped
 
 
+def _ignored(preset: str, strategy: str, config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the layers that a configuration leaves, if its linear layers have this scheme.
+
+    The library takes an entry for a regular expression behind ``re:``, or for a whole name.
+    """
+    from compressed_tensors.quantization import QuantizationConfig  # noqa: PLC0415
+
+    if config.get("quant_method") != LIBRARY:
+        return None
+    try:
+        found = QuantizationConfig.model_validate(dict(config))
+    except (ValueError, KeyError):  # pydantic's errors are such
+        return None
+    schemes, wanted = list(found.config_groups.values()), _scheme(preset, strategy)
+    if len(schemes) != 1 or list(schemes[0].targets) != ["Linear"] or found.kv_cache_scheme:
+        return None
+    mine = schemes[0].weights, schemes[0].input_activations
+    if any(_essence(a) != _essence(b) for a, b in zip(mine, _both(wanted), strict=True)):
+        return None
+    entries = found.ignore or ()
+    return tuple(one if one.startswith("re:") else f"re:{re.escape(one)}$" for one in entries)
+
+
+def _both(scheme: QuantizationScheme) -> tuple[Any, Any]:
+    return scheme.weights, scheme.input_activations
+
+
+def _essence(args: Any) -> tuple[Any, ...]:  # noqa: ANN401 - the library's, or None
+    """Return what decides the codes of a quantisation."""
+    if args is None:
+        return ()
+    return args.type, args.num_bits, args.strategy, args.group_size, args.symmetric, args.dynamic
+
+
 def _arithmetic(
     preset: str,
     strategy: str = "",
@@ -149,6 +184,7 @@ def _arithmetic(
         global_scale=global_scale,
         multipliers=partial(_multipliers, preset, strategy),
         rounding=rounding,
+        ignored=partial(_ignored, preset, strategy),
     )
 
 

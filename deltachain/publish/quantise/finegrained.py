@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -96,6 +97,26 @@ def _config(scale_fmt: str, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _ignored(scale_fmt: str, config: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the layers that a configuration leaves, if it has these blocks and scales.
+
+    transformers takes an entry for a regular expression that matches up to the end of a module's
+    name, and for the end of a layer's name.
+    """
+    block = config.get("weight_block_size")
+    if (
+        config.get("quant_method") != "fp8"
+        or config.get("fmt", "e4m3") != "e4m3"
+        or config.get("activation_scheme", "dynamic") != "dynamic"
+        or not isinstance(block, list)
+        or tuple(block) != BLOCK
+        or (config.get("scale_fmt") or "float") != scale_fmt
+    ):
+        return None
+    entries = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    return tuple(rf"re:(?:{one})(?:(?<=\.)|(?=\.|$))|.*{re.escape(one)}$" for one in entries)
+
+
 def _arithmetic(scale_fmt: str) -> Arithmetic:
     return Arithmetic(
         scales=partial(_scales, scale_fmt),
@@ -103,6 +124,7 @@ def _arithmetic(scale_fmt: str) -> Arithmetic:
         factors=partial(_factors, scale_fmt),
         rounding="fp8-multiply",
         config=partial(_config, scale_fmt),
+        ignored=partial(_ignored, scale_fmt),
     )
 
 

@@ -75,6 +75,10 @@ def _scales_themselves(amax: Tensor, scales: Tensor, global_scale: Tensor | None
     return scales.float()
 
 
+def _made_by_others(config: Mapping[str, Any]) -> None:
+    del config
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
     """Functions of a library, each of which imports it. All are pure.
@@ -91,6 +95,8 @@ class Arithmetic:
         factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
             or multiplies by, ``(R, C)`` in fp32.
         rounding: How the host kernel makes the same codes of bf16 weights; None if it cannot.
+        ignored: From the ``quantization_config`` of a checkpoint to the layers that are not
+            quantised, as entries of ``Quantization.ignore``; None if another recipe made it.
     """
 
     scales: Scales
@@ -100,6 +106,7 @@ class Arithmetic:
     multipliers: Multipliers = _scales_themselves
     factors: Callable[[Tensor, Tensor], Tensor] = _scales_themselves
     rounding: Rounding | None = None
+    ignored: Callable[[Mapping[str, Any]], tuple[str, ...] | None] = _made_by_others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from deltachain.errors import ConfigError
 from deltachain.kinds import check_kinds
 from deltachain.publish.quantise.registry import RECIPES
+
+CONFIG_FILE: Final = "config.json"
 
 PATTERN: Final = "re:"
 """Prefix of a regular expression, as in compressed-tensors."""
@@ -32,6 +37,8 @@ class Quantization:
     Example:
         >>> chosen = deltachain.Quantization("fp8-block", ignore=("lm_head", "re:visual"))
         >>> config = deltachain.PublishConfig(url=new_url, quantization=chosen)
+
+        As a checkpoint that engines serve: ``Quantization.of("Qwen3-8B-FP8")``, its folder.
     """
 
     recipe: str
@@ -55,9 +62,46 @@ class Quantization:
         """Return a setting as an object; a recipe's name stands for the recipe with defaults."""
         return cls(setting) if isinstance(setting, str) else setting
 
+    @classmethod
+    def of(cls, checkpoint: Path | str) -> Quantization:
+        """Return the quantisation of a checkpoint that is quantised: its recipe and layers.
+
+        Args:
+            checkpoint: Its folder, or its ``config.json``.
+
+        Raises:
+            ConfigError: There is no such file, or no recipe makes such checkpoints.
+        """
+        file = Path(checkpoint)
+        config = _quantization_config(file / CONFIG_FILE if file.is_dir() else file)
+        for name in RECIPES:
+            ignored = RECIPES.chosen(name).arithmetic.ignored(config)
+            if ignored is not None:
+                return cls(name, ignored)
+        raise ConfigError(
+            f"{checkpoint}: no recipe makes checkpoints of its quantization_config, of "
+            f"quant_method {config.get('quant_method')!r}",
+            hint=f"choose one of: {', '.join(sorted(RECIPES))}",
+        )
+
     def ignores(self, layer: str) -> bool:
         """Return whether a layer of the checkpoint is published as it is."""
         return any(_matches(entry, layer) for entry in self.ignore)
+
+
+def _quantization_config(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError) as exc:
+        raise ConfigError(
+            f"{file} cannot be read: {exc}", hint="give a checkpoint's folder, or its config.json"
+        ) from exc
+    found = config.get("quantization_config") if isinstance(config, dict) else None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{file} has no quantization_config", hint="give a checkpoint that is quantised"
+        )
+    return found
 
 
 def _matches(entry: str, layer: str) -> bool:

@@ -55,6 +55,12 @@ def test_layers_that_are_left_are_options(tmp_path: Path) -> None:
     left = ("lm_head", *(f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")))
     expected = quantised_state(model, "int8-row", left)
     assert differing(load_file(out / "model.safetensors"), expected) == set()
+    ok("push", tmp_path / "saved", tmp_path / "alike", "--quantization", out)
+    ok("pull", tmp_path / "alike", "--out", tmp_path / "again")
+    assert differing(load_file(tmp_path / "again" / "model.safetensors"), expected) == set()
+    both = invoke("push", tmp_path / "saved", chain, "--quantization", out, "--ignore", "lm_head")
+    assert both.code == 2
+    assert "exclude each other" in both.stderr
     alone = invoke("push", tmp_path / "saved", tmp_path / "other", "--ignore", "lm_head")
     assert alone.code == 2
     assert "--ignore needs --quantization" in alone.stderr
