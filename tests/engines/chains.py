@@ -79,6 +79,7 @@ def train(
     seed: int = 0,
     anchor_every: int = 3,
     rate: float = LEARNING_RATE,
+    encoding: str = "step",
 ) -> Trained:
     """Train a model of 2 layers on the demo's text, and publish every step after the first ones.
 
@@ -93,6 +94,7 @@ def train(
         anchor_every: Versions between two anchors.
         rate: Learning rate of the published steps. At ten times the usual one a model says
             something else from version to version.
+        encoding: Encoding of deltas.
 
     Raises:
         ValueError: No chain is trained of that family.
@@ -108,7 +110,9 @@ def train(
         model = masters_of(base)
         dump_bits(model, dumps / "0.npz")
         densities, losses = [], []
-        config = PublishConfig(url=url, when_busy="wait", anchor_every=anchor_every)
+        config = PublishConfig(
+            url=url, when_busy="wait", anchor_every=anchor_every, encoding=encoding
+        )
         with Publisher(config) as publisher:
             publisher.attach(model)
             steps = optimizer_steps(model, batches, rate)
