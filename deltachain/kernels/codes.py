@@ -7,7 +7,7 @@ way (FORMAT.md 4, Casts). Each loop keeps a weight in registers from its bits to
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,12 +21,7 @@ from deltachain.kernels.bitcasts import (
     magnitude,
 )
 from deltachain.kernels.compiling import compiled, inlined
-
-Rounding: TypeAlias = Literal["int8-divide", "fp8-divide", "fp8-multiply"]
-"""Code of ``x``: int8 or fp8 e4m3 of ``bf16(x / factor)``, or fp8 e4m3 of ``x * factor``."""
-
-KINDS: Final[dict[str, int]] = {"int8-divide": 0, "fp8-divide": 1, "fp8-multiply": 2}
-"""Number of each rounding in the kernels."""
+from deltachain.kernels.quantised import KINDS, Blocks, Rounding
 
 WeightBits: TypeAlias = "npt.NDArray[np.uint16] | npt.NDArray[np.uint32]"
 """Bits of ``(N, K)`` bf16 or fp32 weights, contiguous."""
@@ -43,18 +38,6 @@ _SUBNORMAL: Final = _F(16384.0)
 """2**14: fp32 numbers there are as far apart as subnormal fp8 numbers."""
 _INTEGER: Final = _F(12582912.0)
 """1.5 * 2**23: fp32 numbers there are integers, whose lowest byte is the code."""
-
-
-class Blocks(NamedTuple):
-    """Where the blocks of a window are.
-
-    Attributes:
-        at: Row and column of the window's first weight in its first block.
-        size: Rows and columns of a block.
-    """
-
-    at: tuple[int, int]
-    size: tuple[int, int]
 
 
 @compiled

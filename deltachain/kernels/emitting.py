@@ -63,7 +63,7 @@ def emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int
     return count
 
 
-def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> Changes | None:
+def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tuple[Changes, bool]:
     """Run a diff kernel to the end in buffers of bounded size; join the changes.
 
     Unwritten memory is never committed, so each buffer has room for a density of 3 %.
@@ -75,7 +75,8 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> Chan
         snapshot: Flat bits that the kernel updates.
 
     Returns:
-        All changes; after a refusal nothing, and the snapshot is what it was.
+        All changes, and whether nothing was refused; otherwise there are no changes, and the
+        snapshot is as it was.
     """
     found: list[Changes] = []
     size = max(4 * BLOCK, snapshot.size // 32)
@@ -87,7 +88,8 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> Chan
     if at < 0:
         for changes in found:
             snapshot[changes.indices] = changes.old
-        return None
+        indices, old, new = found[0]
+        return Changes(indices[:0], old[:0], new[:0]), False
     if len(found) == 1:
-        return found[0]
-    return Changes(*(np.concatenate(column) for column in zip(*found, strict=True)))
+        return found[0], True
+    return Changes(*(np.concatenate(column) for column in zip(*found, strict=True))), True

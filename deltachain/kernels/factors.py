@@ -60,7 +60,7 @@ class Factors(NamedTuple):
         return self.values[line, column // width if width else torch.zeros_like(column)]
 
 
-def make_codes(weights: Tensor, factors: Factors, start: int) -> Tensor:
+def codes_by_factors(weights: Tensor, factors: Factors, start: int) -> Tensor:
     """Make the codes of consecutive weights of a window in torch operations.
 
     Args:
@@ -73,10 +73,8 @@ def make_codes(weights: Tensor, factors: Factors, start: int) -> Tensor:
     """
     by, number = factors.of(start, weights.numel()), weights.to(torch.bfloat16).float()
     rounding = factors.how.rounding
-    if rounding == "fp8-multiply":
-        number = number * by
-    else:
-        number = (number / by).to(torch.bfloat16).float()
+    is_product = rounding == "fp8-multiply"
+    number = number * by if is_product else (number / by).to(torch.bfloat16).float()
     if rounding == "int8-divide":
         return number.clamp_(-128.0, 127.0).round_().to(torch.int8).view(torch.uint8)
     if rounding == "fp8-divide":

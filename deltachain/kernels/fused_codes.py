@@ -1,7 +1,7 @@
 """Codes of quantised weights in Triton, for the fused diff: integers from the quotient on.
 
 A weight is cast, scaled by one fp32 multiplication or division, and rounded by integer operations,
-so that every card and the interpreter have the bits of :func:`.factors.make_codes`.
+so that every card and the interpreter have the bits of :func:`.factors.codes_by_factors`.
 """
 
 from __future__ import annotations

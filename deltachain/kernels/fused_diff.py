@@ -124,9 +124,7 @@ def count_kernel(
         aligned: Whether every address is a multiple of 16.
         size: Largest number of elements of a block.
     """
-    _, _, differ = _compare(
-        table, blocks, bits, master, rounding, height, width, aligned, size
-    )
+    _, _, differ = _compare(table, blocks, bits, master, rounding, height, width, aligned, size)
     tl.store(counts + tl.program_id(0), tl.sum(differ.to(tl.int32), 0).to(tl.int16))
 
 
@@ -253,7 +251,8 @@ def diff_batch_(
 
     Args:
         table: Blocks by address, int64 of shape ``(3, blocks)``, on the device: weights, snapshot,
-            number of elements; with ``quantising`` also :data:`.factors.COLUMNS`. The memory named there must be valid until the launches are done.
+            number of elements; with ``quantising`` also :data:`.factors.COLUMNS`. All memory named
+            there must be valid until the launches are done.
         before: Header of the batch before, int64 of shape ``(3,)``; zeros for the first.
         arena: Room for the changes.
         master: Whether the weights are fp32 masters of bf16 ones.

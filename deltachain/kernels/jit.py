@@ -58,6 +58,7 @@ __all__ = [
 NAME: Final = "numba"
 _U = np.uint64
 
+
 @compiled
 def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
     """Diff from ``start`` while ``out`` has room for a block; return the end and the count."""
@@ -107,9 +108,7 @@ def _drive(
     kernel: Callable[..., tuple[int, int]], snapshot: Bits, current: npt.NDArray[Any]
 ) -> Changes:
     """Run a diff kernel to the end."""
-    changes = drive(lambda at, out: kernel(snapshot, current, at, out), snapshot)
-    assert changes is not None  # these kernels refuse nothing
-    return changes
+    return drive(lambda at, out: kernel(snapshot, current, at, out), snapshot)[0]
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:

@@ -14,7 +14,7 @@ from deltachain.kernels import device
 from deltachain.kernels.blocks import BLOCK, BlockTable, Span, batch_blocks, block_table, spans_of
 from deltachain.kernels.compact import Arena, Placed, diff_batch_
 from deltachain.kernels.copy_stream import CopyStream
-from deltachain.kernels.factors import Factors, Quantising, block_columns, make_codes
+from deltachain.kernels.factors import Factors, Quantising, block_columns, codes_by_factors
 
 ALIGNMENT: Final = 16
 """Alignment of tensors in a snapshot, in bytes: a device reads as much at once."""
@@ -82,7 +82,7 @@ class Compared(NamedTuple):
         """
         weights = self.current[start : start + numel]
         if self.factors is not None:
-            return make_codes(weights, self.factors, start)
+            return codes_by_factors(weights, self.factors, start)
         return device.bits_of(weights if self.kind.master else weights.to(self.dtype))
 
 

@@ -1,4 +1,4 @@
-"""Quantised windows: where their blocks are, and how a weight and its block's factor make a code."""
+"""Quantised windows: where their blocks are, and how a weight and a factor make a code."""
 
 from __future__ import annotations
 

@@ -37,23 +37,29 @@ class GuardedArm(BatchArm):
     maps: dict[int, mmap.mmap] = field(default_factory=dict)
 
     def decode(self, batch: SegmentBatch) -> ChangeBatch:
-        guarded = replace(batch, buffer=self._before_a_wall(batch.buffer))
+        guarded = replace(batch, buffer=before_a_wall(batch.buffer, self.maps))
         return self.kernels.decode(guarded, upload(guarded, self.device))
 
-    def _before_a_wall(self, buffer: Any) -> Any:
-        """Copy bytes to the end of a page; reading on ends the process."""
-        pages = -(-buffer.nbytes // PAGE) + 1
-        if pages not in self.maps:
-            self.maps[pages] = mmap.mmap(-1, pages * PAGE)
-            base = ctypes.addressof(ctypes.c_char.from_buffer(self.maps[pages]))
-            wall = ctypes.c_void_p(base + (pages - 1) * PAGE)
-            if ctypes.CDLL(None).mprotect(wall, ctypes.c_size_t(PAGE), NO_ACCESS):
-                raise OSError("mprotect")
-        # The table at the beginning is aligned to 8 bytes, which leaves up to 7 before the wall.
-        end = (pages - 1) * PAGE - (-buffer.nbytes) % 8 - buffer.nbytes
-        whole = np.frombuffer(self.maps[pages], np.uint8, buffer.nbytes, offset=end)
-        whole[:] = buffer
-        return whole
+
+def before_a_wall(buffer: Any, maps: dict[int, mmap.mmap]) -> Any:
+    """Copy bytes to the end of a page, aligned to 8; reading on ends the process.
+
+    Args:
+        buffer: The bytes.
+        maps: Memory by its number of pages, overwritten by the next bytes of as many.
+    """
+    pages = -(-buffer.nbytes // PAGE) + 1
+    if pages not in maps:
+        maps[pages] = mmap.mmap(-1, pages * PAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(maps[pages]))
+        wall = ctypes.c_void_p(base + (pages - 1) * PAGE)
+        if ctypes.CDLL(None).mprotect(wall, ctypes.c_size_t(PAGE), NO_ACCESS):
+            raise OSError("mprotect")
+    # The table at the beginning is aligned to 8 bytes, which leaves up to 7 before the wall.
+    end = (pages - 1) * PAGE - (-buffer.nbytes) % 8 - buffer.nbytes
+    whole = np.frombuffer(maps[pages], np.uint8, buffer.nbytes, offset=end)
+    whole[:] = buffer
+    return whole
 
 
 class Guards:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltachain.kernels import reference
 from deltachain.kernels.crossing import DeviceDiff
-from deltachain.kernels.factors import BlockShape, Factors, Quantising, make_codes
+from deltachain.kernels.factors import BlockShape, Factors, Quantising, codes_by_factors
 from deltachain.kernels.lane import Compared
 from deltachain.kernels.quantised import Rounding
 from deltachain.kernels.reference import Changes
@@ -42,13 +42,13 @@ def every_kind(generator: torch.Generator, numel: int, *, master: bool) -> Tenso
         choice < 0.015
     ].float()
     halves = torch.randint(-1000, 1000, (numel,), generator=generator) / 2
-    values = torch.where((0.3 < choice) & (choice < 0.5), halves * 2.0**-9, values)
+    values = torch.where((choice > 0.3) & (choice < 0.5), halves * 2.0**-9, values)
     if not master:
         return values.bfloat16()
     # Between two bf16 numbers, and exactly halfway.
     bits = values.view(torch.int32)
-    bits[(0.5 < choice) & (choice < 0.6)] |= 0x8000
-    bits[(0.5 < choice) & (choice < 0.55)] &= ~0x7FFF
+    bits[(choice > 0.5) & (choice < 0.6)] |= 0x8000
+    bits[(choice > 0.5) & (choice < 0.55)] &= ~0x7FFF
     return values
 
 
@@ -98,7 +98,7 @@ class Windows:
             self.held.append(there)
             self.live.append(weights.to(where))
             self.factors.append(factors._replace(values=there[GUARD:-GUARD].view(grid)))
-            self.codes.append(make_codes(weights, factors, 0).numpy())
+            self.codes.append(codes_by_factors(weights, factors, 0).numpy())
             self.starts.append(at)
             at += -(-rows * columns // 16) * 16 + GUARD
         self.before = np.full(at, 0x55, np.uint8)
@@ -123,7 +123,7 @@ class Windows:
         after = self.before.copy()
         for number, (start, codes) in enumerate(zip(self.starts, self.codes, strict=True)):
             expected = reference.diff_(after[start : start + codes.size], codes)
-            none = Changes(*(column[:0] for column in expected))
+            none = Changes(expected.indices[:0], expected.old[:0], expected.new[:0])
             for one, other in zip(expected, found.get(f"w{number}", none), strict=True):
                 assert one.dtype == other.dtype
                 np.testing.assert_array_equal(one, other)

@@ -1,4 +1,4 @@
-"""Pending tensors: made of live weights while they are compared, so that no copy of them is kept."""
+"""Pending tensors: made of live weights while they are compared, so that none is copied."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ class Pending(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of what it is made of."""
+
+    def to(self, device: torch.device) -> Pending:
+        """Return it as made of a copy on a device."""
 
     def make(self) -> Tensor:
         """Make the tensor, in new memory on its device.

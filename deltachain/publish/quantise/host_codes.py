@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import host
+from deltachain.kernels.quantised import Blocks
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import Box
-from deltachain.publish.quantise.block_scales import BlockScales
+from deltachain.publish.quantise.block_scales import block_scales
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.threads import Pool, cores
@@ -22,7 +23,7 @@ from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits
 
 if TYPE_CHECKING:
-    from deltachain.kernels.codes import Blocks, WeightBits
+    from deltachain.kernels.codes import WeightBits
 
 LEAST: Final = 1 << 20
 """Elements of a thread, below which starting it costs more than it saves."""
@@ -32,14 +33,16 @@ _BITS: Final = {torch.bfloat16: (torch.int16, np.uint16), torch.float32: (torch.
 _T = TypeVar("_T")
 
 
-def can_make(values: Tensor) -> bool:
-    """Return whether the kernels take a window: bf16 or masters of it, on the host, with numba."""
-    is_fast = str(host.NAME) == "numba"
-    return values.dtype in _BITS and values.device.type == "cpu" and is_fast
+def can_make(where: torch.device) -> bool:
+    """Return whether the kernels take windows there: on the host, with numba."""
+    return where.type == "cpu" and str(host.NAME) == "numba"
 
 
 def amax(values: Tensor, grid: Grid, window: Box) -> Tensor:
-    """Find the largest magnitude of each block of a window in bf16; see :func:`.window_amax`."""
+    """Find the largest magnitude of each block of a window, bf16 or fp32, in bf16.
+
+    See :func:`.amax.window_amax`.
+    """
     from deltachain.kernels.codes import block_amax  # noqa: PLC0415 - numba is slow to import
 
     bits, blocks = _bits(values), blocks_of(grid, window)
@@ -57,7 +60,7 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
     """Make the codes of a window of finite values.
 
     Args:
-        values: The window, ``(rows, columns)``.
+        values: The window, ``(rows, columns)``, in bf16, or in fp32 to be cast to it.
         grid: Blocks of the matrix.
         window: Position of the window.
         factors: Factor of each block of the window.
@@ -83,63 +86,56 @@ def diff_(
     grid: Grid,
     window: Box,
     shared: Tensor,
-    tables: BlockScales,
     recipe: Recipe,
-) -> tuple[Changes | None, Tensor]:
+) -> tuple[Changes, Tensor]:
     """Find the codes of a window that differ from a snapshot, and copy them there.
 
     Args:
         snapshot: Flat bits of the window's codes.
-        values: The window, ``(rows, columns)``.
+        values: The window, ``(rows, columns)``, in bf16, or in fp32 to be cast to it.
         grid: Blocks of the matrix.
         window: Position of the window.
         shared: Largest magnitudes so far of the window's blocks, in bf16: of what other ranks have
             of them, or 0.
-        tables: Factors by largest magnitude.
         recipe: How to quantise.
 
     Returns:
-        The changes, or ``None`` if a block has no factor, and the snapshot is then as it was; and
-        the largest magnitudes of all blocks.
+        The changes, and the largest magnitudes of all blocks; if one of these has no factor, there
+        are no changes, and the snapshot is as it was.
     """
-    from deltachain.kernels.codes_diff import codes_diff_  # noqa: PLC0415 - as above
+    from deltachain.kernels.codes_diff import BlockFactors, codes_diff_  # noqa: PLC0415 - as above
 
     bits, blocks = _bits(values), blocks_of(grid, window)
-    table, rounding = tables.factors.numpy(), recipe.arithmetic.rounding
+    tables, rounding = block_scales(recipe), recipe.arithmetic.rounding
     found = shared.clone()
-    whole = not grid.given[0]  # a block has rows of several threads, or all of one
+    whole = not grid.given[0]  # a block has rows of several threads
     if whole:
         found = torch.maximum(found, amax(values, grid, window))
         if not bool((tables.factors_of(found) > 0).all()):
-            return None, found
+            return _joined([]), found
     most, columns = _unsigned(found), values.shape[1]
 
-    def find(rows: slice) -> Changes | None:
+    def find(rows: slice) -> tuple[Changes, bool]:
         part = snapshot[rows.start * columns : rows.stop * columns]
-        at = _below(blocks, rows)
-        lines = most[_lines(blocks, rows)]
-        return codes_diff_(part, bits[rows], lines, table, at, rounding, known=whole)
+        factors = BlockFactors(most[_lines(blocks, rows)], tables.factors.numpy(), whole)
+        return codes_diff_(part, bits[rows], factors, _below(blocks, rows), rounding)
 
     height = 1 if whole else grid.block[0]
     cuts = _cuts(values.shape[0], values.numel(), height, blocks.at[0])
     pieces = _in_threads(find, cuts)
     changes = [
-        one._replace(indices=one.indices + rows.start * columns)
-        for one, rows in zip(pieces, cuts, strict=True)
-        if one is not None
+        Changes(one.indices + rows.start * columns, one.old, one.new)
+        for (one, _), rows in zip(pieces, cuts, strict=True)
     ]
-    if len(changes) < len(pieces):
-        for one in changes:
-            host.scatter_(snapshot, one.indices, one.old)
-        return None, amax(values, grid, window)
-    joined = changes[0] if len(changes) == 1 else _joined(changes)
-    return joined, found
+    if all(accepted for _, accepted in pieces):
+        return _joined(changes), found
+    for one in changes:
+        host.scatter_(snapshot, one.indices, one.old)
+    return _joined([]), torch.maximum(found, amax(values, grid, window))
 
 
 def blocks_of(grid: Grid, window: Box) -> Blocks:
     """Return where the blocks of a window are."""
-    from deltachain.kernels.codes import Blocks  # noqa: PLC0415 - as above
-
     (above, _), (left, _) = grid.margins(window)
     return Blocks((above, left), grid.block)
 
@@ -156,7 +152,11 @@ def _lines(blocks: Blocks, rows: slice) -> slice:
 
 
 def _joined(several: Sequence[Changes]) -> Changes:
-    return Changes(*(np.concatenate(column) for column in zip(*several, strict=True)))
+    if len(several) == 1:
+        return several[0]
+    none = np.empty(0, np.uint8)
+    columns = zip(Changes(np.empty(0, np.int64), none, none), *several, strict=True)
+    return Changes(*(np.concatenate(column) for column in columns))
 
 
 def _magnitudes(bits: npt.NDArray[np.uint16]) -> Tensor:

@@ -1,15 +1,15 @@
 """Quantised tensors of a model: codes and scales of the live weights, made anew for every version.
 
-No quantised copy is kept: each tensor is made, compared with the snapshot, and dropped.
+No quantised copy is kept: codes are pending until they are compared with the snapshot, and made by
+kernels then; where there are none, the library makes them, one tensor at a time.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
+from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
-from deltachain.publish.quantise import host_codes
+from deltachain.publish.quantise.acceptance import LEAVE, Acceptance
 from deltachain.publish.quantise.amax import (
     CutBlocks,
     Shared,
@@ -28,18 +29,11 @@ from deltachain.publish.quantise.amax import (
     with_shared,
 )
 from deltachain.publish.quantise.grid import Grid
+from deltachain.publish.quantise.pending_codes import PendingCodes, can_wait
 from deltachain.publish.quantise.recipe import Margins, Recipe
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
-
-logger = logging.getLogger(__name__)
-
-SMALLEST: Final = {"I8": 1.0, "F8_E4M3": 2.0**-9}
-"""Smallest positive number of the codes, by wire dtype."""
-
-LEAVE: Final = "leave its layer out of the quantisation: quantization=Quantization(..., ignore=...)"
-"""Hint for a weight that cannot be quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +52,14 @@ class Matrix:
     start: int
     name: str
 
-    def of(self, weight: Weight) -> Tensor:
-        """Return the ``(rows, columns)`` of a live weight, in the dtype of the checkpoint."""
+    def live(self, weight: Weight) -> Tensor:
+        """Return the ``(rows, columns)`` of a live weight; shares its memory."""
         local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
-        return local.view(self.window.shape).to(TORCH_DTYPES[self.spec.dtype])
+        return local.view(self.window.shape)
+
+    def of(self, weight: Weight) -> Tensor:
+        """Return them in the dtype of the checkpoint."""
+        return self.live(weight).to(TORCH_DTYPES[self.spec.dtype])
 
 
 @dataclass(slots=True)
@@ -80,7 +78,10 @@ class QuantisedTensors:
     recipe: Recipe
     ranks: Ranks
     _shared: Shared = field(default_factory=dict)
-    _warned: set[str] = field(default_factory=set)
+    _acceptance: Acceptance = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._acceptance = Acceptance(self.recipe)
 
     def agree(self, topic: str) -> None:
         """Agree with all ranks on the scales of blocks that several of them hold parts of.
@@ -96,18 +97,24 @@ class QuantisedTensors:
         """
         self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors that this rank publishes.
+    def tensors(self) -> Iterator[tuple[str, Tensor | Pending]]:
+        """Yield all tensors that this rank publishes; codes are pending where kernels make them.
 
         Raises:
-            ConfigError: A weight or a scale is not finite.
+            ConfigError: A weight or a scale is not finite: at the end, of weights on a device.
         """
+        self._acceptance.forget()
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
                 yield weight.spec.name, weight.tensor
             for matrix in matrices or ():
-                yield from self._quantised(matrix, matrix.of(weight))
+                pending = self._pending(matrix, weight)
+                if pending is None:
+                    yield from self._quantised(matrix, matrix.of(weight))
+                else:
+                    yield from self._after(matrix, pending)
+        self._acceptance.settle()
 
     def _cut_blocks(self) -> Iterator[CutBlocks]:
         cut = {
@@ -118,47 +125,62 @@ class QuantisedTensors:
             return
         for weight in self.live_weights():
             for matrix in cut.get(weight.spec.name, ()):
-                grid = self.recipe.grid(matrix.spec)
-                amax = window_amax(matrix.of(weight), grid, matrix.window)
+                grid, pending = self.recipe.grid(matrix.spec), self._pending(matrix, weight)
+                if pending is None:
+                    amax = window_amax(matrix.of(weight), grid, matrix.window)
+                else:
+                    amax = pending.window_amax()
                 yield cut_blocks(matrix.spec.name, grid, matrix.window, amax)
 
+    def _pending(self, matrix: Matrix, weight: Weight) -> PendingCodes | None:
+        """Return the codes of a matrix as pending ones, if kernels make them where it is."""
+        if not may_wait(matrix, weight):
+            return None
+        is_master = weight.tensor.dtype == torch.float32
+        values = matrix.live(weight) if is_master else matrix.of(weight)
+        name, grid = matrix.spec.name, self.recipe.grid(matrix.spec)
+        accept = partial(self._acceptance.check, name)
+        return PendingCodes(
+            values, grid, matrix.window, self.recipe, self._shared.get(name), accept
+        )
+
+    def _after(
+        self, matrix: Matrix, pending: PendingCodes
+    ) -> Iterator[tuple[str, Tensor | Pending]]:
+        """Yield pending codes, and the scales that their use has found."""
+        yield matrix.name, pending
+        scales = pending.scales()
+        if not pending.is_accepted:
+            self._acceptance.check_later(matrix.spec.name, pending.amax(), scales)
+        yield from self._scales(matrix, scales)
+
     def _quantised(self, matrix: Matrix, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield codes and scales by the library."""
         recipe, window = self.recipe, matrix.window
         grid = recipe.grid(matrix.spec)
         amax = window_amax(values, grid, window)
         if matrix.spec.name in self._shared:
             amax = with_shared(self._shared[matrix.spec.name], grid, window, amax)
         scales = recipe.arithmetic.scales(amax)
-        _check_finite(matrix.spec.name, amax, scales)
-        self._warn_of_zeros(matrix.spec.name, amax, scales)
-        if host_codes.can_make(values):
-            factors = recipe.arithmetic.factors(amax, scales)
-            codes = host_codes.make(values, grid, window, factors, recipe)
-        else:
-            codes = make_codes(recipe, values, grid, window, amax)
-        yield matrix.name, codes
-        owned = grid.owned(window)
-        if owned.numel:
-            row, column = (o - f for o, f in zip(owned.offset, grid.first(window), strict=True))
-            mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
-            shape = _scales_box(recipe, matrix.spec, owned).shape
-            yield _scales_key(recipe, matrix), mine.contiguous().view(shape)
+        self._acceptance.check(matrix.spec.name, amax, scales)
+        yield matrix.name, make_codes(recipe, values, grid, window, amax)
+        yield from self._scales(matrix, scales)
 
-    def _warn_of_zeros(self, name: str, amax: Tensor, scales: Tensor) -> None:
-        """Warn, once a matrix, of weights that the library turns into zeros with their block."""
-        smallest = SMALLEST[self.recipe.codes]
-        zeros = (amax > 0) & (amax.double() <= scales.double() * (smallest / 2))
-        if name not in self._warned and (count := int(zeros.sum())):
-            self._warned.add(name)
-            logger.warning(
-                "%r: weights of at most %.1e are published as 0 in %d of %d blocks: %s has no "
-                "scale as small, and gives them codes of 0",
-                name,
-                float(amax[zeros].max()),
-                count,
-                zeros.numel(),
-                self.recipe.library,
-            )
+    def _scales(self, matrix: Matrix, scales: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the scales that this rank owns of those of a window's blocks, if there are any."""
+        grid = self.recipe.grid(matrix.spec)
+        owned = grid.owned(matrix.window)
+        if owned.numel:
+            first = grid.first(matrix.window)
+            row, column = (o - f for o, f in zip(owned.offset, first, strict=True))
+            mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
+            shape = _scales_box(self.recipe, matrix.spec, owned).shape
+            yield _scales_key(self.recipe, matrix), mine.contiguous().view(shape)
+
+
+def may_wait(matrix: Matrix, weight: Weight) -> bool:
+    """Return whether codes of a live weight are made by kernels as they are compared."""
+    return matrix.spec.dtype == "BF16" and can_wait(weight.tensor.device)
 
 
 def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Tensor) -> Tensor:
@@ -177,21 +199,6 @@ def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Te
         margins = Margins(band.before, band.after, left, right)
         codes[band.rows] = recipe.arithmetic.codes(values[band.rows], amax[band.blocks], margins)
     return codes
-
-
-def _check_finite(name: str, amax: Tensor, scales: Tensor) -> None:
-    """Refuse weights with NaN or infinity, and scales that are not positive finite numbers."""
-    if not bool(torch.isfinite(amax).all()):
-        raise ConfigError(
-            f"{name!r} has values that are not finite, and cannot be quantised",
-            hint="the training diverged, or the weight overflows its dtype; nothing was published",
-        )
-    values = scales.float()
-    if not bool((torch.isfinite(values) & (values > 0)).all()):
-        raise ConfigError(
-            f"{name!r}: a scale is not a positive finite number: its weights are too small",
-            hint=LEAVE,
-        )
 
 
 def _scales_key(recipe: Recipe, matrix: Matrix) -> str:
@@ -242,9 +249,19 @@ def quantise(
         weights=tuple(sorted(weights, key=lambda weight: weight.spec.name)),
         specs=specs_of(specs),
         aliases=aliases,
+        one_by_one=source.one_by_one or not _all_wait(source.weights, matrices),
         live=made.tensors,
         agree=made.agree,
         ext={RECIPE: dict(recipe.record())},
+    )
+
+
+def _all_wait(weights: Sequence[Weight], matrices: Mapping[str, Sequence[Matrix]]) -> bool:
+    """Return whether no codes are made and no weights are cast: memory may not hold many."""
+    return all(
+        may_wait(matrix, weight) and weight.tensor.dtype in (torch.bfloat16, torch.float32)
+        for weight in weights
+        for matrix in matrices.get(weight.spec.name, ())
     )
 
 
