@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from deltachain.kernels.device import INT_DTYPES
 from deltachain.publish.quantise.recipe import Recipe
 
 MAGNITUDES: Final = 1 << 15
@@ -41,19 +42,24 @@ class BlockScales:
 
         A magnitude without a finite scale has a scale of NaN, or 0.
         """
-        at = magnitude_bits(amax)
-        narrow = self.scales.element_size() == 1
-        table = self.scales.view(torch.uint8) if narrow else self.scales
-        return table.to(amax.device)[at].view(self.scales.dtype)
+        return _taken(self.scales, amax)
 
     def factors_of(self, amax: Tensor) -> Tensor:
         """Return the factors of such blocks, where they are."""
-        return self.factors.to(amax.device)[magnitude_bits(amax)]
+        return _taken(self.factors, amax)
 
 
 def magnitude_bits(amax: Tensor) -> Tensor:
     """Return the bits of bf16 magnitudes, as indices into a table."""
     return amax.view(torch.int16).long() & (MAGNITUDES - 1)
+
+
+def _taken(table: Tensor, amax: Tensor) -> Tensor:
+    """Return the row of each magnitude, as bits; numpy on the host, where torch asks all cores."""
+    bits, at = table.view(INT_DTYPES[table.element_size()]), magnitude_bits(amax)
+    if amax.device.type == "cpu":
+        return torch.from_numpy(bits.numpy()[at.numpy()]).view(table.dtype)
+    return bits.to(amax.device)[at].view(table.dtype)
 
 
 @cache

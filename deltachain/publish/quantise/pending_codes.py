@@ -58,6 +58,7 @@ class PendingCodes:
     accept: Callable[[Tensor, Tensor], None]
     is_accepted: bool = False
     _amax: Tensor | None = field(default=None, repr=False)
+    _scales: Tensor | None = field(default=None, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -66,7 +67,7 @@ class PendingCodes:
 
     def to(self, device: torch.device) -> PendingCodes:
         """Return the codes of a copy of the weights on a device."""
-        return replace(self, values=self.values.to(device), _amax=None)
+        return replace(self, values=self.values.to(device), _amax=None, _scales=None)
 
     def window_amax(self) -> Tensor:
         """Return the largest magnitude of each block, of its weights in the window, in bf16."""
@@ -82,7 +83,9 @@ class PendingCodes:
 
     def scales(self) -> Tensor:
         """Return the scale of each block; 0 or NaN where there is none."""
-        return block_scales(self.recipe).scales_of(self.amax())
+        if self._scales is None:
+            self._scales = block_scales(self.recipe).scales_of(self.amax())
+        return self._scales
 
     def make(self) -> Tensor:
         """Make the codes, ``(rows, columns)``.
